@@ -116,7 +116,8 @@ class StepControl:
             inside = 1.1 * self._low < guess < self._high / 1.1
             self.factor = guess if inside else math.sqrt(self._low * self._high)
         else:
-            self.factor *= _bounded(change, 1 / 30, 1 / 3) if too_large else _bounded(change, 1.5, 30.0)
+            low, high = (1 / 30, 1 / 3) if too_large else (1.5, 30.0)
+            self.factor *= min(max(change, low), high)
         return True
 
     def _limit(self, kl: float) -> bool:
@@ -133,10 +134,6 @@ class StepControl:
         elif kl < 0.5 * limit and self.calibrated:
             self.factor = min(1.2 * self.factor, self._start.ceiling)
         return False
-
-
-def _bounded(value: float, low: float, high: float) -> float:
-    return min(max(value, low), high)
 
 
 def step_target(target_kl: float, advantages: Tensor, *, transitions: bool) -> float:
@@ -244,7 +241,9 @@ class StepSizes:
             updates: Reports of the pass's optimizer steps, by slot; only of members that took the pass.
         """
         # A member that fails in its first optimizer step has failed for another reason than its step size.
-        slots = [slot for slot, steps in updates.items() if slot in self._controls and _is_finite(steps[0])]
+        slots = [
+            slot for slot, steps in updates.items() if slot in self._controls and math.isfinite(steps[0].grad_norm)
+        ]
         if not slots:
             return set()
         after = self._bank.log_probs(
@@ -256,7 +255,7 @@ class StepSizes:
             before = self._before[slot] if slot in self._before else self._training_rows.old[rows]
             mask = self._training_rows.outcomes.action_mask[rows]
             kl, clipped = measured_step(before, log_probs, mask, *self._learners[slot].hyperparameters.clip_bounds)
-            if not all(map(_is_finite, updates[slot])):
+            if not all(math.isfinite(report.grad_norm) for report in updates[slot]):
                 kl = math.inf
             lr = self.hyperparameters(slot).lr
             repeated = control.update(kl, clipped)
@@ -277,7 +276,3 @@ class StepSizes:
 def _scale(target_kl: float) -> float:
     """Return the factor from stored step sizes to those for this target: KL grows with the square of the step."""
     return math.sqrt(target_kl / DEFAULT_TARGET_KL)
-
-
-def _is_finite(report: UpdateReport) -> bool:
-    return math.isfinite(report.grad_norm)

@@ -99,24 +99,6 @@ gated_unit = _GatedUnit.apply
 """(gate `[m, w]`, up `[m, w]`, `Activation`) -> activation(gate) * up."""
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int]) -> Tensor:
-    """Apply rotary position embeddings and transpose to heads first.
-
-    Args:
-        x: `[n * t, kv * rep * d]` all heads of each token.
-        cos: `[n, t, d / 2]`, with any factor on the result.
-        sin: `[n, t, d / 2]`, with any factor on the result.
-        heads: (kv, rep): key-value heads, and query heads per key-value head.
-
-    Returns:
-        `[kv, n, rep * t, d]`.
-
-    Source: RoFormer (arXiv:2104.09864); the two halves of a head are paired, as in Llama.
-    """
-    out: Tensor = _Rotate.apply(x, cos, sin, heads)
-    return out
-
-
 def _by_head(x: Tensor, shape: torch.Size, heads: tuple[int, int]) -> Tensor:
     """View `[n * t, kv * rep * d]` as `[kv, n, rep, t, d]`."""
     return x.view(*shape[:2], *heads, 2 * shape[2]).permute(2, 0, 3, 1, 4)
@@ -133,6 +115,13 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float, out: Tensor) -> None
 
 
 class _Rotate(torch.autograd.Function):
+    """Applies rotary position embeddings `[n, t, d / 2]`, with any factor on the result; transposes to heads first.
+
+    Maps all heads of each token, `[n * t, kv * rep * d]`, to `[kv, n, rep * t, d]`.
+
+    Source: RoFormer (arXiv:2104.09864); the two halves of a head are paired, as in Llama.
+    """
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int]) -> Tensor:
         ctx.save_for_backward(cos, sin)
@@ -152,6 +141,9 @@ class _Rotate(torch.autograd.Function):
         return into, None, None, None
 
 
+rotated = _Rotate.apply
+"""(rows `[n * t, kv * rep * d]`, cosine and sine `[n, t, d / 2]`, (kv, rep)) -> rotated heads `[kv, n, rep * t, d]`."""
+
 # ---- linear layers with adapters
 
 
@@ -159,7 +151,9 @@ def projected(x: Tensor, layers: Sequence[NamedLinear], hook: LoraHook | None) -
     """Return the outputs `[m, out]` of linear layers with adapters, given their common input `[m, in]`."""
     names, linears = tuple(name for name, _ in layers), [layer for _, layer in layers]
     if hook is None or torch.is_grad_enabled():
-        leaves = [] if hook is None else hook.leaves(names)
+        every = {} if hook is None else hook.adapters.leaves
+        slots = () if hook is None else hook.slots
+        leaves = [leaf for name in names if name in every for slot in slots for leaf in every[name][slot]]
         return _Linears.apply(x, linears, hook, names, *leaves)  # type: ignore[no-any-return]
     outputs = [frozen_linear(x, layer.weight, layer.bias) for layer in linears]
     _add_adapters(x, outputs, hook.stacked(names, len(x), x.dtype, transposed=True))

@@ -1,7 +1,6 @@
 """LoRA adapters of all members: train states, and products in which each row uses its own member's matrices."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -126,32 +125,22 @@ class LoraHook:
         weights, slots = self.adapters.weights, self.slots
         weights = weights[slots[0] : slots[-1] + 1] if slots[-1] - slots[0] + 1 == len(slots) else weights[slots]
 
-        def laid_out(matrices: Tensor) -> Tensor:
-            return matrices.to(dtype).mT.contiguous().mT if transposed else matrices.to(dtype)
-
         every_a = [target.a(weights) for _, target in acting]
-        a = laid_out(every_a[0] if len(every_a) == 1 else torch.cat(every_a, 1))
-        ends = range(0, a.shape[1] + 1, acting[0][1].rank)
-        columns = [slice(*pair) for pair in pairwise(ends)]
-        b = [laid_out(target.b(weights)) for _, target in acting]
+        a = (every_a[0] if len(every_a) == 1 else torch.cat(every_a, 1)).to(dtype)
+        b = [target.b(weights).to(dtype) for _, target in acting]
+        if transposed:
+            a, b = a.mT.contiguous().mT, [matrices.mT.contiguous().mT for matrices in b]
+        rank = acting[0][1].rank
         # 2. One product for each run of segments with equally many tokens.
         per_row = tokens // self._all_rows
         first, later = ([per_row * count for count in counts] for counts in (self._rows, self._later))
-        return [
-            StackedAdapters(
-                segment,
-                own,
-                a[own],
-                [(number, part, each[own]) for (number, _), part, each in zip(acting, columns, b, strict=True)],
-                self.adapters.scale,
-            )
-            for segment, own, _ in runs_of(first) + runs_of(later, sum(first))
-        ]
-
-    def leaves(self, modules: Sequence[str]) -> list[Tensor]:
-        """Return A and B of every slot for the first module with an adapter, then for the second, and so on."""
-        every = self.adapters.leaves
-        return [leaf for name in modules if name in every for slot in self.slots for leaf in every[name][slot]]
+        stacked = list[StackedAdapters]()
+        for segment, own, _ in runs_of(first) + runs_of(later, sum(first)):
+            of_modules = [
+                (number, slice(rank * at, rank * (at + 1)), b[at][own]) for at, (number, _) in enumerate(acting)
+            ]
+            stacked.append(StackedAdapters(segment, own, a[own], of_modules, self.adapters.scale))
+        return stacked
 
     def __call__(self, module: str, inputs: Tensor, output: Tensor) -> Tensor:
         """Return output + scale * B A x of a module, computed in the output's dtype.

@@ -55,13 +55,6 @@ def pad_left(sequences: Sequence[tuple[int, ...]], pad_id: int, device: torch.de
     return ids.to(device), mask.to(device)
 
 
-def _common_length(prompts: Sequence[tuple[int, ...]]) -> int:
-    """Return the length of the common beginning of all prompts, at least one token shorter than each."""
-    shortest = min(map(len, prompts)) - 1
-    low, high = min(prompts), max(prompts)  # all prompts in between share what these two share
-    return next((place for place in range(shortest) if low[place] != high[place]), shortest)
-
-
 class CausalModel:
     """A base model of transformers whose forward passes contain rows of several members, each with its own weights.
 
@@ -253,7 +246,10 @@ class CausalModel:
             The root's cache, or None; the cache row of each prompt; and the rest of each prompt.
         """
         owners, rows = torch.unique_consecutive(torch.tensor(slots), return_inverse=True)
-        common = _common_length(prompts)
+        # The common beginning is at least one token shorter than each prompt. All prompts share what the first and the
+        # last in alphabetical order share.
+        shortest, low, high = min(map(len, prompts)) - 1, min(prompts), max(prompts)
+        common = next((place for place in range(shortest) if low[place] != high[place]), shortest)
         # In lockstep, the number of passes must not depend on the prompts of a rank.
         if self._sharded_layers is not None or common < self._shortest_root or len(owners) == len(prompts):
             return None, torch.arange(len(prompts)), prompts
@@ -342,7 +338,9 @@ class CausalModel:
         """Run prompts on top of row number `rows[i]` of `root`, if any."""
         ids, mask, layers = self._prepare(root, rows, prompts)
         hidden = self.run(ids, mask, Cache(layers=list(layers)), hook)
-        return Prefix(layers=tuple(layer.last_states() for layer in layers), mask=mask, last_hidden=hidden[:, -1])
+        states = tuple(layer.whole for layer in layers if layer.whole is not None)
+        assert len(states) == len(layers), "the model did not use a layer of the cache"
+        return Prefix(layers=states, mask=mask, last_hidden=hidden[:, -1])
 
     def _prepare(
         self, root: KVCache | None, rows: Tensor, prompts: Sequence[tuple[int, ...]]

@@ -102,7 +102,7 @@ def share_prefixes(member_ids: Tensor, prompt_ids: Tensor) -> tuple[list[tuple[i
         The pairs, sorted by member and then prompt; and `[n]` the index of each row's pair.
     """
     pairs, inverse = torch.unique(torch.stack([member_ids, prompt_ids], 1), dim=0, return_inverse=True)
-    return [(int(member), int(prompt)) for member, prompt in pairs.tolist()], inverse
+    return list(map(tuple, pairs.tolist())), inverse
 
 
 def lexsort(minor: Tensor, major: Tensor) -> NDArray[np.intp]:
@@ -348,9 +348,14 @@ class ForwardPasses:
         early = torch.zeros_like(mask)  # True where an end of sequence was forbidden
         if inputs.min_new_tokens:
             early = positions_in_turn(batch.chosen[:, :used]) < inputs.min_new_tokens
-        # 2. Hidden states, then log-probabilities and entropies of the actions.
+        # 2. Hidden states `[k, used, h]` that predict the actions, then the actions' log-probabilities and entropies.
+        members = _scoring_slots(batch, policy)
+        pairs, rows = share_prefixes(members, inputs.prompt_ids.to(members.device))
+        prompts, slots = [inputs.prompts[prompt] for _, prompt in pairs], [slot for slot, _ in pairs]
+        fed, present = batch.actions[:, : used - 1], batch.present[:, : used - 1]
         with self.model.autocast():
-            hidden = self._hidden(batch, used, policy)[mask]
+            make_hook = self.adapters.hook_factory(policy)
+            hidden = self.model.hidden(prompts, slots, rows, fed, present, members, make_hook)[mask]
             scores = chunked_log_probs(
                 hidden,
                 self.model.head,
@@ -363,19 +368,9 @@ class ForwardPasses:
                 weight=self.model.head_matrix(hidden),
             )
         # 3. Scatter to `[k, t]`, then copy to identical rows.
-        rows, columns = mask.nonzero(as_tuple=True)
-        zeros = torch.zeros(batch.actions.shape, device=mask.device)
-        log_probs, entropies = (zeros.index_put((rows, columns), values)[part.run_as] for values in scores)
+        zeros, places = torch.zeros(batch.actions.shape, device=mask.device), mask.nonzero(as_tuple=True)
+        log_probs, entropies = (zeros.index_put(places, values)[part.run_as] for values in scores)
         return log_probs, entropies
-
-    def _hidden(self, batch: Batch, used: int, policy: PolicyVersion) -> Tensor:
-        """Return the hidden states `[n, used, h]` that predict the first `used` actions."""
-        inputs: TokenInputs = batch.inputs
-        members, make_hook = _scoring_slots(batch, policy), self.adapters.hook_factory(policy)
-        pairs, rows = share_prefixes(members, inputs.prompt_ids.to(members.device))
-        prompts, slots = [inputs.prompts[prompt] for _, prompt in pairs], [slot for slot, _ in pairs]
-        fed, present = batch.actions[:, : used - 1], batch.present[:, : used - 1]
-        return self.model.hidden(prompts, slots, rows, fed, present, members, make_hook)
 
 
 def _scoring_slots(batch: Batch, policy: PolicyVersion) -> Tensor:

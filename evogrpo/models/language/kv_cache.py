@@ -21,6 +21,9 @@ class PrefixLayer(CacheLayerMixin):
         prefix: Keys and values `[m, heads, P, width]` of the prefixes.
         rows: `[n]` prefix of each row; None = one prefix per row.
         order: `[n, P + t]` source of each position after concatenation.
+
+    Attributes:
+        whole: All keys and values of the last forward pass; None before it.
     """
 
     is_sliding = False
@@ -53,11 +56,6 @@ class PrefixLayer(CacheLayerMixin):
             order = self.order[:, None, :, None]
             keys, values = (part.gather(2, order.expand(part.shape)) for part in self.whole)
             self.whole = keys, values
-        return self.whole
-
-    def last_states(self) -> tuple[Tensor, Tensor]:
-        """Return all keys and values of the last forward pass."""
-        assert self.whole is not None, "the model did not use this layer of the cache"
         return self.whole
 
     def get_seq_length(self) -> int:

@@ -60,14 +60,9 @@ class Target:
     by_weight: bool = False
 
     @property
-    def middle(self) -> int:
-        """Offset of B."""
-        return self.start + self.rank * self.width_in
-
-    @property
     def end(self) -> int:
         """Offset of the end of B."""
-        return self.middle + self.rank * self.width_out
+        return self.start + self.rank * (self.width_in + self.width_out)
 
     @property
     def peft_names(self) -> tuple[str, str]:
@@ -76,12 +71,14 @@ class Target:
 
     def a(self, flat: Tensor) -> Tensor:
         """Return A `[..., r, in]` as a view of flat vectors `[..., k]`."""
-        view: Tensor = flat[..., self.start : self.middle].unflatten(-1, (self.rank, self.width_in))
+        size = self.rank * self.width_in
+        view: Tensor = flat[..., self.start : self.start + size].unflatten(-1, (self.rank, self.width_in))
         return view
 
     def b(self, flat: Tensor) -> Tensor:
         """Return B `[..., out, r]` as a view of flat vectors `[..., k]`."""
-        view: Tensor = flat[..., self.middle : self.end].unflatten(-1, (self.width_out, self.rank))
+        end, size = self.end, self.rank * self.width_out
+        view: Tensor = flat[..., end - size : end].unflatten(-1, (self.width_out, self.rank))
         return view
 
 
