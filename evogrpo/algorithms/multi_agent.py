@@ -6,11 +6,10 @@ from typing import Any, Unpack
 from evogrpo.algorithms.agent import Agent
 from evogrpo.algorithms.factory import MultiAgentOptions, build_joint_policy_set, create_population
 from evogrpo.algorithms.grpo import GRPO
-from evogrpo.algorithms.policies.policy_set import PolicySet
+from evogrpo.algorithms.policies.policy_set import PolicySet, RolloutBatch
 from evogrpo.algorithms.policies.settings import JointSettings
 from evogrpo.algorithms.population import Population
 from evogrpo.algorithms.rollout.collect import collect
-from evogrpo.algorithms.rollout.requests import RolloutBatch
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import AgentSpaces

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from evogrpo.algorithms.policies.policy_set import PolicySet
+from evogrpo.algorithms.policies.policy_set import PolicySet, RolloutBatch
 from evogrpo.algorithms.rollout.collect import check_groups, collect
 from evogrpo.algorithms.rollout.evaluation import measure_fitness
-from evogrpo.algorithms.rollout.requests import RolloutBatch
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Experience, LearnReport
 from evogrpo.distributed import ProcessError, Processes

@@ -1,7 +1,6 @@
 """Importance weights for samplers that differ from the trainer, effective sample size, and high-entropy masks."""
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,51 +39,13 @@ def importance_weights(
     if kind not in IMPORTANCE_CORRECTIONS:
         raise ValueError(f"importance_correction must be one of {', '.join(IMPORTANCE_CORRECTIONS)}, got {kind!r}")
     level, action = kind.split("_")
-    difference = _log_ratios(old_log_probs, sampler_log_probs, mask)
+    difference = (old_log_probs - sampler_log_probs).detach()
+    difference = torch.where(mask & ~sampler_log_probs.isnan(), difference, 0.0)
     if level == "sequence":
         difference = difference.sum(1, keepdim=True).expand_as(mask)
     ratio = difference.exp()
     ratio = ratio.clamp(max=cap) if action == "truncate" else torch.where(ratio > cap, 0.0, ratio)
     return torch.where(mask, ratio, 1.0)
-
-
-class SamplerMismatch(NamedTuple):
-    """Difference between the sampler's and the trainer's log-probabilities, over counted actions.
-
-    Attributes:
-        mean_difference: Mean of |old - sampler|, in nats.
-        max_difference: Largest |old - sampler|, in nats.
-        kl: Estimate of KL(sampler || trainer) per action, in nats.
-        min_ratio: Smallest exp(old - sampler).
-        mean_ratio: Mean ratio; its expectation is 1 if the sampler's log-probabilities are correct.
-        max_ratio: Largest ratio.
-    """
-
-    mean_difference: float
-    max_difference: float
-    kl: float
-    min_ratio: float
-    mean_ratio: float
-    max_ratio: float
-
-
-def sampler_mismatch(old_log_probs: Tensor, sampler_log_probs: Tensor, mask: Tensor) -> SamplerMismatch:
-    """Measure the difference between sampler and trainer over counted actions; without any, they count as equal.
-
-    Arguments are those of `importance_weights`.
-    """
-    difference = _log_ratios(old_log_probs, sampler_log_probs, mask)[mask].double()
-    if not len(difference):
-        return SamplerMismatch(0.0, 0.0, 0.0, 1.0, 1.0, 1.0)
-    distance, ratio = difference.abs(), difference.exp()
-    kl = ratio - difference - 1.0
-    values = torch.stack([distance.mean(), distance.max(), kl.mean(), ratio.min(), ratio.mean(), ratio.max()])
-    return SamplerMismatch(*values.tolist())
-
-
-def _log_ratios(old_log_probs: Tensor, sampler_log_probs: Tensor, mask: Tensor) -> Tensor:
-    difference = (old_log_probs - sampler_log_probs).detach()
-    return torch.where(mask & ~sampler_log_probs.isnan(), difference, 0.0)
 
 
 def effective_sample_fraction(log_ratios: Tensor, sources: Tensor, count: int) -> Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from evogrpo.algorithms.rollout.requests import SamplingRequest
+from evogrpo.algorithms.policies.policy_set import SamplingRequest
 from evogrpo.interruption import NEVER, Interrupted, Stop
 from tests.envs import verifier_functions
 from tests.tiny_training import events_of, finish, randomise_adapter, tiny_env, tiny_population, tiny_run

@@ -12,7 +12,6 @@ from evogrpo.functional.corrections import (
     effective_sample_fraction,
     high_entropy_mask,
     importance_weights,
-    sampler_mismatch,
 )
 from evogrpo.functional.loss_types import IMPORTANCE_CORRECTIONS
 
@@ -51,7 +50,6 @@ def test_nan_and_padding_get_weights_of_one(kind):
     sampler = OLD.clone()
     sampler[0, 1], sampler[0, 3] = math.nan, -math.inf
     assert torch.equal(importance_weights(kind, OLD, sampler, MASK), torch.ones(2, 4))
-    assert sampler_mismatch(OLD, sampler, MASK) == sampler_mismatch(OLD, OLD, MASK)
 
 
 def test_weights_of_very_different_samplers_are_finite():
@@ -62,33 +60,6 @@ def test_weights_of_very_different_samplers_are_finite():
 def test_unknown_correction_is_rejected():
     with pytest.raises(ValueError, match="importance_correction"):
         importance_weights("token", OLD, OLD, MASK)
-
-
-def test_mismatch_by_hand():
-    measured = sampler_mismatch(OLD, OLD - RATIOS.log(), MASK)
-    ratios = [1.5, 0.5, 3.0, 1.6, 1.6]
-    logs = [math.log(ratio) for ratio in ratios]
-    assert measured.mean_difference == pytest.approx(sum(map(abs, logs)) / 5, rel=1e-5)
-    assert measured.max_difference == pytest.approx(math.log(3), rel=1e-5)
-    expected = sum(ratio - log - 1 for ratio, log in zip(ratios, logs, strict=True)) / 5
-    assert measured.kl == pytest.approx(expected, rel=1e-5)
-    assert (measured.min_ratio, measured.mean_ratio, measured.max_ratio) == pytest.approx((0.5, 1.64, 3.0), rel=1e-5)
-
-
-def test_expected_mismatch_is_the_kl_and_expected_ratio_is_one():
-    random = torch.Generator().manual_seed(0)
-    sampler, trainer = torch.randn(2, 3, generator=random, dtype=torch.float64).log_softmax(1)
-    every = [
-        sampler_mismatch(trainer[None, [a]], sampler[None, [a]], torch.ones(1, 1, dtype=torch.bool)) for a in range(3)
-    ]
-    chances = sampler.exp().tolist()
-    kl = sum(chance * measured.kl for chance, measured in zip(chances, every, strict=True))
-    assert kl == pytest.approx(float((sampler.exp() * (sampler - trainer)).sum()))
-    assert sum(c * measured.mean_ratio for c, measured in zip(chances, every, strict=True)) == pytest.approx(1.0)
-
-
-def test_mismatch_without_counted_actions():
-    assert sampler_mismatch(OLD, OLD - 3, torch.zeros(2, 4, dtype=torch.bool)) == (0.0, 0.0, 0.0, 1.0, 1.0, 1.0)
 
 
 @given(st.integers(0, 1000), st.floats(0.05, 1.0))

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from evogrpo.algorithms.learning.action_loss import MEASURES, ActionLosses, RowHyperparameters
 from evogrpo.algorithms.learning.metrics import (
-    length_metrics,
     merge_reports,
-    reward_metrics,
+    sample_metrics,
     sampling_metrics,
     update_metrics,
 )
@@ -336,7 +335,7 @@ class _LearningStep:
 
         # 1. Metrics of the samples, the updates, the sampler and the samples of other members.
         sums = dict(zip(MEASURES, self._sums[slot].tolist(), strict=True))
-        metrics = reward_metrics(sampled) | length_metrics(sampled)
+        metrics = sample_metrics(sampled)
         metrics |= update_metrics(updates, sums, float(self._action_counts[slot]))
         sampler = self._rows.sampler_log_probs
         if sampler is not None:

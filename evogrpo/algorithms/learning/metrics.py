@@ -8,7 +8,7 @@ from torch import Tensor
 
 from evogrpo.config.objective import Objective
 from evogrpo.data import Batch, LearnReport, UpdateReport
-from evogrpo.functional.corrections import importance_weights, sampler_mismatch
+from evogrpo.functional.corrections import importance_weights
 from evogrpo.functional.rewards import consecutive_ids, group_statistics, zero_variance_groups
 
 NAMES: Mapping[str, str] = {
@@ -57,30 +57,30 @@ NAMES: Mapping[str, str] = {
 """Description of every metric. Metrics that were not measured are missing from reports."""
 
 
-def reward_metrics(batch: Batch) -> dict[str, float]:
-    """Return reward metrics of one member's samples."""
-    rewards, applies = batch.rewards, ~batch.rewards.isnan()  # NaN = no reward applies
+def sample_metrics(batch: Batch) -> dict[str, float]:
+    """Return metrics of one member's samples: rewards, and lengths in actions.
+
+    Samples that are masked out of the loss count with their full length.
+    """
+    # 1. Rewards; NaN = no reward applies.
+    rewards, applies = batch.rewards, ~batch.rewards.isnan()
     group, count = consecutive_ids(batch.group_ids)
     statistics = group_statistics(rewards, applies, group, count)
     spread = statistics.std[statistics.amount > 1]
     result = {
-        "reward": _mean(rewards[applies]),
+        "reward": float(rewards[applies].double().mean()),  # NaN without rewards
         "reward_std": float(spread.mean()) if len(spread) else 0.0,
         "frac_reward_zero_std": float(zero_variance_groups(rewards, group, count).double().mean()),
     }
     if batch.reward_components is not None:
         for name, column in zip(batch.component_names, batch.reward_components.unbind(1), strict=True):
             values = column[~column.isnan()].double()
-            result[f"rewards/{name}/mean"] = _mean(values)
+            result[f"rewards/{name}/mean"] = float(values.mean())
             result[f"rewards/{name}/std"] = float(values.std()) if len(values) > 1 else math.nan
-    return result
-
-
-def length_metrics(batch: Batch) -> dict[str, float]:
-    """Return length metrics of one member's samples, in actions; samples masked out of the loss count in full."""
+    # 2. Lengths.
     mask = batch.action_mask
     lengths = torch.where(mask.any(1), mask.sum(1), batch.chosen.sum(1)).double()
-    result = {f"completions/{name}_length": value for name, value in _min_mean_max(lengths).items()}
+    result |= {f"completions/{name}_length": value for name, value in _min_mean_max(lengths).items()}
     if batch.truncated is not None:
         result["completions/clipped_ratio"] = float(batch.truncated.double().mean())
         terminated = _min_mean_max(lengths[~batch.truncated])
@@ -116,10 +116,10 @@ def sampling_metrics(objective: Objective, old: Tensor, sampler: Tensor, mask: T
     """Return the mismatch between the sampler's and the trainer's log-probabilities `[n, t]`, and its correction."""
     if not bool(mask.any()):
         return {}
-    found = sampler_mismatch(old, sampler, mask)
+    distance = torch.where(sampler.isnan(), 0.0, old - sampler)[mask].double().abs()
     result = {
-        "sampling/sampling_logp_difference/mean": found.mean_difference,
-        "sampling/sampling_logp_difference/max": found.max_difference,
+        "sampling/sampling_logp_difference/mean": float(distance.mean()),
+        "sampling/sampling_logp_difference/max": float(distance.max()),
     }
     if objective.importance_correction is not None:
         weights = importance_weights(objective.importance_correction, old, sampler, mask, objective.importance_cap)
@@ -169,7 +169,3 @@ def _min_mean_max(values: Tensor) -> dict[str, float]:
     if not len(values):
         return {}
     return {"min": float(values.min()), "mean": float(values.mean()), "max": float(values.max())}
-
-
-def _mean(values: Tensor) -> float:
-    return float(values.double().mean()) if len(values) else math.nan

@@ -25,16 +25,19 @@ from evogrpo.algorithms.policies.language_batches import (
     rewarded_batch,
     text_rows,
 )
-from evogrpo.algorithms.policies.policy_set import Banks, CheckpointFiles, autocast_context, choose_device
-from evogrpo.algorithms.policies.settings import LanguageSettings
-from evogrpo.algorithms.rollout.multi_turn import sample_conversations
-from evogrpo.algorithms.rollout.requests import (
+from evogrpo.algorithms.policies.policy_set import (
     HELD_OUT,
+    Banks,
+    CheckpointFiles,
     EvaluationRequest,
     ObservedStatistics,
     RolloutBatch,
     SamplingRequest,
+    autocast_context,
+    choose_device,
 )
+from evogrpo.algorithms.policies.settings import LanguageSettings
+from evogrpo.algorithms.rollout.multi_turn import sample_conversations
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import DEFAULT_POLICY, Conversation, Experience, Rollout, SamplingBatch
 from evogrpo.distributed import Processes

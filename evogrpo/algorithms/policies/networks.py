@@ -18,15 +18,18 @@ from evogrpo.algorithms.policies.network_policy import (
     check_observations,
     episode_batch,
 )
-from evogrpo.algorithms.policies.policy_set import Banks, CheckpointFiles, choose_device, state_key
-from evogrpo.algorithms.policies.settings import JointSettings, NetworkSettings
-from evogrpo.algorithms.rollout.requests import (
+from evogrpo.algorithms.policies.policy_set import (
     HELD_OUT,
+    Banks,
+    CheckpointFiles,
     EvaluationRequest,
     ObservedStatistics,
     RolloutBatch,
     SamplingRequest,
+    choose_device,
+    state_key,
 )
+from evogrpo.algorithms.policies.settings import JointSettings, NetworkSettings
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import DEFAULT_POLICY, Batch, Experience
 from evogrpo.distributed import Processes

@@ -1,7 +1,9 @@
-"""PolicySet protocol: the policies of all members of a population, and their banks and devices."""
+"""PolicySet protocol: the policies of all members of a population, their banks, and requests for samples."""
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
@@ -11,21 +13,18 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.algorithms.rollout.requests import (
-    EvaluationRequest,
-    ObservedStatistics,
-    RolloutBatch,
-    SamplingRequest,
-)
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import DEFAULT_POLICY, Experience
 from evogrpo.distributed import Processes
-from evogrpo.envs.protocol import GroupEnvironment
+from evogrpo.envs.control.observations import ObservationStatistics
+from evogrpo.envs.protocol import GroupEnvironment, Scores, Split
 from evogrpo.evolution.history import ArchitectureChange
 from evogrpo.extras import require
+from evogrpo.interruption import NEVER, Stop
 from evogrpo.models.bank import PolicyBank, Sampler, TrainState
 from evogrpo.models.devices import check_device
+from evogrpo.text import short_repr
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -104,7 +103,10 @@ class Banks(Mapping[str, PolicyBank]):
         Raises:
             ValueError: If it has other policies, or does not fit one of them; nothing is changed then.
         """
-        parts = _by_policy(state)
+        parts: dict[str, dict[str, Tensor]] = {}
+        for key, value in state.items():
+            policy, _, name = key.rpartition("/")
+            parts.setdefault(policy or DEFAULT_POLICY, {})[name] = value
         if set(parts) != set(self._banks):
             raise ValueError(f"The train state must have policies {sorted(self._banks)}, got {sorted(parts)}.")
         before = {policy: bank.state(slot) for policy, bank in self._banks.items() if len(self._banks) > 1}
@@ -132,12 +134,167 @@ def state_key(policy: str, name: str) -> str:
     return name if policy == DEFAULT_POLICY else f"{policy}/{name}"
 
 
-def _by_policy(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    parts: dict[str, dict[str, Tensor]] = {}
-    for key, value in state.items():
-        policy, _, name = key.rpartition("/")
-        parts.setdefault(policy or DEFAULT_POLICY, {})[name] = value
-    return parts
+# ---- requests for samples and evaluations, and their results
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SamplingRequest:
+    """Rows to sample; the rows of a member are next to each other.
+
+    Attributes:
+        learners: The members that act, all at the same learning step.
+        counts: Number of rows of each member, on all ranks.
+        row_ids: `[k]` numbers of the rows among those of all ranks; they select the random numbers.
+        member_ids: `[k]` slots.
+        start_ids: `[k]` position of each row's start among the opened ones.
+        group_ids: `[k]` one number per member and start.
+        temperature: `[k]` sampling temperatures.
+        purpose: Name of the random stream, with step and index.
+        number: Distinguishes streams of one purpose within a step.
+        stop: Checked between tokens or steps, and between reward calls.
+    """
+
+    learners: tuple[Learner, ...]
+    counts: tuple[int, ...]
+    row_ids: Tensor
+    member_ids: Tensor
+    start_ids: Tensor
+    group_ids: Tensor
+    temperature: Tensor
+    purpose: str
+    number: int = 0
+    stop: Stop = NEVER
+
+    __repr__ = short_repr
+
+    @property
+    def streams(self) -> list[tuple[int, ...]]:
+        """Numbers of each member's random stream."""
+        further = [self.number] if self.number else []
+        return [(learner.step, learner.index, *further) for learner in self.learners]
+
+    def select(self, rows: Tensor) -> "SamplingRequest":
+        """Return the request for some of its rows."""
+        names = ("row_ids", "member_ids", "start_ids", "group_ids", "temperature")
+        chosen: dict[str, Any] = {name: getattr(self, name)[rows] for name in names}
+        return replace(self, **chosen)
+
+
+ObservedStatistics = Mapping[str, ObservationStatistics]
+"""Observation statistics of a rollout, by policy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutBatch:
+    """Rewarded samples; the rows of a member, and within them of a group, are next to each other.
+
+    Attributes:
+        experience: The samples as batches to learn from, by policy.
+        scores: Rewards and texts of the environment, row by row, without penalties and step rewards.
+        member_ids: `[n]` slots of the members that acted.
+        start_ids: `[n]` positions in `starts`.
+        truncated: `[n]` completions that ran out of length, or episodes in which an agent was truncated.
+        tokens: Tokens (or environment steps) processed, by slot, discarded groups included.
+        starts: Training starts that were opened.
+        questions: Texts of the starts, for display; untrusted. Empty for environments without texts.
+        observed: Observation statistics to add to the running ones; one entry per sampling.
+        earned: By slot and position of the start, the mean raw reward of each group that has rewards, before dynamic
+            sampling.
+        scoring_seconds: Time that reward functions took; 0 for environments that are played.
+    """
+
+    experience: Experience
+    scores: Scores
+    member_ids: Tensor
+    start_ids: Tensor
+    truncated: Tensor
+    tokens: dict[int, int]
+    starts: tuple[int, ...] = ()
+    questions: tuple[str, ...] = ()
+    observed: tuple[ObservedStatistics, ...] = field(default=())
+    earned: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+    scoring_seconds: float = 0.0
+
+    __repr__ = short_repr
+
+    def mean_rewards(self) -> dict[int, float]:
+        """Return each member's mean reward, by slot; NaN where no reward applies to any of its samples."""
+        means, member_ids = {}, self.member_ids.numpy()
+        for slot in np.unique(member_ids).tolist():
+            rewards = self.scores.rewards[member_ids == slot]
+            known = rewards[~np.isnan(rewards)]
+            means[slot] = float(known.mean()) if len(known) else float("nan")
+        return means
+
+    def mean_group_rewards(self) -> dict[int, dict[int, float]]:
+        """Return the mean raw reward of each group, by slot and position of its start."""
+        groups: dict[int, dict[int, list[float]]] = {}
+        rows = zip(self.member_ids.tolist(), self.start_ids.tolist(), self.scores.rewards.tolist(), strict=True)
+        for slot, start, reward in rows:
+            if math.isfinite(reward):
+                groups.setdefault(slot, {}).setdefault(start, []).append(reward)
+        return {
+            slot: {start: math.fsum(rewards) / len(rewards) for start, rewards in each.items()}
+            for slot, each in groups.items()
+        }
+
+
+HELD_OUT = "held-out answers"
+"""Purpose of the random stream of sampled evaluations, the same for all members and evaluations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRequest:
+    """Held-out questions to evaluate members on; every slot answers every question.
+
+    Attributes:
+        split: Name of the split.
+        questions: Positions of the questions in the split.
+        slots: Slots to evaluate; for the untrained base one entry, of any value.
+        base: Evaluate the untrained base.
+        answers: Number of answers per question, sampled at temperature 1; None = one greedy answer.
+        stop: As in `SamplingRequest`.
+    """
+
+    split: Split
+    questions: tuple[int, ...]
+    slots: tuple[int, ...]
+    base: bool = False
+    answers: int | None = None
+    stop: Stop = NEVER
+
+    @property
+    def each(self) -> int:
+        """Number of answers of a slot to a question."""
+        return self.answers or 1
+
+    @property
+    def start_ids(self) -> Tensor:
+        """`[n]` position in `questions` of each row, ordered by slot, then question."""
+        return torch.arange(len(self.questions)).repeat_interleave(self.each).repeat(len(self.slots))
+
+    @property
+    def member_ids(self) -> Tensor:
+        """`[n]` slots."""
+        return torch.tensor(self.slots).repeat_interleave(self.per_slot)
+
+    @property
+    def per_slot(self) -> int:
+        """Number of rows of a slot."""
+        return len(self.questions) * self.each
+
+    @property
+    def temperature(self) -> Tensor:
+        """`[n]` 1 for sampled answers, 0 for greedy ones."""
+        return torch.full((len(self.slots) * self.per_slot,), 0.0 if self.answers is None else 1.0)
+
+    @property
+    def streams(self) -> list[tuple[int, ...]]:
+        """Numbers of each question's random stream."""
+        return [(number,) for number in self.questions]
+
+
+# ---- protocols
 
 
 class Settings(Protocol):

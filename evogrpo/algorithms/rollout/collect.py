@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.algorithms.policies.policy_set import PolicySet
-from evogrpo.algorithms.rollout.requests import RolloutBatch, SamplingRequest
+from evogrpo.algorithms.policies.policy_set import PolicySet, RolloutBatch, SamplingRequest
 from evogrpo.config.search_space import check_group_size
 from evogrpo.data import Batch
 from evogrpo.envs.protocol import GroupEnvironment

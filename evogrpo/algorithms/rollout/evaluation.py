@@ -11,9 +11,8 @@ from gymnasium.wrappers import TimeLimit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evogrpo.algorithms.policies.policy_set import PolicySet
+from evogrpo.algorithms.policies.policy_set import EvaluationRequest, PolicySet
 from evogrpo.algorithms.rollout.collect import check_groups
-from evogrpo.algorithms.rollout.requests import EvaluationRequest
 from evogrpo.data import Actor
 from evogrpo.envs.control.making import declared_limit, time_limit
 from evogrpo.envs.control.policy_mapping import PolicyMapping

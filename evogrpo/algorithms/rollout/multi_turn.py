@@ -64,7 +64,15 @@ def sample_conversations(
     starts = rows.prompt_ids.tolist()
     # 1. A single turn: the rollout is complete after one call.
     if batch.max_turns == 1:
-        sampled = _sample_single_turn(sampler, batch, rows, base=base).to(device)
+        # Pass each group on to be rewarded as soon as all of its completions are finished.
+        streamed = batch if isinstance(batch, SingleTurnBatch) and batch.background_rewards else None
+        on_finished = None if streamed is None else _stream_groups(streamed, rows)
+        try:
+            sampled = sampler.sample(rows, base=base, on_finished=on_finished).to(device)
+        except BaseException:
+            if streamed is not None:
+                streamed.cancel()
+            raise
         return sampled, single_turn_conversations(starts, _token_lists(sampled))
 
     # 2. First turn of all conversations; KV caches are kept for the next one.
@@ -104,17 +112,6 @@ def sample_conversations(
     # 4. One row per conversation, its turns and replies next to each other.
     conversations = tuple(state.conversation(row, starts[row]) for row, state in enumerate(states))
     return _stack(states, device, exact), conversations
-
-
-def _sample_single_turn(sampler: Sampler, batch: PromptBatch, rows: SamplingBatch, *, base: bool) -> Rollout:
-    """Sample, and pass each group on to be rewarded as soon as all of its completions are finished."""
-    if not (isinstance(batch, SingleTurnBatch) and batch.background_rewards):
-        return sampler.sample(rows, base=base)
-    try:
-        return sampler.sample(rows, base=base, on_finished=_stream_groups(batch, rows))
-    except BaseException:
-        batch.cancel()
-        raise
 
 
 def _stream_groups(batch: SingleTurnBatch, rows: SamplingBatch) -> FinishedCallback:

@@ -12,8 +12,8 @@ import torch
 
 import evogrpo
 from evogrpo.algorithms.agent import Agent
+from evogrpo.algorithms.policies.policy_set import RolloutBatch
 from evogrpo.algorithms.population import Population
-from evogrpo.algorithms.rollout.requests import RolloutBatch
 from evogrpo.data import LearnReport
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.history import MemberRecord

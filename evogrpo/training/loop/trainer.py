@@ -6,8 +6,8 @@ from typing import Any, TypeGuard
 
 import torch
 
+from evogrpo.algorithms.policies.policy_set import RolloutBatch
 from evogrpo.algorithms.population import Population
-from evogrpo.algorithms.rollout.requests import RolloutBatch
 from evogrpo.data import LearnReport
 from evogrpo.envs.fingerprint import fingerprint_of
 from evogrpo.envs.protocol import GroupEnvironment, SupportsProgress
