@@ -329,13 +329,19 @@ class FastLlama:
         padding = padding_rows(prompt_ids.numel() + ids.numel(), parts[0].dtype, ids.device)
         hidden = torch.cat([*parts, *_zeros(padding, parts[0])])
         rotations = [self.rotations(prompt_mask, prompt_ids.shape[1]), self.rotations(mask, ids.shape[1])]
-        # 2. Attention: prompts within themselves, rows on top of the prompts' keys and values.
+        # 2. Attention: prompts within themselves, rows on top of the prompts' keys and values `[kv, m, P, d]`.
         attend_prompts = self._attend_within(prompt_mask, prompt_ids.shape[1], cache)
-        attend_rows = self._attend_after_prompts(prompt_mask, rows, mask)
+        past, t = prompt_mask.shape[1], ids.shape[1]
+        own_biases = attention_biases(self.layout, mask, t, slice(past, None))
+        prompt_biases = attention_biases(self.layout, mask, t, slice(past))
+        order, runs = prompt_runs(rows, len(prompt_mask))
+        prompt_of = torch.arange(len(runs)).repeat_interleave(torch.tensor(runs)).to(rows.device)
 
         def attend(number: int, layer: Layer, prompt_heads: Heads, row_heads: Heads) -> Tensor:
-            of_prompts, keys, values = attend_prompts(number, layer, prompt_heads)
-            of_rows = attend_rows(layer, row_heads, keys, values)
+            of_prompts, *states = attend_prompts(number, layer, prompt_heads)
+            keys, values = states if order is None else (x[:, order] for x in states)
+            shared = SharedPrompts(keys, values, prompt_of, runs)
+            of_rows = attention(*row_heads, t, own_biases[layer.window], shared, prompt_biases[layer.window])
             return torch.cat([of_prompts, of_rows, *_zeros(padding, of_prompts)])
 
         for number in range(len(self.layout.layers)):
@@ -357,30 +363,6 @@ class FastLlama:
             if cache is not None:
                 k, v = (x.transpose(0, 1) for x in cache.update(k.transpose(0, 1), v.transpose(0, 1), number))
             return attention(q, k, v, t, biases[layer.window], None, None), k, v
-
-        return attend
-
-    def _attend_after_prompts(
-        self, prompts: Tensor, rows: Tensor, mask: Tensor
-    ) -> Callable[[Layer, Heads, Tensor, Tensor], Tensor]:
-        """Return the attention over rows' own tokens and keys and values `[kv, m, P, d]` of prompts.
-
-        Args:
-            prompts: `[m, P]` booleans: True for real tokens.
-            rows: `[n]` prompt of each row.
-            mask: `[n, P + t]` booleans: True for real tokens.
-        """
-        past = prompts.shape[1]
-        t = mask.shape[1] - past
-        own_biases = attention_biases(self.layout, mask, t, slice(past, None))
-        prompt_biases = attention_biases(self.layout, mask, t, slice(past))
-        order, runs = prompt_runs(rows, len(prompts))
-        numbers = torch.arange(len(runs)).repeat_interleave(torch.tensor(runs)).to(rows.device)
-
-        def attend(layer: Layer, heads: Heads, keys: Tensor, values: Tensor) -> Tensor:
-            keys, values = (x if order is None else x[:, order] for x in (keys, values))
-            shared, window = SharedPrompts(keys, values, numbers, runs), layer.window
-            return attention(*heads, t, own_biases[window], shared, prompt_biases[window])
 
         return attend
 

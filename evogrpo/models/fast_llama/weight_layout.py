@@ -22,7 +22,7 @@ from transformers import (
     Qwen3Model,
 )
 
-from evogrpo.models.language.fsdp import hooks_of, own_hooks, unsharded_class
+from evogrpo.models.language.fsdp import has_user_hooks, unsharded_class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +265,7 @@ def _types(weights: nn.Parameter) -> tuple[type, type]:
 def is_unmodified(decoder: nn.Module) -> bool:
     """Return True if a decoder has no user hooks, replaced `forward` or compiled call, which fast_llama would skip."""
     return not any(
-        hooks_of(module) - own_hooks(module) or "forward" in vars(module) or module._compiled_call_impl
+        has_user_hooks(module) or "forward" in vars(module) or module._compiled_call_impl
         for module in decoder.modules()
     )
 

@@ -80,6 +80,7 @@ class CausalModel:
         context: Maximum sequence length in tokens; None = no limit.
         shares_prefix: Rows that continue one prompt share its forward pass.
         autocast: Returns the context manager of forward passes, for mixed precision.
+        lockstep: True if all ranks run each pass together, because each holds a part of the base.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class CausalModel:
         self._working = False
         self._fast: FastLlama | None = None
         self._sharded_layers = sharded_layers(model)
+        self.lockstep = self._sharded_layers is not None
         self.decoder = find_decoder(model)
         self.device = next(model.parameters()).device
         self.layers = int(model.config.get_text_config().num_hidden_layers)
@@ -179,11 +181,6 @@ class CausalModel:
             for handle in handles:
                 handle.remove()
 
-    @property
-    def lockstep(self) -> bool:
-        """True if all ranks run each pass together, because each holds a part of the base."""
-        return self._sharded_layers is not None
-
     def in_lockstep(self) -> AbstractContextManager[None]:
         """Return a context for passes; see `ShardedLayers.in_lockstep`."""
         return nullcontext() if self._sharded_layers is None else self._sharded_layers.in_lockstep()
@@ -251,7 +248,7 @@ class CausalModel:
         shortest, low, high = min(map(len, prompts)) - 1, min(prompts), max(prompts)
         common = next((place for place in range(shortest) if low[place] != high[place]), shortest)
         # In lockstep, the number of passes must not depend on the prompts of a rank.
-        if self._sharded_layers is not None or common < self._shortest_root or len(owners) == len(prompts):
+        if self.lockstep or common < self._shortest_root or len(owners) == len(prompts):
             return None, torch.arange(len(prompts)), prompts
         beginnings, every = [prompts[0][:common]] * len(owners), torch.arange(len(owners))
         root = self._run_on(None, every, beginnings, make_hook(owners))
@@ -388,7 +385,7 @@ class CausalModel:
 
             # Run rows with equal tokens so far as one. On a GPU, finding them would synchronise at every token. In
             # lockstep, passes must not depend on the tokens of a rank.
-            if self.device.type == "cpu" and self._sharded_layers is None:
+            if self.device.type == "cpu" and not self.lockstep:
                 return shared_prefix_decoding(begin, rows)
             return begin(torch.arange(len(rows), device=self.device))
         return CachedDecoding(self.run, prefix, rows, slots, room, make_hook)

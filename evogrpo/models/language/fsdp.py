@@ -44,7 +44,7 @@ class ShardedLayers:
         for layer in layers:
             layer.register_forward_pre_hook(lambda module, args: self.gather(module), prepend=True)
             layer.register_forward_hook(lambda module, args, out: self.gather_in_backward(module, out), prepend=True)
-            _OWN_HOOKS[layer] = hooks_of(layer)
+            _OWN_HOOKS[layer] = frozenset((*layer._forward_pre_hooks, *layer._forward_hooks))
         self._before: tuple[Any, Any] = (None, None)
 
     @contextmanager
@@ -124,14 +124,10 @@ def sharded_layers(model: PreTrainedModel) -> ShardedLayers | None:
     return _SHARDED.get(model)
 
 
-def hooks_of(module: nn.Module) -> frozenset[int]:
-    """Return the ids of a module's forward hooks."""
-    return frozenset((*module._forward_pre_hooks, *module._forward_hooks))
-
-
-def own_hooks(module: nn.Module) -> frozenset[int]:
-    """Return the ids of the hooks that gather a layer."""
-    return _OWN_HOOKS.get(module, frozenset())
+def has_user_hooks(module: nn.Module) -> bool:
+    """Return True if a module has forward hooks besides those that gather a layer."""
+    hooks = {*module._forward_pre_hooks, *module._forward_hooks}
+    return bool(hooks and hooks - _OWN_HOOKS.get(module, frozenset()))
 
 
 def unsharded_class(module: nn.Module) -> type:

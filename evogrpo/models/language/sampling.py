@@ -99,7 +99,13 @@ def sample(
         raise ValueError("rows must contain at least one row, got none")
     if any(not prompt for prompt in rows.prompts):
         raise ValueError("prompts must contain at least one token each, got an empty prompt")
-    rows = _with_history(rows)
+    if rows.history is not None:
+        numbers: dict[tuple[int, ...], int] = {}
+        ids = [
+            numbers.setdefault((*rows.prompts[prompt], *later), len(numbers))
+            for prompt, later in zip(rows.prompt_ids.tolist(), rows.history, strict=True)
+        ]
+        rows = replace(rows, prompts=tuple(numbers), prompt_ids=torch.tensor(ids), history=None)
     width = max(len(prompt) for prompt in rows.prompts) + rows.max_new_tokens
     check_context(model.context, width)
     # 2. Find rows that continue from a saved cache.
@@ -115,9 +121,9 @@ def sample(
         resumed = torch.tensor([kept.extends(*each) for each in zip(saved, prompts, versions, strict=True)])
     # 3. Sample in waves, sorted by member and prompt.
     waves: list[tuple[Tensor, CachedRows | None]] = []
-    for caches, numbers in ((kept, order[resumed[order]]), (None, order[~resumed[order]])):
-        count = math.ceil(len(numbers) / rows_at_once(width, model.device.type))
-        waves += [(wave, caches) for wave in (numbers.chunk(count) if count else ())]  # equal sizes: none is small
+    for caches, some in ((kept, order[resumed[order]]), (None, order[~resumed[order]])):
+        count = math.ceil(len(some) / rows_at_once(width, model.device.type))
+        waves += [(wave, caches) for wave in (some.chunk(count) if count else ())]  # equal sizes: none is small
     sampler = _Sampler(model, adapters.hook_factory("base" if base else "weights"), rows, end_ids, on_finished)
     budget = CACHED_TOKENS
     for wave, caches in waves:
@@ -140,18 +146,6 @@ def rows_at_once(width: int, device: str) -> int:
     """
     fitting = max(1, CACHED_TOKENS // width)
     return min(fitting, max(CPU_ROWS, CPU_TOKENS // width)) if device == "cpu" else fitting
-
-
-def _with_history(rows: SamplingBatch) -> SamplingBatch:
-    """Append each row's history to its prompt."""
-    if rows.history is None:
-        return rows
-    numbers: dict[tuple[int, ...], int] = {}
-    ids = [
-        numbers.setdefault((*rows.prompts[prompt], *later), len(numbers))
-        for prompt, later in zip(rows.prompt_ids.tolist(), rows.history, strict=True)
-    ]
-    return replace(rows, prompts=tuple(numbers), prompt_ids=torch.tensor(ids), history=None)
 
 
 class _Sampler:
@@ -321,48 +315,38 @@ class _Sampler:
     def _sample_tokens(self, hidden: Tensor, numbers: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return the next token of each row and its log-probability (0 for greedy rows)."""
         tokens, log_probs = torch.empty_like(numbers), torch.zeros(len(numbers), device=hidden.device)
-        uniforms = self._uniforms[numbers, step]
-        context = None
+        options, uniforms, context = self._rows.options, self._uniforms[numbers, step], None
         if self._prompts is not None:  # tokens so far, for the repetition penalty, padded with tokens of the prompt
             prompts, completions = self._prompts[numbers], self._actions[numbers]
             past = torch.arange(completions.shape[1], device=hidden.device) < step
             context = torch.cat([prompts, torch.where(past, completions, prompts[:, :1])], dim=1)
         for start in range(0, len(hidden), ROWS_OF_LOGITS):
-            logits = self._model.logits(hidden[start : start + ROWS_OF_LOGITS])
-            for tile in row_tiles(logits):
-                rows = slice(start + tile.start, start + tile.stop)
-                own = None if context is None else context[rows]
-                forbid_end = step < self._rows.min_new_tokens
-                tokens[rows], log_probs[rows] = self._draw(
-                    logits[tile], uniforms[rows], numbers[rows], own, forbid_end=forbid_end
-                )
+            every = self._model.logits(hidden[start : start + ROWS_OF_LOGITS])
+            for tile in row_tiles(every):
+                rows, logits = slice(start + tile.start, start + tile.stop), every[tile]
+                greedy = self._greedy[numbers[rows]]
+                # 1. Penalties, temperature, forbidden end tokens. The logits are overwritten.
+                if context is not None:
+                    logits = apply_repetition_penalty(logits, context[rows], options.repetition_penalty)
+                temperature = self._temperature[numbers[rows]] if self._scaled else None
+                forbidden = torch.ones_like(greedy) if step < self._rows.min_new_tokens else None
+                scaled = scale_logits(logits, temperature, forbidden, self._end_ids)
+                if self._all_greedy:
+                    tokens[rows] = scaled.argmax(1)
+                    continue
+                # 2. Truncate. amax is three times faster than argmax, so argmax runs only if a row is greedy.
+                best = scaled.argmax(1) if self._any_greedy else None
+                largest = scaled.amax(1)
+                if options != WHOLE:
+                    scaled = truncate_logits(scaled, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)
+                # 3. Draw. The inverse CDF is taken at u times the sum, so the weights need no normalisation.
+                weights = scaled.sub_(largest[:, None]).exp_()
+                drawn = sample_inverse_cdf(weights, uniforms[rows])
+                drawn = drawn.clamp(max=weights.shape[1] - 1)  # a row of NaN points past the end
+                probability = weights.gather(1, drawn[:, None])[:, 0] / weights.sum(1)
+                tokens[rows] = drawn if best is None else torch.where(greedy, best, drawn)
+                log_probs[rows] = torch.where(greedy, 0.0, probability.log())
         return tokens, log_probs
-
-    def _draw(
-        self, logits: Tensor, uniforms: Tensor, numbers: Tensor, context: Tensor | None, *, forbid_end: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Draw tokens by inverse CDF from logits `[r, v]`, which are overwritten, given uniforms `[r]` in [0, 1)."""
-        options, greedy = self._rows.options, self._greedy[numbers]
-        # 1. Penalties, temperature, forbidden end tokens.
-        if context is not None:
-            logits = apply_repetition_penalty(logits, context, options.repetition_penalty)
-        temperature = self._temperature[numbers] if self._scaled else None
-        forbidden = torch.ones_like(greedy) if forbid_end else None
-        scaled = scale_logits(logits, temperature, forbidden, self._end_ids)
-        if self._all_greedy:
-            return scaled.argmax(1), torch.zeros(len(uniforms), device=logits.device)
-        # 2. Truncate. amax is three times faster than argmax, so argmax runs only if a row is greedy.
-        best = scaled.argmax(1) if self._any_greedy else None
-        largest = scaled.amax(1)
-        if options != WHOLE:
-            scaled = truncate_logits(scaled, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)
-        # 3. Draw. The inverse CDF is taken at u times the sum, so the weights need no normalisation.
-        weights = scaled.sub_(largest[:, None]).exp_()
-        drawn = sample_inverse_cdf(weights, uniforms)
-        drawn = drawn.clamp(max=weights.shape[1] - 1)  # a row of NaN points past the end
-        tokens = drawn if best is None else torch.where(greedy, best, drawn)
-        probability = weights.gather(1, drawn[:, None])[:, 0] / weights.sum(1)
-        return tokens, torch.where(greedy, 0.0, probability.log())
 
 
 def _padded_prompts(rows: SamplingBatch) -> Tensor:
