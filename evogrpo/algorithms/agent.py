@@ -18,17 +18,7 @@ from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import NETWORK, Changes, MemberRecord, changes_between
 from evogrpo.evolution.mutation import Mutation
 
-_COPIED = (
-    "parent",
-    "born",
-    "hyperparameters",
-    "fitness",
-    "failed",
-    "retired",
-    "training",
-    "steps",
-    "_evaluated",
-)
+_COPIED = ("parent", "born", "hyperparameters", "fitness", "failed", "retired", "training", "steps", "_evaluated")
 
 
 class Agent(HyperparameterAttributes):
@@ -109,11 +99,7 @@ class Agent(HyperparameterAttributes):
     def record(self) -> MemberRecord:
         """Return this member's record for evolution."""
         return MemberRecord(
-            slot=self.slot,
-            index=self.index,
-            parent=self.parent,
-            born=self.born,
-            hyperparameters=self.hyperparameters,
+            slot=self.slot, index=self.index, parent=self.parent, born=self.born, hyperparameters=self.hyperparameters
         )
 
     def learner(self, step: int | None = None) -> Learner:
@@ -256,7 +242,7 @@ class Agent(HyperparameterAttributes):
         Raises:
             ValueError: If the objective's reference is the base.
         """
-        self.members.banks.keep_reference([self.slot])
+        self.members.banks.keep_reference(self.slot)
 
     def set_training_mode(self, training: bool) -> None:
         """Set whether `get_action` samples (True) or takes the most likely action (False)."""

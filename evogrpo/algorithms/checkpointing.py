@@ -85,12 +85,7 @@ class PopulationRecord:
 
 
 def save_agent(
-    agent: "Agent",
-    path: str | Path,
-    *,
-    include_base: bool,
-    replace: bool,
-    note: Mapping[str, Any] | None = None,
+    agent: "Agent", path: str | Path, *, include_base: bool, replace: bool, note: Mapping[str, Any] | None = None
 ) -> None:
     """Save one agent; see `GRPO.save_checkpoint`.
 

@@ -273,10 +273,7 @@ def _language_policy_set(
 
 
 def build_joint_policy_set(
-    size: int,
-    observation_spaces: AgentSpaces | None,
-    action_spaces: AgentSpaces | None,
-    options: Mapping[str, Any],
+    size: int, observation_spaces: AgentSpaces | None, action_spaces: AgentSpaces | None, options: Mapping[str, Any]
 ) -> Built:
     """Validate constructor arguments of members that act for several agents, and build the policy set.
 
@@ -295,11 +292,7 @@ def build_joint_policy_set(
 
 
 def _network_policy_set(
-    size: int,
-    mapping: PolicyMapping,
-    settings: NetworkSettings,
-    options: Mapping[str, Any],
-    module: nn.Module | None,
+    size: int, mapping: PolicyMapping, settings: NetworkSettings, options: Mapping[str, Any], module: nn.Module | None
 ) -> Built:
     first, space = _first_member(options, settings, NETWORK_DEFAULTS), options.get("hp_config")
     check_hyperparameters(settings.objective, first, space or HyperparameterConfig(), per_action=True)

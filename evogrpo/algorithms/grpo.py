@@ -279,11 +279,7 @@ class EvolvableAlgorithm(AgileRLAgent):
             ValueError: If the agent is a language model, or the observation does not fit.
         """
         actions = self.members.predict(
-            self.learner(),
-            observation,
-            deterministic=deterministic,
-            calls=self._predictions,
-            action_masks=action_masks,
+            self.learner(), observation, deterministic=deterministic, calls=self._predictions, action_masks=action_masks
         )
         self._predictions += 1
         return actions, state

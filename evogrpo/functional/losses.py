@@ -125,11 +125,7 @@ def clipped_actions(
 
 
 def loss_weights(
-    loss_type: str,
-    aggregation: str | None,
-    mask: Tensor,
-    member_ids: Tensor,
-    max_completion_length: int | None = None,
+    loss_type: str, aggregation: str | None, mask: Tensor, member_ids: Tensor, max_completion_length: int | None = None
 ) -> Tensor:
     r"""Return the weight of every action in its member's loss: sum(weights * losses) is the reduced loss.
 

@@ -136,12 +136,8 @@ class PolicyBank(Protocol):
         """
         ...
 
-    def keep_reference(self, slots: Sequence[int]) -> None:
-        """Copy the current policies of these members to their own references; ValueError without own references."""
-        ...
-
     def mix_reference(self, slot: int, mixing: float) -> None:
-        """Set the weights of a member's own reference to mixing * policy + (1 - mixing) * reference.
+        """Set the weights of a member's own reference to mixing * policy + (1 - mixing) * reference; 1 copies them.
 
         Raises:
             ValueError: If the bank has no own references.

@@ -31,8 +31,8 @@ class TestAdapterBankWithOwnReferences(TestAdapterBank):
 
     def make_bank(self, size):
         bank = different_members(MODEL, size, own_reference=True)
-        bank.keep_reference(range(size))
         for slot in range(size):
+            bank.mix_reference(slot, 1.0)
             state = bank.state(slot)
             bank.load_state(slot, state | {"adapter": 0.7 * state["adapter"]})
         return bank

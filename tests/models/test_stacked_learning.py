@@ -238,7 +238,8 @@ def test_own_references_change_only_on_request():
     bank = case.bank(3)
     batch = acted_batch(case, bank, range(3))
     policy, first = bank.log_probs(batch), bank.reference_log_probs(batch)
-    bank.keep_reference([0, 2])
+    for slot in (0, 2):
+        bank.mix_reference(slot, 1.0)
     kept = bank.reference_log_probs(batch)
     mine = torch.isin(batch.member_ids, torch.tensor([0, 2]))
     torch.testing.assert_close(kept[mine], policy[mine])
@@ -251,8 +252,6 @@ def test_own_references_change_only_on_request():
 
 def test_reference_changes_need_own_references():
     bank = CASES["architectures"].bank(1)
-    with pytest.raises(ValueError, match="snapshot"):
-        bank.keep_reference([0])
     with pytest.raises(ValueError, match="snapshot"):
         bank.mix_reference(0, 0.5)
 

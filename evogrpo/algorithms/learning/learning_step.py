@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.algorithms.learning.action_loss import MEASURES, ActionLosses, RowHyperparameters
-from evogrpo.algorithms.learning.metrics import (
-    merge_reports,
-    sample_metrics,
-    sampling_metrics,
-    update_metrics,
-)
+from evogrpo.algorithms.learning.metrics import merge_reports, sample_metrics, sampling_metrics, update_metrics
 from evogrpo.algorithms.learning.step_size import StepSizes
 from evogrpo.algorithms.learning.training_rows import Learner, TrainingRows
 from evogrpo.algorithms.policies.settings import check_action_objective
@@ -245,11 +240,7 @@ class _LearningStep:
         weights = self._losses.by_loss_type(
             rows,
             lambda name, own: loss_weights(
-                name,
-                self._losses.objectives[name].aggregation,
-                mask[own],
-                member_ids[own],
-                self._settings.max_actions,
+                name, self._losses.objectives[name].aggregation, mask[own], member_ids[own], self._settings.max_actions
             ),
         )
         kept = mask  # actions that the policy loss is taken of
@@ -392,7 +383,21 @@ def compute_advantages(
     """
     rewards = batch.rewards
     if objective.reward_norm is not None:
-        rewards = _normalised_rewards(batch, objective, running_stats)
+        running = None
+        if objective.reward_norm == "running":
+            statistics = running_stats[:, 1:4]  # a view: count, mean and sum of squares
+            statistics[:] = update_running_statistics(statistics, rewards.cpu(), batch.member_ids.cpu())
+            running = statistics.to(rewards.device)
+        rewards = normalise_rewards(
+            rewards,
+            objective.reward_norm,
+            group_ids=batch.group_ids,
+            member_ids=batch.member_ids,
+            running=running,
+            shift=objective.reward_shift,
+            scale=objective.reward_scale,
+            eps=objective.advantage_eps,
+        )
     result = torch.zeros(batch.action_mask.shape, dtype=rewards.dtype, device=rewards.device)
     for kind, flag in per_row.advantages.items():
         rows = flag.nonzero()[:, 0]
@@ -416,25 +421,6 @@ def compute_advantages(
             advantage_clip=bound if bool(bound.isfinite().any()) else None,
         )
     return torch.where(batch.action_mask, result, 0.0)
-
-
-def _normalised_rewards(batch: Batch, objective: Objective, running_stats: Tensor) -> Tensor:
-    assert objective.reward_norm is not None
-    running = None
-    if objective.reward_norm == "running":
-        statistics = running_stats[:, 1:4]  # a view: count, mean and sum of squares
-        statistics[:] = update_running_statistics(statistics, batch.rewards.cpu(), batch.member_ids.cpu())
-        running = statistics.to(batch.rewards.device)
-    return normalise_rewards(
-        batch.rewards,
-        objective.reward_norm,
-        group_ids=batch.group_ids,
-        member_ids=batch.member_ids,
-        running=running,
-        shift=objective.reward_shift,
-        scale=objective.reward_scale,
-        eps=objective.advantage_eps,
-    )
 
 
 def _in_statistics(batch: Batch) -> Tensor:

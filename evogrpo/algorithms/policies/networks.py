@@ -12,12 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.algorithms.policies.network_policy import (
-    StackedPolicy,
-    as_step_batch,
-    check_observations,
-    episode_batch,
-)
+from evogrpo.algorithms.policies.network_policy import StackedPolicy, as_step_batch, check_observations, episode_batch
 from evogrpo.algorithms.policies.policy_set import (
     HELD_OUT,
     Banks,
@@ -133,10 +128,7 @@ class NetworkPolicySet:
         """Return the spaces by the name of the constructor's argument: those of a single agent, or by agent."""
         if self._single:
             return {"observation_space": self.observation_space, "action_space": self.action_space}
-        return {
-            "observation_spaces": self.mapping.observation_spaces,
-            "action_spaces": self.mapping.action_spaces,
-        }
+        return {"observation_spaces": self.mapping.observation_spaces, "action_spaces": self.mapping.action_spaces}
 
     def new_member(self, *, wrap: bool = True) -> "NetworkPolicySet":
         """Return a policy set of one fresh member; `wrap` has no effect."""

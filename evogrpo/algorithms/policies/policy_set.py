@@ -123,10 +123,10 @@ class Banks(Mapping[str, PolicyBank]):
         """Return copies of train states by slot, in CPU memory, for `load_state`."""
         return {slot: {name: value.cpu() for name, value in self.state(slot).items()} for slot in slots}
 
-    def keep_reference(self, slots: Sequence[int]) -> None:
-        """Make the current policies of these members their references; ValueError without own references."""
+    def keep_reference(self, slot: int) -> None:
+        """Make a member's current policies its references; ValueError without own references."""
         for bank in self._banks.values():
-            bank.keep_reference(slots)
+            bank.mix_reference(slot, 1.0)
 
 
 def state_key(policy: str, name: str) -> str:

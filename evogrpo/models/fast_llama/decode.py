@@ -102,13 +102,7 @@ class FastDecoding:
     """
 
     def __init__(
-        self,
-        passes: FastLlama,
-        prefix: Prefix,
-        rows: Tensor,
-        slots: Tensor,
-        room: int,
-        make_hook: HookFactory,
+        self, passes: FastLlama, prefix: Prefix, rows: Tensor, slots: Tensor, room: int, make_hook: HookFactory
     ) -> None:
         self._passes, self._make_hook, self._slots = passes, make_hook, slots
         self._dtype = passes.layout.final_norm.dtype

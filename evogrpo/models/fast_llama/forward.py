@@ -303,12 +303,7 @@ class FastLlama:
         return _normed(hidden, self.layout.final_norm).view(*ids.shape, -1)
 
     def run_with_prompts(
-        self,
-        prompts: tuple[Tensor, Tensor, Cache],
-        rows: Tensor,
-        ids: Tensor,
-        present: Tensor,
-        hook: LoraHook | None,
+        self, prompts: tuple[Tensor, Tensor, Cache], rows: Tensor, ids: Tensor, present: Tensor, hook: LoraHook | None
     ) -> tuple[Tensor, Tensor]:
         """Run prompts and completions in one pass, which halves the number of matrix products.
 

@@ -307,11 +307,6 @@ class AdapterStates:
 
     # ---- references and train states; see `evogrpo.models.bank.PolicyBank`
 
-    def keep_reference(self, slots: Sequence[int]) -> None:
-        """Copy the current weights of these members to their own references."""
-        for slot in slots:
-            self.mix_reference(slot, 1.0)
-
     def mix_reference(self, slot: int, mixing: float) -> None:
         """Set a member's reference to mixing * weights + (1 - mixing) * reference; ValueError without own references.
 

@@ -45,7 +45,7 @@ class AdapterBank(AdapterStates):
         explicit_positions: Pass position ids, counted without padding, to the model.
         autocast: Returns the context manager of forward passes, for mixed precision.
         own_reference: Store one reference per member for the KL term, instead of using the base. Takes as much memory
-            as the adapters. See `keep_reference` and `mix_reference`.
+            as the adapters. See `mix_reference`.
         start: Adapter that every member starts from; brings its own lora_config.
         like: Bank over the same model with the same adapters; its compatibility checks are not repeated.
 

@@ -84,12 +84,7 @@ class CausalModel:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        pad_id: int,
-        *,
-        changed: Sequence[str] = (),
-        explicit_positions: bool = True,
+        self, model: PreTrainedModel, pad_id: int, *, changed: Sequence[str] = (), explicit_positions: bool = True
     ) -> None:
         self.model = model
         self.pad_id = pad_id
@@ -326,11 +321,7 @@ class CausalModel:
         return self._run_on(root, torch.arange(len(tokens), device=self.device), tokens, make_hook(slots))
 
     def _run_on(
-        self,
-        root: KVCache | None,
-        rows: Tensor,
-        prompts: Sequence[tuple[int, ...]],
-        hook: LoraHook | None,
+        self, root: KVCache | None, rows: Tensor, prompts: Sequence[tuple[int, ...]], hook: LoraHook | None
     ) -> Prefix:
         """Run prompts on top of row number `rows[i]` of `root`, if any."""
         ids, mask, layers = self._prepare(root, rows, prompts)

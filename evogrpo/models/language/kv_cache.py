@@ -29,10 +29,7 @@ class PrefixLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(
-        self,
-        prefix: "tuple[Tensor, Tensor] | None" = None,
-        rows: Tensor | None = None,
-        order: Tensor | None = None,
+        self, prefix: "tuple[Tensor, Tensor] | None" = None, rows: Tensor | None = None, order: Tensor | None = None
     ) -> None:
         super().__init__()
         self.prefix = prefix

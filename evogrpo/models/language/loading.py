@@ -255,11 +255,7 @@ class BaseModel:
 
 @names_unknown
 def load_base(
-    source: str | Path | PreTrainedModel,
-    *,
-    dtype: torch.dtype | str | None = None,
-    device: str = "cpu",
-    parts: int = 1,
+    source: str | Path | PreTrainedModel, *, dtype: torch.dtype | str | None = None, device: str = "cpu", parts: int = 1
 ) -> BaseModel:
     """Load a base model and its tokenizer, without executing code from the model's repository.
 

@@ -239,7 +239,7 @@ class StackedTrainStates:
             run once per member; see `ModuleNetwork`.
         optimizer: AdamW settings shared by all members.
         seed: Root seed of the initial weights, which are the same for all members.
-        own_reference: Each member has its own reference policy, set by `keep_reference`. Otherwise the reference is
+        own_reference: Each member has its own reference policy, set by `mix_reference`. Otherwise the reference is
             the initial policy.
         device: Device of weights and computation.
         extra_stats: Number of additional running statistics per member, initially 0.
@@ -473,11 +473,6 @@ class StackedTrainStates:
         parameters = {name: split(values, stack.shapes) for name, values in state.tensors.items()}
         changed = {name: join(part, shapes) for name, part in morph(parameters, stack.config, config, rng).items()}
         self._replace(slot, replace(state, config=config, tensors=changed))
-
-    def keep_reference(self, slots: Sequence[int]) -> None:
-        """Copy the current weights of these members to their references; ValueError without own references."""
-        for slot in slots:
-            self.mix_reference(slot, 1.0)
 
     def mix_reference(self, slot: int, mixing: float) -> None:
         """Set a member's reference to mixing * weights + (1 - mixing) * reference; ValueError without own references.
