@@ -265,7 +265,9 @@ def _types(weights: nn.Parameter) -> tuple[type, type]:
 def is_unmodified(decoder: nn.Module) -> bool:
     """Return True if a decoder has no user hooks, replaced `forward` or compiled call, which fast_llama would skip."""
     return not any(
-        has_user_hooks(module) or "forward" in vars(module) or module._compiled_call_impl
+        "forward" in vars(module)
+        or module._compiled_call_impl
+        or ((module._forward_pre_hooks or module._forward_hooks) and has_user_hooks(module))
         for module in decoder.modules()
     )
 

@@ -126,8 +126,7 @@ def sharded_layers(model: PreTrainedModel) -> ShardedLayers | None:
 
 def has_user_hooks(module: nn.Module) -> bool:
     """Return True if a module has forward hooks besides those that gather a layer."""
-    hooks = {*module._forward_pre_hooks, *module._forward_hooks}
-    return bool(hooks and hooks - _OWN_HOOKS.get(module, frozenset()))
+    return bool({*module._forward_pre_hooks, *module._forward_hooks} - _OWN_HOOKS.get(module, frozenset()))
 
 
 def unsharded_class(module: nn.Module) -> type:
