@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from evogrpo import GRPO, HuggingFaceGym, HyperparameterConfig, Population, RLParameter
 from evogrpo.algorithms.agent import Agent
-from evogrpo.algorithms.policies.language_batches import as_batch
+from evogrpo.algorithms.policies.language_sampling import as_batch
 from evogrpo.data import Batch
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.envs.text.templates import Tokenizer

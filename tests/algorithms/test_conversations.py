@@ -7,7 +7,7 @@ import torch
 
 from evogrpo import GRPO, Objective
 from evogrpo.algorithms.learning.learning_step import learn
-from evogrpo.algorithms.policies.language_batches import PENALTY
+from evogrpo.algorithms.policies.language_sampling import PENALTY
 from evogrpo.algorithms.rollout.collect import collect
 from evogrpo.data import positions_in_turn
 from evogrpo.testing.policy_banks import assert_gradients_agree

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evogrpo import Objective
-from evogrpo.algorithms.policies.language_batches import as_batch, as_completions
+from evogrpo.algorithms.policies.language_sampling import as_batch, as_completions
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import Rollout
 from tests.oracles.peft_members import PeftMember

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.algorithms.learning.learning_step import minibatches
-from evogrpo.algorithms.policies.language_batches import as_batch
+from evogrpo.algorithms.policies.language_sampling import as_batch
 from evogrpo.algorithms.rollout.collect import collect
 from evogrpo.randomness import generator
 from tests.oracles.scalar_grpo import advantages

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from evogrpo.algorithms.policies.language_batches import as_batch
+from evogrpo.algorithms.policies.language_sampling import as_batch
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from tests.oracles.objective_by_hand import ByHand
 from tests.tiny_routes import DECAY, ROUTES, equal_and_nonzero, graded_experiences

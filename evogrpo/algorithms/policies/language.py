@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from evogrpo.algorithms.base_checkpoint import base_files, check_base, named_base, saved_base, tensors_file
 from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.algorithms.policies.language_batches import (
+from evogrpo.algorithms.policies.language_sampling import (
     Experiences,
     as_batch,
     as_completions,
     prompt_rows,
-    prompt_tokens,
     rewarded_batch,
+    sample_conversations,
     text_rows,
 )
 from evogrpo.algorithms.policies.policy_set import (
@@ -37,7 +37,6 @@ from evogrpo.algorithms.policies.policy_set import (
     choose_device,
 )
 from evogrpo.algorithms.policies.settings import LanguageSettings
-from evogrpo.algorithms.rollout.multi_turn import sample_conversations
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import DEFAULT_POLICY, Conversation, Experience, Rollout, SamplingBatch
 from evogrpo.distributed import Processes
@@ -344,7 +343,7 @@ class LanguagePolicySet:
         """Complete prompts, in AgileRL's shapes; see `GRPO.get_action`."""
         if action_mask is not None:
             raise ValueError("action_mask is for small networks. Leave it out.")
-        rows = prompt_rows(prompt_tokens(seen), learner, self.settings, training=training)
+        rows = prompt_rows(seen, learner, self.settings, training=training)
         return as_completions(rows.prompts, self._synced_sampler().sample(rows), self.settings.pad_token_id)
 
     def predict(
