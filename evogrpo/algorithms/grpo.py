@@ -21,7 +21,7 @@ from evogrpo.algorithms.policies.settings import LanguageSettings, NetworkSettin
 from evogrpo.algorithms.population import Population
 from evogrpo.algorithms.rollout.evaluation import common_scores, evaluate, open_test_environment
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.data import LearnReport
+from evogrpo.data import LearnReport, map_tensors
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment, Split
 from evogrpo.spaces import action_dim, observation_dim, preprocess_observation
 from evogrpo.synonyms import unknown_name_error
@@ -113,17 +113,7 @@ class AgileRLAgent(Agent):
 
     def to_device(self, *experiences: Any) -> tuple[Any, ...]:
         """Move all tensors in the experiences, nested ones included, to the agent's device."""
-        return tuple(_moved(item, self.device) for item in experiences)
-
-
-def _moved(item: Any, device: torch.device) -> Any:
-    if isinstance(item, torch.Tensor):
-        return item.to(device)
-    if isinstance(item, Mapping):
-        return {key: _moved(value, device) for key, value in item.items()}
-    if isinstance(item, list | tuple):
-        return type(item)(_moved(value, device) for value in item)
-    return item
+        return tuple(map_tensors(item, lambda leaf: leaf.to(self.device)) for item in experiences)
 
 
 class EvolvableAlgorithm(AgileRLAgent):
