@@ -17,7 +17,7 @@ from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import DEFAULT_POLICY, Experience
 from evogrpo.distributed import Processes
-from evogrpo.envs.control.observations import ObservationStatistics
+from evogrpo.envs.control.conversion import ObservationStatistics
 from evogrpo.envs.protocol import GroupEnvironment, Scores, Split
 from evogrpo.evolution.history import ArchitectureChange
 from evogrpo.extras import require
