@@ -126,7 +126,7 @@ def _is_one_edit(typed: str, name: str) -> bool:
 
 
 def unknown_name_error(kind: str, name: object, valid: Iterable[str]) -> ValueError:
-    """Return the error for an unknown name, with its name here, a similar name, or all valid names.
+    """Return the error for an unknown name, with its name here, or else a similar name, or else all valid names.
 
     Args:
         kind: Kind of name, such as "hyperparameter".
@@ -136,8 +136,7 @@ def unknown_name_error(kind: str, name: object, valid: Iterable[str]) -> ValueEr
     names = list(valid)
     if (name_here := counterpart(str(name), names)) is not None:
         return ValueError(f"unknown {kind} {name!r}: it is called {name_here!r} here")
-    match = close_match(str(name), names)
-    parts = [] if match is None else [f"did you mean {match!r}?"]
-    if len(names) <= _MAX_LISTED:
-        parts.append(f"Valid names: {', '.join(names) or '(none)'}")
-    return ValueError(f"unknown {kind} {name!r}" + (f": {' '.join(parts)}" if parts else ""))
+    if (match := close_match(str(name), names)) is not None:
+        return ValueError(f"unknown {kind} {name!r}: did you mean {match!r}?")
+    listed = f". Valid names: {', '.join(names) or '(none)'}" if len(names) <= _MAX_LISTED else ""
+    return ValueError(f"unknown {kind} {name!r}{listed}")

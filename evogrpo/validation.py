@@ -12,9 +12,9 @@ from functools import cache, wraps
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
-from pydantic_core import ArgsKwargs, PydanticKnownError
+from pydantic_core import ArgsKwargs, ErrorDetails, PydanticKnownError
 
-from evogrpo.synonyms import close_match, unknown_name_error
+from evogrpo.synonyms import close_match, counterpart, unknown_name_error
 from evogrpo.text import printable, shorten
 
 T = TypeVar("T")
@@ -188,6 +188,7 @@ def dump(record: Any) -> dict[str, Any]:
 
 
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+_schema = cache(json_schema)
 
 
 # ---- errors
@@ -214,15 +215,18 @@ def describe(
         where: Dotted path of the values.
         misplaced: Finds the place of a key that belongs elsewhere.
     """
-    # A value that fits no part of a union has one error for each part. These are joined to one line.
+    # A value that fits no part of a union has one error for each part. These are joined to one line; errors inside the
+    # value are more precise.
     rules: dict[tuple[str, str], list[str]] = {}
-    for details in error.errors(include_url=False):
-        keys = [*([where] if where else []), *_keys_in(data, details["loc"])]
+    found = [([*([where] if where else []), *_keys_in(data, each)], each) for each in error.errors(include_url=False)]
+    for keys, details in found:
+        if any(len(keys) < len(other) and keys == other[: len(keys)] for other, _ in found):
+            continue
         path, value, name = dotted(keys), f", got {_shown(details['input'])}", details["type"]
         context, depth = details.get("ctx", {}), 1 if where else 0
         if name in _UNKNOWN_KEY:
             section, key = dotted(keys[:-1]), str(keys[-1])
-            valid = _valid_keys(json_schema(model), keys[depth:-1])
+            valid = _valid_keys(_schema(model), keys[depth:-1])
             place = misplaced(key, section, valid) if misplaced else None
             rule = str(unknown_name_error(f"key in {section}" if section else kind, key, valid))
             path, value, rule = "", "", rule if place is None else f"Unknown key {path!r}. Use {place!r}."
@@ -233,10 +237,12 @@ def describe(
             path = f"{path}:" if path and not rule.startswith("must ") else path
         elif name == "literal_error":
             names = re.findall(r"'([^']*)'", context["expected"])
-            rule, match = f"must be one of {', '.join(names)}", close_match(str(details["input"]), names)
+            rule, typed = f"must be one of {', '.join(names)}", str(details["input"])
+            match = counterpart(typed, names) or close_match(typed, names)
             value += f": did you mean {match!r}?" if match else ""
         elif name in ("dataclass_type", "model_type"):
-            rule = f"must be a mapping with the keys {', '.join(_valid_keys(json_schema(model), keys[depth:]))}"
+            valid = _valid_keys(_schema(model), keys[depth:])
+            rule = f"must be a mapping with the keys {', '.join(valid)}" if len(valid) < 16 else "must be a mapping"
         elif name in _RULES:
             rule = _RULES[name].format_map({key: _bound(bound) for key, bound in context.items()})
         else:
@@ -264,12 +270,13 @@ def dotted(keys: Sequence[str | int]) -> str:
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
 
 
-def _keys_in(data: object, location: Sequence[str | int]) -> Iterator[str | int]:
-    """Yield the keys and positions of a location; pydantic also lists the parts of unions there."""
+def _keys_in(data: object, details: ErrorDetails) -> Iterator[str | int]:
+    """Yield the keys and positions of an error's location; pydantic also lists the parts of unions there."""
+    location = details["loc"]
     for number, key in enumerate(location, 1):
         if key in (data if isinstance(data, Mapping) else range(len(data)) if isinstance(data, list | tuple) else ()):
             data = data[key]  # type: ignore[index]  # a key of a mapping, or a position in a list
-        elif number < len(location) or not (isinstance(data, Mapping) or isinstance(key, int)):
+        elif number < len(location) or details["type"] != "missing":
             continue
         yield key
 

@@ -63,6 +63,8 @@ def test_records_are_frozen_and_hold_tuples():
         ({"children": [{"lr": 1, "nam": "x"}]}, ["key in children[0] 'nam'", "did you mean 'name'"]),
         ({"siz": 3}, ["unknown key 'siz'", "did you mean 'size'"]),
         ({"source": 3}, ["source must be text or a list, got 3"]),
+        ({"source": {"a": 1}}, ["source must be text or a list, got {'a': 1}"]),
+        ({"source": [1, "x"]}, ["source[1] must be an integer, got 'x'"]),
         ([], ["must be a mapping"]),
         ({"flag": "\x1b[31m" + "x" * 1000}, ["\\x1b[31mxxx", "more characters"]),
     ],

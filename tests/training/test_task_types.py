@@ -54,4 +54,4 @@ def test_a_task_names_one_task_type():
     every = {task.key for kind in TASK_TYPES.values() for task in kind.tasks}
     with pytest.raises(ValueError, match="exactly one of them, got none") as refusal:
         select_task({})
-    assert all(f"task.{key}" in str(refusal.value) for key in every)
+    assert all(key in str(refusal.value) for key in every)

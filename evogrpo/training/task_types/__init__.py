@@ -206,9 +206,7 @@ def select_task(section: object) -> tuple[type[TaskSection], AnyTaskType]:
     if len(chosen) != 1:
         known = {field.name for task in _TASKS.values() for field in fields(task)}
         refuse_unknown("key in task", section, sorted(known))
-        *others, last = (f"{task.description} (task.{key})" for key, task in _TASKS.items())
-        raise ValueError(
-            f"task must name {', '.join(others)} or {last}: exactly one of them, got {' and '.join(chosen) or 'none'}"
-        )
+        named = " and ".join(chosen) or "none"
+        raise ValueError(f"task must have one of the keys {', '.join(_TASKS)}: exactly one of them, got {named}")
     task = _TASKS[chosen[0]]
     return task, _KIND_OF[task]

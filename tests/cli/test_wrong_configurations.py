@@ -1,0 +1,277 @@
+"""Wrong configurations: a short sentence for each fault names key, value and rule, before a model is loaded."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+import yaml
+
+from evogrpo.cli import main
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.training.configuration.sections import LoggingConfig, PopulationConfig
+from evogrpo.training.schedule import Schedule
+from evogrpo.training.task_types import TASK_TYPES, language
+
+TASKS = {
+    "built-in": {"name": "two_digit_sums"},
+    "reasoning": {"reasoning_gym": "chain_sum"},
+    "questions": {"dataset": {"train": "a.jsonl"}, "reward": "r.py:f", "form": "agilerl"},
+    "environment": {"env": "CartPole-v1"},
+    "team": {"parallel_env": "tests.envs.joint_probes:Favours"},
+}
+KINDS = {kind: key for kind, task in TASKS.items() for key in task if key not in ("reward", "form")}
+SHARED = [
+    *(("hyperparameters", Hyperparameters), ("schedule", Schedule), ("population", PopulationConfig)),
+    ("logging", LoggingConfig),
+]
+FREE = ("env_kwargs", "chat_template_kwargs", "options", "sizes")  # mappings with any keys
+
+# File | wrong settings | words of the answer. Values that are out of range, and settings that contradict each other.
+TABLE = """
+questions   | seed=-1                                  | seed must be at least 0, got -1
+questions   | seed=0.5                                 | seed must be an integer, got 0.5
+questions   | base_parts=0                             | base_parts must be at least 1, got 0
+questions   | precision=bf16                           | precision must be one of; got 'bf16': did you mean 'bfloat16'?
+questions   | model=[1]                                | model must be text, got [1]
+questions   | scedule.generations=2                    | unknown key 'scedule': did you mean 'schedule'?
+questions   | target_fitness=1                         | Use 'schedule.target_fitness'
+questions   | population_size=2                        | Use 'population.size'
+questions   | logging_tensorboard=true                 | Use 'logging.tensorboard'
+questions   | learning_rate=1                          | Use 'hyperparameters.lr'
+questions   | hyperparameters.learning_rate=1          | 'learning_rate': it is called 'lr' here
+questions   | hyperparameters=[1]                      | hyperparameters must be a mapping; got [1]
+questions   | hyperparameters.lr=0                     | hyperparameters.lr must be above 0, got 0
+questions   | hyperparameters.lr=.nan                  | hyperparameters.lr must be finite, got nan
+questions   | hyperparameters.clip_coef=1              | hyperparameters.clip_coef must be below 1, got 1
+questions   | hyperparameters.clip_low=2               | hyperparameters.clip_low must be at most 1, got 2
+questions   | hyperparameters.group_size=1             | hyperparameters.group_size must be at least 2, got 1
+questions   | hyperparameters.update_epochs=1.5        | hyperparameters.update_epochs must be an integer, got 1.5
+questions   | hyperparameters.gamma=1.5                | hyperparameters.gamma must be at most 1, got 1.5
+questions   | hyperparameters.loss_type=grppo          | hyperparameters.loss_type must be one of; did you mean 'grpo'?
+questions   | hyperparameters.group_size=5             | must divide samples_per_step=64; got 5
+questions   | schedule.generations=0                   | schedule.generations must be at least 1, got 0
+questions   | schedule.samples_per_step=1              | schedule.samples_per_step must be at least 2, got 1
+questions   | schedule.max_seconds=0                   | schedule.max_seconds must be above 0, got 0
+questions   | schedule.test_questions=1                | test_questions must be 0 or at least 2, got 1
+questions   | schedule.generations=null                | schedule: A run needs a limit
+questions   | schedule.count_evaluations=true          | schedule: count_evaluations needs max_tokens
+questions   | population.size=0                        | population.size must be at least 1, got 0
+questions   | population.founders=[{lrr: 1}]           | population: founder 1: unknown; 'lrr': did you mean 'lr'?
+questions   | population.founders=[{lr: -1}]           | population: founder 1: lr must be above 0, got -1
+questions   | population.like=nowhere                  | population.like: ; nowhere
+questions   | logging.keep_checkpoints=0               | logging.keep_checkpoints must be at least 1, got 0
+questions   | logging.completions_format=csv           | logging.completions_format must be one of; got 'csv'
+questions   | strategy=turnament                       | unknown strategy 'turnament': did you mean 'tournament'?
+questions   | strategy.sise=3                          | 'sise': did you mean 'size'?
+questions   | strategy.z=-1                            | strategy: z must be at least 0, got -1
+questions   | strategy.mutation=3                      | strategy: mutation must be; got 3
+questions   | strategy=[1]                             | strategy must be a name; got [1]
+questions   | fitness=speed                            | fitness: by must be one of; got 'speed'
+questions   | fitness={by: rollouts, racing: true}     | fitness: racing needs validation questions; by='rollouts'
+questions   | fitness.answers=3                        | fitness: answers must be 1 for greedy answers; got 3
+questions   | fitness.candidate=3                      | fitness: unknown; 'candidate': did you mean 'candidates'?
+questions   | experience=mine                          | experience; 'mine'
+questions   | experience=shared                        | at least 2 members, got 1
+questions   | experience.min_ess=1                     | experience: min_ess must be below 1, got 1
+questions   | search_space=[1]                         | search_space must be a mapping; got [1]
+questions   | search_space.lr=3                        | search_space.lr must be a mapping; got 3
+questions   | search_space.lr={min: 1, max: 0.1}       | search_space.lr: min must be below max
+questions   | search_space.lr={min: 0.1, max: 1, mim: 1} | unknown key in search_space.lr 'mim': did you mean 'min'?
+questions   | search_space.lr={min: 0, max: 1, scale: log} | search_space.lr: ; log
+questions   | search_space.lr.choices=[a, b]           | search_space: lr must be a number, got 'a'
+questions   | search_space.loss_type.choices=[grpo, ppo] | search_space: loss_type must be one of; got 'ppo'
+questions   | search_space.loss_type={min: 0, max: 1}  | search_space: loss_type must have choices
+questions   | search_space.group_size.choices=[3, 4]   | group_size must divide samples_per_step=64; got [3]
+questions   | search_space.gropu_size.choices=[2]      | unknown hyperparameter 'gropu_size': did you mean 'group_size'?
+questions   | search_space.clip_coef={min: 0.5, max: 2} | search_space: clip_coef must be below 1, got 2
+questions   | agent.max_output_tokens=0                | agent.max_output_tokens must be at least 1, got 0
+questions   | agent.min_output_tokens=200              | agent: min_output_tokens; 200
+questions   | agent.top_p=0                            | agent.top_p must be above 0, got 0
+questions   | agent.min_p=2                            | agent.min_p must be at most 1, got 2
+questions   | agent.eos_token_ids=[a]                  | agent.eos_token_ids[0] must be an integer, got 'a'
+questions   | agent.lora.r=0                           | agent.lora.r must be at least 1, got 0
+questions   | agent.lora_config.r=4                    | 'lora_config': it is called 'lora' here
+questions   | agent={adapter: a, lora: {r: 4}}         | agent: adapter; /a' has its own LoRA settings
+questions   | agent.network.hidden=[3]                 | unknown key in agent 'network'
+questions   | agent.objective.delta=1                  | agent.objective.delta must be above 1, got 1
+questions   | agent.objective.dual_clip=0.5            | agent.objective.dual_clip must be above 1, got 0.5
+questions   | agent.objective.aggregation=token-sum    | agent.objective.aggregation must be one of; got 'token-sum'
+questions   | agent.objective.kl_estimator=k1          | agent.objective: kl_estimator
+questions   | agent.objective.kl_target=0.1            | agent.objective: kl_target
+questions   | agent.objective.reference_mixing=0.5     | agent.objective: reference_mixing; reference_sync_steps
+questions   | agent.objective={loss_type: sapo, delta: 2.0} | agent.objective: delta; sapo
+questions   | agent.objective={dual_clip: 3.0, delta: 2.0} | agent.objective: dual_clip; delta
+questions   | agent.objective.overlong_buffer=129      | overlong_buffer must be at most max_output_tokens = 128
+questions   | agent.optimizer.betas=[0.9]              | agent.optimizer.betas[1] must be given
+questions   | agent.optimizer.schedule=linear          | agent.optimizer: total_steps
+questions   | agent.optimizer.floor=0.1                | agent.optimizer: floor
+questions   | agent.optimizer.eps=0                    | agent.optimizer.eps must be above 0, got 0
+questions   | task.env=CartPole-v1                     | exactly one of them, got dataset and env
+questions   | task.form=agile                          | task.form must be one of; got 'agile'
+questions   | task={dataset: {train: a}, reward: [f, g], form: agilerl} | form: agilerl takes one reward function
+questions   | task={dataset: {train: a}, reward: f, form: trl, system_prompt: x} | system_prompt; require form: agilerl
+questions   | task.dataset={trian: x}                  | unknown key in task.dataset 'trian': did you mean 'train'?
+questions   | task.dataset={train: x, subset: y}       | task.dataset: subset and revision require hub
+questions   | task.reward_timeout=0                    | task.reward_timeout must be above 0, got 0
+questions   | task.reward_workers=-2                   | task.reward_workers must be at least 0, got -2
+questions   | task.on_reward_error=ignore              | task.on_reward_error must be one of; got 'ignore'
+questions   | task.test_size=0                         | task.test_size must be at least 1, got 0
+questions   | task.reward_funcs=f                      | 'reward_funcs': it is called 'reward' here
+built-in    | task=null                                | task must be given
+built-in    | task={}                                  | exactly one of them, got none
+built-in    | task={nmae: two_digit_sums}              | unknown key in task 'nmae': did you mean 'name'?
+built-in    | task.name=two_digit_sum                  | unknown task 'two_digit_sum': did you mean 'two_digit_sums'?
+built-in    | schedule.max_timesteps=9                 | language models take no environment steps, got max_timesteps=9
+reasoning   | task.sizes={tarin: 1}                    | split in sizes 'tarin': did you mean 'train'?
+reasoning   | task.sizes={train: few}                  | task.sizes.train must be an integer, got 'few'
+environment | model=m                                  | model must be left out where task.env is given
+environment | precision=bfloat16                       | precision must be left out where task.env is given
+environment | base_parts=2                             | base_parts must be left out where task.env is given
+environment | logging.completions=4                    | logging.completions must be 0 where task.env is given
+environment | task.vectorization=proceses              | task.vectorization must be one of; did you mean 'processes'?
+environment | task.num_envs=0                          | task.num_envs must be at least 1, got 0
+environment | task.wrappers=Halves                     | task.wrappers must be a list, got 'Halves'
+environment | task.wrappers=[{name: a, option: 1}]     | task.wrappers[0]; 'option': did you mean 'options'?
+environment | task.n_envs=4                            | 'n_envs': it is called 'num_envs' here
+environment | agent.netwrk=1                           | unknown key in agent 'netwrk': did you mean 'network'?
+environment | agent.lora.r=3                           | unknown key in agent 'lora'
+environment | agent.network.hidden=[0]                 | agent.network.hidden[0] must be at least 1, got 0
+environment | agent.network.activation=gelu            | agent.network.activation must be one of; got 'gelu'
+environment | agent.network.convolutions=[[1, 2]]      | agent.network.convolutions[0][2] must be given
+environment | agent.network.log_std=21                 | agent.network.log_std must be at most 20, got 21
+environment | agent.evolve_network.probability=0       | agent.evolve_network.probability must be above 0, got 0
+environment | agent.evolve_network={min_units: 9, max_units: 8} | agent; min_units; 9
+environment | agent.objective.overlong_buffer=3        | overlong_buffer
+environment | agent.objective.loss_type=gspo           | gspo
+environment | env=CartPole-v1                          | Use 'task.env'
+environment | n_envs=4                                 | Use 'task.num_envs'
+environment | net_arch=[64]                            | Use 'agent.network.hidden'
+environment | hyperparameters.lr=auto search_space.lr={min: 0.1, max: 1} | hyperparameters.lr must be a number
+team        | model=m                                  | model must be left out where task.parallel_env is given
+team        | logging.completions=4                    | logging.completions must be 0 where task.parallel_env is given
+team        | population.size=auto                     | population.size must be a number with task.parallel_env
+team        | task.credit=taem                         | task.credit must be one of; did you mean 'team'?
+team        | task.policies=all                        | task.policies must be one of; got 'all'
+team        | task.num_envs=0                          | task.num_envs must be at least 1, got 0
+team        | task.score=[1]                           | task.score[0] must be text, got 1
+team        | agent.objective.dynamic_sampling=1       | dynamic_sampling
+environment | task.env=CartPol-v1                      | CartPol-v1; Did you mean: `CartPole`?
+environment | task.env_kwargs={sutton: true}           | unexpected keyword argument 'sutton'
+environment | task.env=Blackjack-v1 task.vectorization=native | vectorization
+team        | task.parallel_env=mpe2.simple_spred_v3   | No module named 'mpe2.simple_spred_v3'
+team        | task.parallel_env=json                   | json has no function parallel_env: name a module that has one
+team        | task.parallel_env=tests.envs.joint_probes:Favoors | has no function 'Favoors'
+team        | task.parallel_env=gymnasium:make task.env_kwargs={id: CartPole-v1} | must create a pettingzoo ParallelEnv
+team        | task.parallel_env=mpe2.simple_tag_v3     | Set policies='prefix'
+team        | task.env_kwargs={bad: 1}                 | cannot be made
+team        | task.score=green                         | prefixes (red, blue), got 'green'
+team        | task.score=[]                            | score must be one of 'sum', 'min', 'mean'
+team        | task.score=tests.envs.joint_probes:nobody | has no function 'nobody'
+project     | model=./missing                          | missing
+project     | device=cuda:99                           | device 'cuda:99'
+project     | task.dataset.train=missing.jsonl         | cannot read the dataset
+project     | task.dataset.train=rows.txt              | must end in
+project     | task.reward=missing.py:score             | no file
+project     | task.reward=rewards                      | "path.py:function"
+project     | task.reward=json:no_such                 | json has no function 'no_such'
+project     | task.reward=no_such_module:f             | loading no_such_module raised ModuleNotFoundError
+project     | task.form=trl                            | must have the columns
+project     | task.max_prompt_length=1                 | left out
+project     | task.reward_workers=0 task.reward_timeout=3 | reward_timeout requires reward_workers of at least 1
+project     | agent.max_output_tokens=4000             | agent.max_output_tokens must be below
+project     | agent.lora.target_modules=[nothing]      | matches no module
+project     | agent.lora.init_lora_weights=pissa       | init_lora_weights must be True or 'gaussian'
+"""
+# Each fault of several has a sentence.
+SEVERAL = [
+    ("questions", "seed=-1 hyperparameters.lr=x schedule.generations=0 modle=3", 4),
+    ("environment", "task.num_envs=0 task.train_size=x agent.network.hidden=3", 3),
+    ("team", "task.credit=x agent.agents=1 agent.network.activation=x", 3),
+]
+
+
+def records(kind: str) -> Iterator[tuple[str, type]]:
+    """Yield the path and the record of the sections of a task: its own and, once for each task type, its agent's."""
+    if kind == "project":
+        return
+    task_type, task = next(
+        (each, task) for each in TASK_TYPES.values() for task in each.tasks if task.key == KINDS[kind]
+    )
+    yield "task", task
+    if kind in ("questions", "environment"):
+        yield "agent", task_type.agent
+        hints = get_type_hints(task_type.agent).items()
+        yield from ((f"agent.{name}", hint) for name, hint in hints if dataclasses.is_dataclass(hint))
+    if kind == "questions":
+        yield from SHARED
+
+
+def generated(kind: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield, in turn for the keys of each section, a wrong type, an unknown key near it, and a wrong section."""
+    turn = 0
+    for path, record in records(kind):
+        for field in dataclasses.fields(record):
+            key, section = field.name, dataclasses.is_dataclass(get_type_hints(record)[field.name])
+            turn += 1
+            if turn % 3 == 0:
+                yield f"{path}.{key[0]}{key}=1", [f"did you mean {key!r}?"]
+            elif turn % 3 == 1 and key not in FREE and not section:
+                yield f"{path}.{key}={{x: 1}}", [f"{path}.{key}", " must be ", "{'x': 1}"]
+            elif turn % 3 == 1:
+                yield f"{path}.{key}=7", [f"{path}.{key} must be a mapping", "got 7"]
+            elif key not in ("seed", "schedule", "loss_type", "advantage"):  # keys of several sections
+                elsewhere = "schedule" if path == "logging" else "logging"
+                yield f"{elsewhere}.{key}=1", [f"'{elsewhere}.{key}'", f"Use '{path}.{key}'."]
+
+
+def cases(kind: str) -> list[tuple[str, list[str]]]:
+    rows = [[cell.strip() for cell in row.split(" | ")] for row in TABLE.strip().splitlines()]
+    return [(words, rule.split("; ")) for name, words, rule in rows if name == kind] + list(generated(kind))
+
+
+def overrides(words: str) -> list[str]:
+    return re.split(r" (?=[\w.]+=)", words)
+
+
+@pytest.fixture
+def answer(project, workdir, capsys, monkeypatch):
+    """Return a function that trains with wrong settings and returns the error."""
+    monkeypatch.setattr(language, "load_base", lambda *_, **__: pytest.fail("a model was loaded"))
+    for kind, task in TASKS.items():
+        values = {"task": task, "schedule": {"generations": 1, "samples_per_step": 64}}
+        Path(f"{kind}.yaml").write_text(yaml.safe_dump(values))
+    files = sorted(workdir.iterdir())
+
+    def train(kind: str, words: str) -> str:
+        file = project / "tiny.yaml" if kind == "project" else f"{kind}.yaml"
+        assert main(["train", str(file), *overrides(words)]) == 2, words
+        assert sorted(workdir.iterdir()) == files, words
+        return capsys.readouterr().err
+
+    return train
+
+
+def test_there_are_enough_cases():
+    assert sum(len(cases(kind)) for kind in TASKS) >= 200
+
+
+@pytest.mark.parametrize("kind", [*TASKS, "project"])
+def test_a_short_sentence_names_key_value_and_rule(answer, kind):
+    wrong = []
+    for words, rule in cases(kind):
+        error = answer(kind, words)
+        longest = max(len(sentence.split()) for sentence in re.split(r"(?<=[.?])\s", error))
+        good = error.startswith("error: ") and error.count("\n") == 1 and "Traceback" not in error and longest <= 30
+        if not good or not all(part in error for part in rule):
+            wrong.append(f"{words} | {'; '.join(rule)} | {error}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize(("kind", "words", "faults"), SEVERAL)
+def test_every_fault_has_a_sentence(answer, kind, words, faults):
+    lines = answer(kind, words).splitlines()
+    assert len(lines) == faults
+    assert all(any(each.partition("=")[0].rpartition(".")[2] in line for line in lines) for each in overrides(words))
