@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Literal, get_type_hints
 
 import numpy as np
@@ -12,9 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import evogrpo
 from evogrpo.config.hyperparameters import (
-    CATEGORIES,
     HYPERPARAMETER_NAMES,
     HyperparameterAttributes,
     HyperparameterOptions,
@@ -23,21 +18,32 @@ from evogrpo.config.hyperparameters import (
     is_integer,
 )
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter, check_group_size, feasible_group_sizes
+from evogrpo.safe_parsing import load_yaml
 from evogrpo.synonyms import unknown_name_error
 from evogrpo.validation import whole_number
 
-
-@pytest.mark.parametrize("module", ["evogrpo.config.search_space", "evogrpo.evolution"])
-def test_config_and_evolution_do_not_import_torch(module):
-    program = (
-        f"import sys, {module}\n"
-        "heavy = sorted({'torch', 'transformers', 'peft', 'accelerate'} & set(sys.modules))\n"
-        f"assert '{module}' in sys.modules\n"
-        "print(heavy)"
-    )
-    root = Path(evogrpo.__file__).parents[1]
-    result = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
+INVALID_RANGES = """
+- [{}, {min: 1}, {max: 1}, {min: 2, max: 1}, {min: 1, max: 1}, {min: .nan, max: 1}, {min: 0, max: .inf}]
+- [{min: "1e-6", max: 1}, {min: 0, max: 1, scale: log}, {min: 1, max: 2, scale: lgo}, {min: 1, max: 2, factor: 1.0}]
+- [{min: 1, max: 2, factor: .nan}, {min: 1, max: 2, choices: [1, 2]}, {choices: [1, 2], scale: log}]
+- [{choices: [1, 2], factor: 2.0}, {choices: [1]}, {choices: []}, {choices: [1, 1]}, {choices: 4}, {choices: "48"}]
+- [{choices: [1, true]}, {choices: [1, .nan]}, {choices: [grpo]}, {choices: [grpo, grpo]}, {choices: [grpo, 1]}]
+- [{choices: [grpo, dapo], scale: log}, {choices: [1, 2], founders: [1, 2]}, {min: 1, max: 4, founders: [0.5, 2]}]
+- [{min: 1, max: 4, founders: [2, 5]}, {min: 1, max: 4, founders: [3, 2]}, {min: 1, max: 4, founders: [1, 2, 3]}]
+"""
+INVALID_SPACES = """
+- [clip_coef, {min: 0.1, max: 1.5}]
+- [lr, {min: 0, max: 1}]
+- [group_size, {choices: [1, 2]}]
+- [group_size, {min: 2.5, max: 8}]
+- [update_epochs, {choices: [1, 1.5]}]
+- [lr, {choices: [fast, slow]}]
+- [loss_type, {choices: [grpo, ppo]}]
+- [loss_type, {choices: [1, 2]}]
+- [advantage, {min: 0.1, max: 1}]
+- [clip_low, {min: 0.1, max: 1.1}]
+- [gamma, {choices: [0.9, 1.1]}]
+"""
 
 
 class TestHyperparameters:
@@ -65,25 +71,10 @@ class TestHyperparameters:
     @pytest.mark.parametrize(
         ("name", "value"),
         [
-            ("lr", 0),
-            ("clip_coef", 0),
-            ("clip_coef", 1),
-            ("group_size", 1),
-            ("temperature", 0),
-            ("update_epochs", 0),
-            ("max_grad_norm", 0),
-            ("batch_size", 0),
-            ("group_size", 4.5),
-            ("update_epochs", np.float64(2.5)),
-            ("clip_low", 0),
-            ("clip_low", 1.01),
-            ("clip_high", 0),
-            ("advantage_clip", 0),
-            ("gamma", 1.01),
-            ("loss_type", "GRPO"),
-            ("loss_type", "gdpo"),
-            ("advantage", "grpo"),
-            ("advantage", 1),
+            *((name, 0) for name in ("lr", "clip_coef", "temperature", "update_epochs", "max_grad_norm", "batch_size")),
+            *(("clip_low", 0), ("clip_high", 0), ("advantage_clip", 0), ("clip_coef", 1), ("group_size", 1)),
+            *(("group_size", 4.5), ("update_epochs", np.float64(2.5)), ("clip_low", 1.01), ("gamma", 1.01)),
+            *(("loss_type", "GRPO"), ("loss_type", "gdpo"), ("advantage", "grpo"), ("advantage", 1)),
         ],
     )
     def test_values_of_a_wrong_range_or_type_are_refused(self, name, value):
@@ -101,10 +92,6 @@ class TestHyperparameters:
     def test_values_at_the_bounds_are_accepted(self, name, value):
         assert getattr(Hyperparameters(**{name: value}), name) == value
 
-    def test_numbers_in_quotes_are_refused(self):
-        with pytest.raises(ValueError, match="lr must be a number"):
-            Hyperparameters(lr="1e-4")
-
     def test_numpy_scalars_become_plain_numbers(self):
         record = Hyperparameters(lr=np.float32(0.5), group_size=np.int64(4), beta=0)
         assert (type(record.lr), type(record.group_size), type(record.beta)) == (float, int, float)
@@ -115,10 +102,6 @@ class TestHyperparameters:
             record.lr = 1.0
         with pytest.raises(ValueError, match="clip_coef"):
             dataclasses.replace(record, clip_coef=2.0)
-
-    def test_json_round_trip(self):
-        record = Hyperparameters(lr=1 / 3, group_size=6, clip_high=0.28, loss_type="cispo", gamma=0.5)
-        assert Hyperparameters(**json.loads(json.dumps(record.to_json()))) == record
 
     @pytest.mark.parametrize(
         ("fields", "expected"),
@@ -141,15 +124,6 @@ class TestHyperparameters:
         with pytest.raises(ValueError, match="loss_type is a name"):
             record.number("loss_type")
 
-    @pytest.mark.parametrize("name", CATEGORIES)
-    def test_all_names_are_accepted(self, name):
-        for value in CATEGORIES[name]:
-            assert getattr(Hyperparameters(**{name: value}), name) == value
-
-    def test_unknown_json_fields_are_refused_with_a_suggestion(self):
-        with pytest.raises(ValueError, match="'group_sise': did you mean 'group_size'"):
-            Hyperparameters(group_sise=4)
-
 
 def test_unknown_names_are_refused_with_the_valid_ones():
     near = str(unknown_name_error("colour", "grene", ["red", "green"]))
@@ -160,42 +134,7 @@ def test_unknown_names_are_refused_with_the_valid_ones():
 
 
 class TestRLParameter:
-    @pytest.mark.parametrize(
-        "fields",
-        [
-            {},
-            {"min": 1},
-            {"max": 1},
-            {"min": 2, "max": 1},
-            {"min": 1, "max": 1},
-            {"min": float("nan"), "max": 1},
-            {"min": 0, "max": float("inf")},
-            {"min": "1e-6", "max": 1},
-            {"min": 0, "max": 1, "scale": "log"},
-            {"min": 1, "max": 2, "scale": "lgo"},
-            {"min": 1, "max": 2, "factor": 1.0},
-            {"min": 1, "max": 2, "factor": float("nan")},
-            {"min": 1, "max": 2, "choices": [1, 2]},
-            {"choices": [1, 2], "scale": "log"},
-            {"choices": [1, 2], "factor": 2.0},
-            {"choices": [1]},
-            {"choices": []},
-            {"choices": [1, 1]},
-            {"choices": 4},
-            {"choices": "48"},
-            {"choices": [1, True]},
-            {"choices": [1, float("nan")]},
-            {"choices": ["grpo"]},
-            {"choices": ["grpo", "grpo"]},
-            {"choices": ["grpo", 1]},
-            {"choices": ["grpo", "dapo"], "scale": "log"},
-            {"choices": [1, 2], "founders": (1, 2)},
-            {"min": 1, "max": 4, "founders": (0.5, 2)},
-            {"min": 1, "max": 4, "founders": (2, 5)},
-            {"min": 1, "max": 4, "founders": (3, 2)},
-            {"min": 1, "max": 4, "founders": (1, 2, 3)},
-        ],
-    )
+    @pytest.mark.parametrize("fields", [fields for row in load_yaml(INVALID_RANGES, "ranges") for fields in row])
     def test_invalid_ranges_and_choices_are_refused(self, fields):
         with pytest.raises(ValueError, match=r"min|max|choices|scale|factor|founders"):
             RLParameter(**fields)
@@ -230,31 +169,13 @@ class TestRLParameter:
     def test_json_round_trip(self, parameter):
         assert RLParameter(**json.loads(json.dumps(parameter.to_json()))) == parameter
 
-    def test_unknown_json_fields_are_refused_with_a_suggestion(self):
-        with pytest.raises(ValueError, match="did you mean 'choices'"):
-            RLParameter(choises=[1, 2])
-
 
 class TestHyperparameterConfig:
-    def test_unknown_names_are_refused_with_a_suggestion(self):
-        with pytest.raises(ValueError, match="did you mean 'clip_coef'"):
-            HyperparameterConfig(clip_coeff=RLParameter(min=0.1, max=0.2))
-
     @pytest.mark.parametrize(
         ("name", "parameter"),
         [
-            ("clip_coef", RLParameter(min=0.1, max=1.5)),
-            ("lr", RLParameter(min=0, max=1)),
-            ("group_size", RLParameter(choices=[1, 2])),
-            ("group_size", RLParameter(min=2.5, max=8)),
-            ("update_epochs", RLParameter(choices=[1, 1.5])),
             ("lr", 0.1),
-            ("lr", RLParameter(choices=["fast", "slow"])),
-            ("loss_type", RLParameter(choices=["grpo", "ppo"])),
-            ("loss_type", RLParameter(choices=[1, 2])),
-            ("advantage", RLParameter(min=0.1, max=1)),
-            ("clip_low", RLParameter(min=0.1, max=1.1)),
-            ("gamma", RLParameter(choices=[0.9, 1.1])),
+            *((name, RLParameter(**fields)) for name, fields in load_yaml(INVALID_SPACES, "spaces")),
         ],
     )
     def test_bounds_and_choices_must_be_valid_values(self, name, parameter):
@@ -267,23 +188,14 @@ class TestHyperparameterConfig:
         assert list(first) == list(second) == ["lr", "beta"]
         assert first == second
 
-    def test_json_round_trip(self):
-        space = HyperparameterConfig(
-            lr=RLParameter(min=1e-6, max=1e-3, scale="log", factor=2.0), group_size=RLParameter(choices=[4, 8, 16])
-        )
-        assert HyperparameterConfig.from_json(json.loads(json.dumps(space.to_json()))) == space
-
     def test_categories_have_names(self):
         assert {name for name in HYPERPARAMETER_NAMES if is_categorical(name)} == {"loss_type", "advantage"}
         with pytest.raises(ValueError, match="did you mean 'loss_type'"):
             is_categorical("loss_typ")
 
     def test_integer_hyperparameters_are_counts(self):
-        assert {name for name in HYPERPARAMETER_NAMES if is_integer(name)} == {
-            "group_size",
-            "update_epochs",
-            "batch_size",
-        }
+        counts = {name for name in HYPERPARAMETER_NAMES if is_integer(name)}
+        assert counts == {"group_size", "update_epochs", "batch_size"}
         with pytest.raises(ValueError, match="did you mean 'lr'"):
             is_integer("lrr")
 

@@ -22,21 +22,9 @@ def test_equal_names_give_equal_streams(seed, purpose, numbers):
 
 
 def test_different_names_give_different_streams():
-    names = [
-        (0, "sample"),
-        (1, "sample"),
-        (0, "mutate"),
-        (0, "sample", 0),
-        (0, "sample", 0, 0),
-        (0, "sample", 1),
-        (0, "sample", 1, 2),
-        (0, "sample", 2, 1),
-        (0, "sample", 12),
-        (2**32, "sample"),
-        (0, "sample", 2**32),
-        (0, "sample", 0, 1),
-        (0, ""),
-    ]
+    seeds = [(seed, "sample") for seed in (0, 1, 2**32)]
+    numbers = [(0, "sample", *each) for each in ((0,), (0, 0), (1,), (1, 2), (2, 1), (12,), (2**32,), (0, 1))]
+    names = [*seeds, *numbers, (0, "mutate"), (0, "")]
     first = [generator(*name).random() for name in names]
     assert all(a != b for a, b in itertools.combinations(first, 2))
 

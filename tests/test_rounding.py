@@ -1,13 +1,12 @@
 """The bounds on rounding accept other CPUs and reject faults."""
 
-import numpy as np
 import pytest
 import torch
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.testing.policy_banks import assert_gradients_agree, assert_states_agree, assert_weights_agree
 from evogrpo.testing.samplers import different_members
-from tests.rounding import UNIT, rounding_otherwise
+from tests.rounding import rounding_otherwise
 from tests.tiny_batches import grpo_loss, sampled_batch
 from tests.tiny_models import tiny_model
 from tests.tiny_networks import CASES, acted_batch
@@ -41,7 +40,7 @@ def learnt(work, spoil=lambda losses, own: losses, lr=LR):
 
 
 @pytest.mark.parametrize("work", [networks, language_models])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_cpu_that_rounds_differently_is_within_the_bounds(work, seed):
     expected = learnt(work)
     with rounding_otherwise(seed):
@@ -78,23 +77,3 @@ def test_a_leak_of_a_neighbours_gradient_exceeds_the_bounds():
     own, neighbours = (bank.state(slot)["exp_avg"] for slot in (0, 1))
     with pytest.raises(AssertionError, match="differ by"):
         assert_gradients_agree(own + 1e-3 * neighbours, own)
-
-
-def test_only_equal_shapes_give_equal_bits():
-    random = torch.Generator().manual_seed(0)
-    rows, weights = torch.randn(6, 9, generator=random), torch.randn(9, 4, generator=random)
-    exact = rows.double() @ weights.double()
-    with rounding_otherwise(0):
-        one, again, fewer = rows @ weights, rows @ weights, rows[:5] @ weights
-        other = rows.clone()
-        other[0] = 7.0
-        beside, identity = other @ weights, rows @ torch.eye(9)
-        drawn = np.matmul(rows.numpy(), weights.numpy())
-    assert torch.equal(one, again)
-    assert torch.equal(one[1:], beside[1:])
-    assert not torch.equal(one[:5], fewer)
-    assert torch.equal(identity, rows)
-    bound = 2 * UNIT * (rows.abs().double() @ weights.abs().double())  # the error itself, and rounding to float32
-    for values in (one, torch.from_numpy(drawn)):
-        assert bool(((values.double() - exact).abs() <= bound).all())
-        assert not torch.equal(values, exact.float())

@@ -28,10 +28,9 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-@pytest.mark.parametrize("read", [load_yaml])
-def test_yaml_bombs_are_refused_before_they_are_built(read, bomb):
+def test_yaml_bombs_are_refused_before_they_are_built(bomb):
     with pytest.raises(ValueError, match=r"f.yaml, line \d+, column \d+: (more than|nested|the alias)"):
-        read(BOMBS[bomb], "f.yaml")
+        load_yaml(BOMBS[bomb], "f.yaml")
 
 
 def test_ordinary_aliases_are_read():

@@ -40,26 +40,14 @@ def test_all_control_characters_of_unicode_are_escaped():
 
 
 def test_numbers():
-    assert [number_text(value) for value in (None, 8, 0.2, 1.23456e-5, 0.0001)] == [
-        "–",
-        "8",
-        "0.2",
-        "1.23e-05",
-        "0.0001",
-    ]
+    numbers = {None: "–", 8: "8", 0.2: "0.2", 1.23456e-5: "1.23e-05", 0.0001: "0.0001"}
+    assert {value: number_text(value) for value in numbers} == numbers
     assert [count_text(value) for value in (None, 0, 1234567)] == ["–", "0", "1,234,567"]
     assert score_text(0.41249, 0.031) == "0.412 ± 0.031"
     assert score_text(0.4, None) == "0.400"
     assert score_text(None, 0.1) == "–"
-    seconds = (None, 0.4, 59.6, 61, 3600, 7384)
-    assert [duration_text(value) for value in seconds] == [
-        "–",
-        "0 s",
-        "1 min 00 s",
-        "1 min 01 s",
-        "1 h 00 min",
-        "2 h 03 min",
-    ]
+    seconds = {None: "–", 0.4: "0 s", 59.6: "1 min 00 s", 61: "1 min 01 s", 3600: "1 h 00 min", 7384: "2 h 03 min"}
+    assert {value: duration_text(value) for value in seconds} == seconds
 
 
 def test_shortened_texts_say_how_much_is_missing():

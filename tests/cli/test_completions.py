@@ -7,7 +7,7 @@ import pytest
 
 from evogrpo.reporting.records import Example
 from evogrpo.training.console import make_console
-from evogrpo.training.display import completions_table, one_line, shortened
+from evogrpo.training.display import completions_table, one_line
 
 
 @pytest.fixture(autouse=True)
@@ -77,15 +77,3 @@ def test_untrusted_text_is_escaped():
 def test_empty_completions_are_marked_and_no_completions_give_no_table():
     assert "(nothing)" in drawn([example(completion="")])[1]
     assert completions_table([], 0, 100) is None
-
-
-@pytest.mark.parametrize("most", [12, 13, 30])
-def test_cut_texts_keep_both_ends(most):
-    text = "".join(chr(97 + number % 26) for number in range(100))
-    cut = shortened(text, most)
-    assert len(cut) == most
-    head, tail = cut.split("…")
-    assert text.startswith(head)
-    assert text.endswith(tail)
-    assert len(tail) >= 4
-    assert shortened(text[:most], most) == text[:most]

@@ -5,13 +5,8 @@ import re
 import sys
 
 import pytest
-from rich.console import Console
-from rich.text import Text
 
 from evogrpo.cli import main
-from evogrpo.training.console import HangingIndent
-from tests.tiny_steps import step_run
-from tests.tiny_training import finish
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -23,11 +18,9 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "run"
-    finish(step_run(folder, generations=4))
-    return folder
+@pytest.fixture
+def run_dir(stored_network_run):
+    return stored_network_run.folder
 
 
 def output_of(monkeypatch, arguments, *, colour: bool, terminal: bool = True, to: str = "stdout") -> str:
@@ -71,19 +64,6 @@ def test_tasks_fit_and_continuation_lines_are_indented(monkeypatch):
     heads = ("Built in", "Gymnasium", "PettingZoo", "Your own")
     assert [line for line in lines_of_text if line.strip() and not line.startswith((*heads, "  "))] == []
     assert any(line.startswith("    ") for line in lines_of_text)
-
-
-@pytest.mark.parametrize("indent", [2, 12])
-@pytest.mark.parametrize("width", [14, 33])
-def test_hanging_indents_keep_all_words(width, indent):
-    stream = io.StringIO()
-    lines_of_text = "selection: #1 is retired, because no other member was ever further behind"
-    Console(file=stream, width=width).print(HangingIndent(Text(lines_of_text), indent))
-    first, *rest = stream.getvalue().splitlines()
-    assert " ".join(stream.getvalue().split()).replace(" ", "") == lines_of_text.replace(" ", "")
-    assert not first.startswith(" ")
-    assert rest
-    assert all(line.startswith(" " * indent) and len(line) <= width for line in rest)
 
 
 @pytest.mark.parametrize(

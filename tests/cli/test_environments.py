@@ -9,17 +9,13 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 import pytest
-import torch
 import yaml
 
-from evogrpo import GRPO, GymnasiumGroups, Population, evolve
+from evogrpo import GRPO
 from evogrpo.cli import main
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import load_config, parse_config
-from evogrpo.training.loop.trainer import Trainer
-from evogrpo.training.run_dir import open_run
 from tests.cli.project import command, prepare
-from tests.tiny_training import equal_states
 
 SHORT = [
     "schedule.generations=2",
@@ -67,29 +63,6 @@ def test_output_of_a_run_uses_the_terms_of_environments(finished):
     assert "untrained network, test" in page
 
 
-@pytest.mark.parametrize(("variables", "during"), [({}, 1), ({"OMP_NUM_THREADS": "2"}, 2)])
-def test_small_networks_use_one_thread_unless_omp_num_threads_is_set(tmp_path, monkeypatch, variables, during):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    before, seen = torch.get_num_threads(), []
-    learn = Population.learn
-
-    def watched(population, *arguments, **options):
-        seen.append(torch.get_num_threads())
-        return learn(population, *arguments, **options)
-
-    monkeypatch.setattr(Population, "learn", watched)
-    torch.set_num_threads(2)
-    try:
-        assert main(["train", "--env", "CartPole-v1", *SHORT, "schedule.generations=1"]) == 0
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-    assert set(seen) == {during}
-
-
 class Picture(gymnasium.Env):
     """Returns a grey image."""
 
@@ -113,83 +86,31 @@ def test_large_networks_and_images_use_all_threads(monkeypatch, env, hidden, one
     agent = {"network": {"hidden": hidden}}
     schedule = {"generations": 1, "samples_per_step": 8}
     config = parse_config({"task": {"env": env}, "agent": agent, "schedule": schedule})
-    assert prepare(config).one_thread is one
-
-
-def test_the_best_member_loads_as_an_agent(finished):
-    agent = GRPO.load(finished[0] / "best")
-    env = GymnasiumGroups("CartPole-v1")
-    action, _ = agent.predict(env.observation_space.sample(), deterministic=True)
-    assert env.action_space.contains(int(action))
-
-
-@pytest.fixture
-def one_thread():
-    """Compute in one thread, as the command does for small networks: other numbers of threads round differently."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def test_command_and_python_api_train_the_same_members(finished, one_thread, tmp_path):
-    config = load_config(finished[0] / "config.yaml")
-    env = GymnasiumGroups("CartPole-v1", validation_size=4, test_size=6, seed=0)
-    population = GRPO.population(
-        3,
-        env.observation_space,
-        env.action_space,
-        hp_config=config.search_space,
-        samples_per_step=8,
-        network=config.agent.network,
-        **config.hyperparameters.to_json(),
-    )
-    for _ in evolve(
-        population,
-        env,
-        strategy=config.strategy,
-        experience=config.experience,
-        fitness=config.fitness,
-        run_dir=tmp_path / "run",
-        generations=2,
-        steps_per_generation=2,
-        samples_per_step=8,
-        target_fitness=475.0,
-    ):
-        pass
-    command_run, python_run = open_run(finished[0]), open_run(tmp_path / "run")
-    assert equal_states(command_run.tensors, python_run.tensors)
-
-
-def test_a_finished_run_resumes_with_more_generations(finished, tmp_path, monkeypatch, capsys):
-    assert main(["resume", str(finished[0])]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "This run is finished" in printed
-    assert main(["resume", str(finished[0]), "--generations", "3", "target_fitness=null"]) == 0
-    kinds = [event["event"] for event in read_journal(finished[0] / "journal.jsonl")]
-    assert kinds.count("generation") == 3
-    assert kinds[-2:] == ["test", "ended"]
+    prepared = prepare(config)
+    assert prepared.one_thread is one
+    assert ("convolutions, then 64 tanh" in prepared.facts()["population"]) == (env == "Picture-v0")
 
 
 def test_a_configuration_file_trains(workdir):
     values = {
         "task": {"env": "Pendulum-v1", "max_episode_steps": 20, "validation_size": 4, "test_size": 4},
-        "schedule": {"generations": 1, "steps_per_generation": 1, "samples_per_step": 8},
+        "schedule": {"generations": 2, "steps_per_generation": 1, "samples_per_step": 8},
         "population": {"size": 2},
         "agent": {"normalise_observations": True, "evolve_network": {"max_units": 32}},
     }
+    values["agent"]["objective"] = {"advantage_eps": 1e-3}  # keeps the other defaults
     Path("pendulum.yaml").write_text(yaml.safe_dump(values))
-    assert main(["train", "pendulum.yaml"]) == 0
+    assert main(["train", "pendulum.yaml", "--generations", "1", "--seed", "7"]) == 0
     assert main(["report", "runs/pendulum"]) == 0
     stored = yaml.safe_load(Path("runs/pendulum/config.yaml").read_text())
-    assert stored["model"] is None
+    assert (stored["model"], stored["seed"], stored["schedule"]["generations"]) == (None, 7, 1)
     assert stored["hyperparameters"]["lr"] == 5e-3  # the defaults of networks are written out
     assert stored["agent"]["objective"]["advantage"] == "return_to_go_timestep"
     assert parse_config(stored) == load_config(Path("runs/pendulum/config.yaml"))
 
 
 def test_a_run_whose_target_is_reached_before_training_stops(workdir, capsys):
-    reached = ["train", "--env", "CartPole-v1", *SHORT, "schedule.target_fitness=1"]
+    reached = ["train", "--env", "CartPole-v1", *SHORT, "schedule.target_fitness=1", "task.max_episode_steps=20"]
     assert main(reached) == 0
     printed = capsys.readouterr().out
     assert "target_fitness" in printed
@@ -197,29 +118,9 @@ def test_a_run_whose_target_is_reached_before_training_stops(workdir, capsys):
     events = [event["event"] for event in read_journal(Path("runs/CartPole-v1/journal.jsonl"))]
     assert events[-1] == "ended"
     assert not {"step", "generation"} & set(events)
-    assert main(["resume", "runs/CartPole-v1", "target_fitness=1e6"]) == 0
+    assert main(["resume", "runs/CartPole-v1", "target_fitness=1e6", "--generations", "1"]) == 0
     events = [event["event"] for event in read_journal(Path("runs/CartPole-v1/journal.jsonl"))]
     assert "generation" in events
-
-
-def test_common_settings_are_options(workdir, capsys):
-    common = ["--generations", "1", "--seed", "7", "--run-dir", "options"]
-    assert main(["train", "--env", "CartPole-v1", *SHORT, *common]) == 0
-    stored = yaml.safe_load(Path("options/config.yaml").read_text())
-    assert (stored["seed"], stored["schedule"]["generations"]) == (7, 1)
-
-
-def test_a_partial_objective_keeps_the_other_defaults():
-    config = parse_config(
-        {
-            "task": {"env": "CartPole-v1"},
-            "schedule": {"generations": 1},
-            "agent": {"objective": {"dynamic_sampling": 1}},
-        }
-    )
-    assert config.agent.objective.loss_type == "dapo"
-    assert config.agent.objective.advantage == "return_to_go_timestep"
-    assert config.agent.objective.dynamic_sampling == 1
 
 
 def test_a_dry_run_prints_the_forecast_and_writes_nothing(workdir, capsys, monkeypatch):
@@ -234,22 +135,6 @@ def test_a_dry_run_prints_the_forecast_and_writes_nothing(workdir, capsys, monke
     assert list(workdir.iterdir()) == []
 
 
-def test_the_forecast_is_an_upper_bound():
-    values = {
-        "task": {"env": "CartPole-v1", "max_episode_steps": 10, "validation_size": 2, "test_size": 2},
-        "schedule": {"generations": 1, "steps_per_generation": 2, "samples_per_step": 8, "test_questions": 0},
-        "hyperparameters": {"batch_size": 16, "update_epochs": 3},
-        "population": {"size": 2},
-    }
-    prepared = prepare(parse_config(values))
-    assert "at most 15 steps" in prepared.forecast().rows["optimizer"]
-    schedule, strategy = prepared.config.schedule, prepared.config.strategy
-    run = Trainer(prepared.population(), prepared.env, schedule=schedule, strategy=strategy)
-    for report in run.reports():
-        for learned in getattr(report, "learned", {}).values():
-            assert learned.metrics["optimizer_steps"] <= 15
-
-
 def test_the_forecast_uses_the_default_time_limit(workdir, capsys):
     import gymnasium
     from gymnasium.envs.classic_control.cartpole import CartPoleEnv
@@ -262,15 +147,6 @@ def test_the_forecast_uses_the_default_time_limit(workdir, capsys):
         assert "for episodes of 1000" in message
     finally:
         del gymnasium.registry["Endless-v0"]
-
-
-@pytest.mark.parametrize("recreate_env", [None, True, False])
-def test_recreate_env_reaches_the_environment(recreate_env):
-    values = {
-        "task": {"env": "FrozenLake-v1", "recreate_env": recreate_env},
-        "schedule": {"generations": 1, "samples_per_step": 8},
-    }
-    assert prepare(parse_config(values)).env.recreate_env is bool(recreate_env)
 
 
 @pytest.mark.parametrize(
@@ -362,31 +238,6 @@ def test_a_run_directory_is_refused_as_an_agent(finished):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "--env ID"),
-        (["schedule.generations=1"], "YAML file"),
-        (["--env", "CartPol-v1"], "Did you mean: `CartPole`?"),
-        (["--env", "CartPole-v1", "model=smollm2-135m"], "model must be left out where task.env is given"),
-        (["--env", "CartPole-v1", "logging.completions=4"], "logging.completions must be 0 where task.env is given"),
-        (["--env", "CartPole-v1", "task.env=Acrobot-v1"], "task.env=Acrobot-v1"),
-        (["mine.yaml", "--env", "CartPole-v1"], "mine.yaml"),
-        (["--env", "CartPole-v1", "agent.netwrk=1"], "did you mean 'network'?"),
-        (["--env", "CartPole-v1", "agent.lora.r=3"], "unknown key in agent 'lora'"),
-        (["--env", "CartPole-v1", "task.vectorization=proceses"], "did you mean 'processes'?"),
-        (["--env", "CartPole-v1", "task.env_kwargs={sutton: true}"], "unexpected keyword argument 'sutton'"),
-        (["--env", "CartPole-v1", "task.name=two_digit_sums"], "exactly one of them, got name and env"),
-        (["--env", "CartPole-v1", "agent.objective.loss_type=gspo"], "gspo"),
-        (["--env", "Blackjack-v1", "task.vectorization=native"], "vectorization"),
-    ],
-)
-def test_invalid_settings_are_refused_before_anything_is_written(workdir, capsys, words, message):
-    assert main(["train", *words]) == 2
-    assert message in capsys.readouterr().err
-    assert list(workdir.iterdir()) == []
-
-
-@pytest.mark.parametrize(
     ("env", "message"),
     [
         ("my_maze:Maze-v0", "gymnasium.register"),
@@ -401,27 +252,3 @@ def test_a_module_without_the_environment_is_refused(workdir, capsys, monkeypatc
     output = capsys.readouterr().err
     assert repr(env) in output
     assert message in output
-
-
-def test_tasks_lists_native_environments(capsys):
-    assert main(["tasks"]) == 0
-    output = " ".join(capsys.readouterr().out.split())
-    assert "Acrobot-v1, CartPole-v1, MountainCar-v0, MountainCarContinuous-v0, Pendulum-v1" in output
-
-
-def test_videos_of_the_best_member_are_never_overwritten(finished, capsys, monkeypatch):
-    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
-    assert main(["video", str(finished[0]), "--episodes", "2"]) == 0
-    films = sorted((finished[0] / "videos").iterdir())
-    assert [film.suffix for film in films] == [".mp4", ".mp4"]
-    assert capsys.readouterr().out.count(" steps") == 2
-    assert main(["video", str(finished[0]), "--episodes", "2"]) == 1
-    assert "exists already" in capsys.readouterr().err
-
-
-def test_video_refuses_invalid_arguments(workdir, capsys):
-    (workdir / "empty").mkdir()
-    assert main(["video", "empty"]) == 2
-    assert "config.yaml" in capsys.readouterr().err
-    assert main(["video", "empty", "--episodes", "0"]) == 2
-    assert "--episodes must be at least 1" in capsys.readouterr().err

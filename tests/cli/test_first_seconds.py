@@ -1,4 +1,4 @@
-"""Errors that need no torch are reported before torch is imported, and the first line is shown at once."""
+"""Help, reports and configuration errors need no torch, and the first line is shown before torch is imported."""
 
 import json
 import os
@@ -7,64 +7,52 @@ import sys
 
 from tests.cli.project import CONFIG, ROOT
 
+HEAVY = {"torch", "transformers", "peft", "gymnasium", "matplotlib"}
 # One process for all of them: none may import torch.
 SCRIPT = """
 import contextlib, io, json, sys
 from evogrpo.cli import main
 
-said = []
+found = []
 for arguments in json.loads(sys.argv[1]):
-    with contextlib.redirect_stderr(io.StringIO()) as errors, contextlib.redirect_stdout(io.StringIO()):
-        code = main(arguments)
-    heavy = [name for name in ("torch", "transformers", "peft", "gymnasium", "matplotlib") if name in sys.modules]
-    said.append([code, errors.getvalue(), heavy])
-print(json.dumps(said))
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            code = main(arguments)
+        except SystemExit as end:
+            code = end.code
+    found.append([code, list(sys.modules)])
+print(json.dumps(found))
 """
 
 
-def test_configuration_errors_do_not_import_torch(tmp_path):
-    (tmp_path / "good.yaml").write_text(json.dumps(CONFIG))
-    (tmp_path / "torn.yaml").write_text("task: {name: two_digit_sums\n")
-    (tmp_path / "list.yaml").write_text("- task\n")
-    mistakes = {
-        "missing.yaml": "missing.yaml",
-        "torn.yaml": "torn.yaml",
-        "list.yaml": "list.yaml",
-        "no override": "KEY=VALUE",
-        "scedule.generations=2": "did you mean 'schedule'",
-        "schedule.generation=2": "did you mean 'generations'",
-        "target_fitness=1": "'schedule.target_fitness'",
-        "population_size=2": "'population.size'",
-        "schedule.generations=two": "schedule.generations must be",
-        "schedule.samples_per_step=0": "samples_per_step",
-        "hyperparameters.learning_rate=1e-4": "unknown key in hyperparameters",
-        "hyperparameters.lr=-1": "lr must be",
-        "search_space.lr={min: 1, max: 0.1}": "search_space.lr",
-        "search_space.gropu_size={choices: [2]}": "did you mean 'group_size'",
-        "population.size=0": "population",
-        "logging.keep_checkpoints=0": "keep_checkpoints must be at least 1",
-        "strategy.name=turnament": "did you mean 'tournament'",
-        "model=[1]": "model must be",
-        "task=null": "task must be given",
-    }
-    commands = [
-        ["train", mistake]
-        if mistake.endswith("yaml")
-        else ["train", *([] if mistake == "no override" else ["good.yaml", mistake])]
-        for mistake in mistakes
-    ]
+def run(folder, script, *arguments):
     process = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(commands)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, "-c", script, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"},
         capture_output=True,
         text=True,
         check=True,
     )
-    for (mistake, words), (code, errors, heavy) in zip(mistakes.items(), json.loads(process.stdout), strict=True):
-        assert code == 2, (mistake, errors)
-        assert words in errors, (mistake, errors)
-        assert heavy == [], mistake
+    return process.stdout
+
+
+def test_help_reports_and_configuration_errors_do_not_import_torch(tmp_path):
+    (tmp_path / "good.yaml").write_text(json.dumps(CONFIG))
+    (tmp_path / "torn.yaml").write_text("task: {name: two_digit_sums\n")
+    (tmp_path / "list.yaml").write_text("- task\n")
+    helps = [["--help"], ["train", "--help"], ["--version"]]
+    wrong = [["report", "."], ["train"], *(["train", f"{name}.yaml"] for name in ("missing", "torn", "list"))]
+    settings = ["scedule.generations=2", "target_fitness=1", "schedule.generations=two", "hyperparameters.lr=-1"]
+    settings += ["hyperparameters.learning_rate=1", "search_space.lr={min: 1, max: 0.1}", "population.size=0"]
+    settings += ["logging.keep_checkpoints=0", "strategy.name=turnament", "model=[1]", "task=null"]
+    wrong += [["train", "good.yaml", setting] for setting in settings]
+    for arguments, (code, modules) in zip(
+        [*helps, *wrong], json.loads(run(tmp_path, SCRIPT, json.dumps([*helps, *wrong]))), strict=True
+    ):
+        assert code == (0 if arguments in helps else 2), arguments
+        assert not HEAVY & set(modules), arguments
+        assert arguments not in helps or not {"numpy", "yaml", "rich"} & set(modules), arguments
 
 
 def test_the_first_line_is_printed_before_torch_is_imported(tmp_path):
@@ -88,13 +76,4 @@ class Stream(io.StringIO):
 sys.stdout = Stream(sys.argv[1] == "terminal")
 main(["train", "--env", "NoSuch-v1", "--dry-run"])
 """
-    for kind in ("terminal", "log"):
-        process = subprocess.run(
-            [sys.executable, "-c", script, kind],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert process.stdout == "False", (kind, process.stderr)
+    assert [run(tmp_path, script, kind) for kind in ("terminal", "log")] == ["False", "False"]

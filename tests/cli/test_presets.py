@@ -6,7 +6,7 @@ from packaging.version import Version
 
 from evogrpo import train
 from evogrpo.cli import main
-from evogrpo.training.configuration.environment_tasks import merge_sections, packaged_values, preset, preset_ids
+from evogrpo.training.configuration.environment_tasks import packaged_values, preset, preset_ids
 from evogrpo.training.configuration.reading import load_config, override, parse_config
 from evogrpo.training.configuration.sections import CONFIG_FILE
 
@@ -77,22 +77,4 @@ def test_unavailable_presets_are_refused(arguments, message, tmp_path, monkeypat
     assert main(["train", *arguments]) == 2
     printed = capsys.readouterr().err
     assert message in printed
-    if "there is no preset" in message:
-        assert all(name in printed for name in preset_ids())
     assert list(tmp_path.iterdir()) == []
-
-
-def test_tasks_lists_presets(capsys):
-    assert main(["tasks"]) == 0
-    output = " ".join(capsys.readouterr().out.split())
-    assert f"tuned hyperparameters with --preset: {', '.join(preset_ids())}" in output
-
-
-def test_sections_are_merged_key_by_key():
-    values = {"a": {"x": 1, "y": {"deep": 1}}, "b": 2}
-    assert merge_sections(values, {"a": {"y": {"python_config": 3}}, "c": {"z": 4}}) == {
-        "a": {"x": 1, "y": {"python_config": 3}},
-        "b": 2,
-        "c": {"z": 4},
-    }
-    assert values["a"] == {"x": 1, "y": {"deep": 1}}

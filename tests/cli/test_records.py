@@ -13,11 +13,9 @@ from tests.tiny_training import finish
 HOSTILE = "\x1b[2Jboo\u202e [bold]x[/bold]"
 
 
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("told") / "run"
-    finish(step_run(folder, options={"evolve_network": None}))
-    return folder
+@pytest.fixture
+def run_dir(stored_network_run):
+    return stored_network_run.folder
 
 
 def hostile_run(folder):
@@ -52,7 +50,7 @@ def test_texts_of_a_journal_are_escaped(tmp_path, capsys, command, as_json):
 @pytest.mark.parametrize("command", ["lineage", "best", "compare"])
 def test_json_output_is_one_object(run_dir, tmp_path, capsys, command):
     other = tmp_path / "other"
-    finish(step_run(other, options={"evolve_network": None, "seed": 1}, generations=1))
+    finish(step_run(other, options={"normalise_observations": True, "seed": 1}, generations=1))
     assert main([command, str(run_dir), *([str(other)] if command == "compare" else []), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert main(["best", str(run_dir), "--json"]) == 0

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from evogrpo.cli import main
-from evogrpo.storage.checkpoint import generation_folder, latest_checkpoint
+from evogrpo.storage.checkpoint import latest_checkpoint
 from evogrpo.storage.journal import read_journal
 from tests.cli.project import command
-from tests.tiny_models import tiny_model, tiny_tokenizer
 
 SHORT = ("schedule.steps_per_generation=3", "schedule.generations=3")
 
@@ -37,16 +36,6 @@ def uninterrupted(project, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
     assert main(["train", str(project / "tiny.yaml"), "--run-dir", str(run_dir), *SHORT]) == 0
     return events_of(run_dir)
-
-
-@pytest.fixture(scope="module")
-def two_generations(project, tmp_path_factory):
-    """Train two generations in the run directory `run`; tests copy the folder that this returns."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("two_generations"))
-        words = ["--run-dir", "run", SHORT[0], "schedule.generations=2"]
-        assert main(["train", str(project / "tiny.yaml"), *words]) == 0
-        return Path("run").absolute()
 
 
 @pytest.fixture
@@ -167,53 +156,11 @@ def test_a_run_stopped_by_a_failing_reward_resumes_after_the_fix(project, workdi
     assert events_of(workdir / "run") == uninterrupted
 
 
-def test_a_reward_that_fails_at_once_leaves_a_resumable_run(project, workdir, uninterrupted, capsys):
-    body = "    if 'made-up' not in completion:\n        raise KeyError(answer)\n    return 0.0\n"
-    Path("mine.py").write_text(f"def score(completion, answer, question):\n{body}")
-    arguments = ["train", str(project / "tiny.yaml"), "--run-dir", "run", *SHORT, "task.reward=mine.py:score"]
-    assert main(arguments) == 1
-    assert "Reward function 'score' raised KeyError" in capsys.readouterr().err
-    Path("mine.py").write_text((project / "rewards.py").read_text())
-    assert main(["resume", "run"]) == 0
-    assert events_of(workdir / "run") == uninterrupted
-
-
-def test_more_generations_on_resume_equal_more_generations_at_the_start(
-    two_generations, workdir, uninterrupted, capsys
-):
-    shutil.copytree(two_generations, "run")
-    assert main(["resume", "run", "--generations", "3"]) == 0
-    expected = [entry for entry in uninterrupted if entry[1]["event"] in ("step", "test")]
-    assert [entry for entry in events_of(workdir / "run") if entry[1]["event"] in ("step", "test")] == expected
-
-
-def test_a_damaged_newest_checkpoint_is_skipped(two_generations, workdir, uninterrupted, capsys):
-    shutil.copytree(two_generations, "run")
-    newest = latest_checkpoint("run")
-    assert newest == 2
-    tensors = generation_folder("run", newest) / "population.safetensors"
-    tensors.write_bytes(tensors.read_bytes()[:-7])
-    capsys.readouterr()
-    assert main(["resume", "run", "generations=3"]) == 0
-    printed = capsys.readouterr()
-    assert "generation-0002" in printed.err
-    assert "resuming run after generation 1" in printed.out
-    assert events_of(workdir / "run")[-1] == uninterrupted[-1]
-
-
 def test_resume_refuses_settings_that_change_the_run(trained, workdir, capsys):
     shutil.copytree(trained, "run")
     for override in ("hyperparameters.lr=1", "samples_per_step=32", "schedule.steps_per_generation=9"):
         assert main(["resume", "run", override]) == 2
         assert "A resumed run may only change generations" in capsys.readouterr().err
-
-
-def test_resume_refuses_another_model(trained, workdir, capsys):
-    shutil.copytree(trained, "run")
-    tiny_model(seed=1).save_pretrained("other")
-    tiny_tokenizer().save_pretrained("other")
-    assert main(["resume", "run", "--generations", "2", "model=other"]) == 2
-    assert "fingerprint" in capsys.readouterr().err
 
 
 def test_a_run_without_live_members_offers_no_resume(project, workdir, capsys):

@@ -31,12 +31,8 @@ def changed(values: dict, name: str, value: object) -> str:
     ("name", "value"),
     [
         ("seed", 7),
-        ("hyperparameters.lr", 0.01),
         ("search_space.lr.max", 0.5),
-        ("population.size", 2),
-        ("agent.max_output_tokens", 7),
         ("agent.objective.loss_type", "dapo"),
-        ("task.validation_size", 8),
         ("task.reward", "mine.py:score"),
         ("strategy.z", 3.0),
     ],

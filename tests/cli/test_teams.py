@@ -1,21 +1,18 @@
 """Training members that act for several agents, from the command line."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from evogrpo import MultiAgentGRPO, PettingZooGroups, evolve
+from evogrpo import MultiAgentGRPO, PettingZooGroups
 from evogrpo.cli import main
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import load_config, parse_config
 from evogrpo.training.loop.trainer import Trainer
-from evogrpo.training.run_dir import open_run
 from tests.cli.project import command, prepare
 from tests.envs import joint_probes
-from tests.tiny_training import equal_states
 
 FAVOURS = "tests.envs.joint_probes:Favours"
 SHORT = [
@@ -73,32 +70,6 @@ def test_output_of_a_run_uses_the_terms_of_teams(finished):
     assert "untrained team, test" in page
 
 
-def test_a_team_learns_from_team_rewards(finished):
-    by_name = {event["event"]: event for event in read_journal(finished[0] / "journal.jsonl")}
-    assert by_name["run"]["kind"] == "joint"
-    assert by_name["baseline"]["fitness"] < 1.8  # of 3; chance is 1
-    assert by_name["test"]["after"]["fitness"] > 2.2
-
-
-def test_command_and_python_api_train_the_same_members(finished, tmp_path):
-    config = load_config(finished[0] / "config.yaml")
-    env = PettingZooGroups(joint_probes.Favours, validation_size=20, test_size=20, seed=0)
-    population = MultiAgentGRPO.population(
-        3,
-        env.observation_spaces,
-        env.action_spaces,
-        policies="prefix",
-        hp_config=config.search_space,
-        samples_per_step=32,
-        network=config.agent.network,
-        **config.hyperparameters.to_json(),
-    )
-    schedule = {"generations": 2, "steps_per_generation": 3, "samples_per_step": 32}
-    for _ in evolve(population, env, strategy=config.strategy, run_dir=tmp_path / "run", **schedule):
-        pass
-    assert equal_states(open_run(finished[0]).tensors, open_run(tmp_path / "run").tensors)
-
-
 def test_a_run_resumes_and_is_reported(finished, capsys):
     assert main(["resume", str(finished[0]), "--generations", "3"]) == 0
     kinds = [event["event"] for event in read_journal(finished[0] / "journal.jsonl")]
@@ -112,13 +83,6 @@ def test_export_refuses_a_team(finished, workdir, capsys):
     assert main(["export", str(finished[0]), "out"]) == 2
     assert "not an adapter. Load them with MultiAgentGRPO.load(" in one_line(capsys.readouterr().err)
     assert list(workdir.iterdir()) == []
-
-
-def test_video_refuses_an_environment_without_render_mode(finished, capsys):
-    pytest.importorskip("moviepy")
-    assert main(["video", str(finished[0])]) == 2
-    assert "argument render_mode" in one_line(capsys.readouterr().err)
-    assert not list((finished[0] / "videos").glob("*.mp4"))
 
 
 def test_videos_show_the_return_of_each_agent(workdir, capsys):
@@ -151,11 +115,14 @@ def test_videos_show_the_return_of_each_agent(workdir, capsys):
             ],
         ),
         (
-            ["task.env_kwargs.max_cycles=50", "task.score=[agent_0, agent_1]", "task.agent_ids=true"],
+            [
+                *("task.env_kwargs.max_cycles=50", "task.score=[agent_0, agent_1]", "task.agent_ids=true"),
+                "agent.normalise_observations=true",
+            ],
             [
                 "for episodes of 50",
                 "fitness returns of agent_0, agent_1",
-                "shared for agent_0, agent_1, agent_2 (sees Box(21,), acts in Discrete(5))",
+                "shared for agent_0, agent_1, agent_2 (sees Box(21,), normalised, acts in Discrete(5))",
             ],
         ),
         (
@@ -212,52 +179,3 @@ def test_simple_spread_trains_from_a_configuration_file(workdir):
     env = PettingZooGroups(joint_probes.Favours)
     with pytest.raises(ValueError, match="observation_spaces"):
         best.test(env)
-
-
-def test_a_file_beside_the_configuration_defines_the_environment(workdir, monkeypatch):
-    Path("own").mkdir()
-    Path("own/team.py").write_text("from tests.envs.joint_probes import Contest as make\n")
-    values = {
-        "task": {"parallel_env": "team.py:make", "credit": "agent", "validation_size": 2, "test_size": 2},
-        "schedule": {"generations": 1, "samples_per_step": 8},
-    }
-    Path("own/team.yaml").write_text(yaml.safe_dump(values))
-    config = load_config(Path("own/team.yaml"))
-    assert config.task.parallel_env == f"{workdir / 'own' / 'team.py'}:make"
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    assert prepare(config).env.agents == ("red_0", "red_1", "blue_0")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["mpe2.simple_spred_v3"], "No module named 'mpe2.simple_spred_v3'"),
-        (["json"], "json has no function parallel_env: name a module that has one"),
-        (["tests.envs.joint_probes:Favoors"], "has no function 'Favoors'"),
-        (["gymnasium:make", "task.env_kwargs={id: CartPole-v1}"], "env must create a pettingzoo ParallelEnv"),
-        ([FAVOURS, "task.env_kwargs={bad: 1}"], "cannot be made"),
-        ([FAVOURS, "task.credit=taem"], "did you mean 'team'?"),
-        ([FAVOURS, "task.policies=all"], "task.policies must be"),
-        ([FAVOURS, "task.num_envs=0"], "num_envs must be at least 1"),
-        ([FAVOURS, "task.score=green"], "prefixes (red, blue), got 'green'"),
-        ([FAVOURS, "task.score=[]"], "score must be one of 'sum', 'min', 'mean'"),
-        ([FAVOURS, "task.score=tests.envs.joint_probes:nobody"], "has no function 'nobody'"),
-        ([FAVOURS, "model=smollm2-135m"], "model must be left out where task.parallel_env is given"),
-        ([FAVOURS, "logging.completions=4"], "logging.completions must be 0 where task.parallel_env is given"),
-        ([FAVOURS, "task.parallel_env=json"], "already sets the task"),
-        ([FAVOURS, "task.env=CartPole-v1"], "exactly one of them, got env and parallel_env"),
-        ([FAVOURS, "agent.objective.dynamic_sampling=1"], "dynamic_sampling"),
-        ([FAVOURS, "agent.lora.r=3"], "unknown key in agent 'lora'"),
-        (["mpe2.simple_tag_v3"], "Set policies='prefix'"),
-    ],
-)
-def test_invalid_settings_are_refused_before_anything_is_written(workdir, capsys, words, message):
-    assert main(["train", "--parallel-env", *words]) == 2
-    assert message in one_line(capsys.readouterr().err)
-    assert list(workdir.iterdir()) == []
-
-
-def test_env_and_parallel_env_exclude_each_other(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["train", "--env", "CartPole-v1", "--parallel-env", FAVOURS])
-    assert "not allowed with" in capsys.readouterr().err

@@ -18,8 +18,6 @@ from evogrpo.cli import main
 from evogrpo.storage.checkpoint import checkpoint_path, read_checkpoint, write_checkpoint
 from evogrpo.training.console import VisibleConsole
 from tests.cli.project import ROOT
-from tests.tiny_steps import step_run
-from tests.tiny_training import finish, tiny_run
 
 HOSTILE = "\x1b[2J\x9b31mboo\u202e\u2066 \x07[bold]x [red]y :warning:"
 OBEYED = re.compile(
@@ -55,12 +53,10 @@ def check(text):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(stored_network_run, stored_language_run, tmp_path_factory):
     """Return a run of networks and one of a language model; both names contain control characters."""
-    folders = [tmp_path_factory.mktemp("runs") / name for name in (f"a{HOSTILE}", f"b{HOSTILE}")]
-    finish(step_run(folders[0], options={"evolve_network": None}, generations=1))
-    finish(tiny_run(folders[1], generations=1))
-    return folders
+    runs = {f"a{HOSTILE}": stored_network_run, f"b{HOSTILE}": stored_language_run}
+    return [shutil.copytree(run.folder, tmp_path_factory.mktemp("runs") / name) for name, run in runs.items()]
 
 
 @pytest.mark.parametrize(

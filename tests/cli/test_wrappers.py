@@ -59,12 +59,6 @@ def test_a_wrapped_run_resumes_and_works_in_processes(project_dir):
     config = load_config(project_dir / "runs/HalvesPole-v0/config.yaml")
     assert config.task.wrappers == ("mywrappers:Halves", "TimeAwareObservation")
     assert main(["resume", "runs/HalvesPole-v0", "--generations", "2"]) == 0
-    text = (project_dir / "mywrappers.py").read_text().replace("parts=2", "parts=3")
-    (project_dir / "mywrappers.py").write_text(text)
-    process = command("resume", "runs/HalvesPole-v0", "--generations", "3", cwd=project_dir)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 2
-    assert "wrappers: Halves, code " in errors
 
 
 def test_wrapper_options_are_given_in_a_configuration(project_dir):
@@ -107,8 +101,3 @@ def test_invalid_wrappers_are_refused_before_anything_is_written(project_dir, ca
 def test_wrappers_require_env(project_dir, capsys):
     assert main(["train", "--parallel-env", "mpe2.simple_spread_v3", "--wrapper", "FlattenObservation"]) == 2
     assert "--wrapper needs --env" in capsys.readouterr().err
-
-
-def test_an_unknown_id_is_refused(project_dir, capsys):
-    assert main(["train", "--env", "Quarters-Pole-v7", "--dry-run"]) == 2
-    assert "Quarters-Pole-v7" in capsys.readouterr().err

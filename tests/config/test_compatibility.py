@@ -65,15 +65,6 @@ def test_advantages_per_action_need_a_ratio_per_action(loss_type, fields):
         assert Objective(loss_type=loss_type, **fields).loss_type == loss_type
 
 
-@pytest.mark.parametrize("loss_type", LOSSES)
-@pytest.mark.parametrize(
-    "aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-)
-def test_aggregations_of_loss_types(loss_type, aggregation):
-    if loss_type != "gmpo":
-        assert Objective(loss_type=loss_type, aggregation=aggregation).aggregation == aggregation
-
-
 # The values of reward_norm that have an effect beside an advantage's own statistics.
 ALIVE = {
     "rloo": ("group", "batch", "running"),
@@ -91,10 +82,6 @@ def test_reward_norms_without_effect_are_rejected(advantage, norm):
     else:
         with pytest.raises(ValueError, match=f"reward_norm.*{advantage}"):
             Objective(advantage=advantage, reward_norm=norm)
-
-
-def test_k1_in_the_reward_is_accepted():
-    assert Objective(kl_estimator="k1", kl_placement="reward").kl_estimator == "k1"
 
 
 def space(**choices):

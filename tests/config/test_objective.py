@@ -1,7 +1,6 @@
 """Objective: validation of each switch, and objectives of members."""
 
 import dataclasses
-import json
 import typing
 
 import pytest
@@ -65,18 +64,11 @@ def test_all_fields_are_covered():
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, True, "1e-4", [1]])
-def test_non_numbers_are_rejected(name, value):
-    if name in ANY_SIGN and value == -1:
-        return
-    with pytest.raises(ValueError, match=f"^{name} must"):
-        Objective(**{name: value})
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_counts_must_be_integers(name):
-    with pytest.raises(ValueError, match=f"^{name} must be an integer"):
-        Objective(**{name: 2.5})
+def test_non_numbers_are_rejected(name):
+    wrong = [float("nan"), float("inf"), True, "1e-4", [1]]
+    for value in [*wrong, *([] if name in ANY_SIGN else [-1]), *([2.5] if name in WHOLE else [])]:
+        with pytest.raises(ValueError, match=f"^{name} must"):
+            Objective(**{name: value})
 
 
 @pytest.mark.parametrize(
@@ -95,11 +87,12 @@ def test_numbers_out_of_range_are_rejected(name, value):
         Objective(**{name: value})
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name in LEGAL for value in LEGAL[name]])
-def test_bounds_are_accepted(name, value):
-    kept = getattr(Objective(**{**BESIDE.get(name, {}), name: value}), name)
-    assert kept == value
-    assert type(kept) is (int if name in WHOLE else float)
+@pytest.mark.parametrize("name", LEGAL)
+def test_bounds_are_accepted(name):
+    for value in LEGAL[name]:
+        kept = getattr(Objective(**{**BESIDE.get(name, {}), name: value}), name)
+        assert kept == value
+        assert type(kept) is (int if name in WHOLE else float)
 
 
 @pytest.mark.parametrize("name", FLAGS)
@@ -121,19 +114,6 @@ def test_all_loss_types_and_advantages_are_accepted(name):
     assert typing.get_args(hint) == CATEGORIES[name]
     for value in CATEGORIES[name]:
         assert getattr(Objective(**{name: value}), name) == value
-
-
-def test_frozen_keyword_only_and_hashable():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Objective().loss_type = "dapo"
-    with pytest.raises(TypeError):
-        Objective("grpo")
-    assert len({Objective(), Objective(loss_type="grpo"), Objective(loss_type="dapo")}) == 2
-
-
-def test_json_round_trip():
-    objective = Objective(loss_type="cispo", cispo_clip_low=True, kl_target=0.1, aggregation="seq-mean-token-sum")
-    assert Objective(**json.loads(json.dumps(dataclasses.asdict(objective)))) == objective
 
 
 def test_members_without_names_have_the_objective():

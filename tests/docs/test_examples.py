@@ -175,17 +175,6 @@ def test_commands_of_a_page_exist(name):
             check_settings(settings, "env.yaml" if "--env" in words else "demo.yaml")
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["trian my.yaml", "train my.yaml --drry-run", "resume runs/a --generation=two", "train my.yaml population.sise=4"],
-)
-def test_unknown_commands_are_detected(tmp_path, monkeypatch, line):
-    monkeypatch.setattr("tests.docs.test_examples.ROOT", tmp_path)
-    (tmp_path / "page.md").write_text(f"# A page\n\n```\nsrun evogrpo {line}\n```\n")
-    with pytest.raises((SystemExit, AssertionError, ValueError)):
-        test_commands_of_a_page_exist("page.md")
-
-
 @pytest.mark.parametrize("name", named(PAGES))
 def test_every_block_of_a_page_is_checked(name):
     text = (ROOT / name).read_text(encoding="utf-8")

@@ -8,46 +8,26 @@ HYPERPARAMETERS = {"lr": 1e-4}
 COST = {"tokens": 50, "seconds": 0.5}
 
 
+def estimate(mean):
+    return {"fitness": mean, "standard_error": None if mean is None else 0.1}
+
+
 def member(slot, index, parent=None, fitness=0.5, **others):
     return {
-        "slot": slot,
-        "index": index,
-        "parent": parent,
-        "born": 0,
-        "hyperparameters": HYPERPARAMETERS,
-        "fitness": fitness,
-        "standard_error": None if fitness is None else 0.1,
-        "failed": None,
-        "tokens": 100,
-        "seconds": 1.5,
-        "changes": {},
-        "reason": "kept",
-        "metrics": {},
-        "measured": {} if fitness is None else {"greedy": {"fitness": fitness, "standard_error": 0.1}},
-        "questions": 64,
-        "evaluation": COST,
-        **others,
-    }
+        "slot": slot, "index": index, "parent": parent, "born": 0, "hyperparameters": HYPERPARAMETERS,
+        **estimate(fitness), "failed": None, "tokens": 100, "seconds": 1.5, "changes": {}, "reason": "kept",
+        "metrics": {}, "measured": {} if fitness is None else {"greedy": estimate(fitness)}, "questions": 64,
+        "evaluation": COST, **others,
+    }  # fmt: skip
 
 
 def generation(number, *members, best=0, **others):
     return {
-        "event": "generation",
-        "generation": number,
-        "step": 4,
-        "seconds": 9.0,
-        "tokens": 800,
+        "event": "generation", "generation": number, "step": 4, "seconds": 9.0, "tokens": 800,
         "members": [each | {"generation": number} if isinstance(each, dict) else each for each in members],
-        "best_index": best,
-        "samples_per_step": 8,
-        "plan": None,
-        "timesteps": None,
-        "examples": [],
-        "questions": 64,
-        "evaluation": COST,
-        "best_ever": [best, number],
-        **others,
-    }
+        "best_index": best, "samples_per_step": 8, "plan": None, "timesteps": None, "examples": [], "questions": 64,
+        "evaluation": COST, "best_ever": [best, number], **others,
+    }  # fmt: skip
 
 
 def plan(number, parents, *children, **others):
@@ -61,34 +41,29 @@ def plan(number, parents, *children, **others):
     return {"generation": number, "parents": parents, "children": births, "reasons": reasons, **others}
 
 
-def baseline(fitness=0.0, standard_error=0.1, questions=8):
+def baseline(fitness=0.0):
     """Return a baseline event."""
     return {
-        "event": "baseline",
-        "split": "validation",
-        "questions": questions,
-        "fitness": fitness,
-        "standard_error": standard_error,
-        "measure": "greedy",
-        "cost": COST,
-    }
+        "event": "baseline", "split": "validation", "questions": 8, "measure": "greedy", "cost": COST,
+        **estimate(fitness),
+    }  # fmt: skip
 
 
 def outcome(index, fitness=0.5, gain=0.25):
     """Return a test event."""
-    before, after, paired = ({"fitness": mean, "standard_error": 0.1} for mean in (fitness - gain, fitness, gain))
     return {
-        "event": "test",
-        "split": "test",
-        "questions": 64,
-        "index": index,
-        "before": before,
-        "after": after,
-        "gain": paired,
-        "measure": "greedy",
-        "cost": COST,
+        "event": "test", "split": "test", "questions": 64, "index": index, "before": estimate(fitness - gain),
+        "after": estimate(fitness), "gain": estimate(gain), "measure": "greedy", "cost": COST,
         "scores": [fitness, fitness],
-    }
+    }  # fmt: skip
+
+
+def step(number, *members, generation=1, seconds=1.0, **others):
+    """Return the event of a learning step."""
+    return {
+        "event": "step", "step": number, "generation": generation, "seconds": seconds, "phases": {"learning": seconds},
+        "waiting": [], "members": list(members), **others,
+    }  # fmt: skip
 
 
 def written(folder, *events):

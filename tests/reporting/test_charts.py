@@ -6,10 +6,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from evogrpo.reporting.charts import BASE, BEST, lower_edge, run_charts
+from evogrpo.reporting.charts import BEST, lower_edge, run_charts
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
-from tests.reporting.journals import generation, member
+from tests.reporting.journals import generation, member, step
 
 ALL_NAMES = ("lr", "clip_coef", "group_size", "beta", "temperature", "update_epochs", "max_grad_norm", "loss_type")
 RUN = {"event": "run", "evolvable": {}}
@@ -56,14 +56,6 @@ def test_the_best_members_line_runs_from_the_baseline_to_its_last_result(tmp_pat
     assert all(before[-1][:2] == after[0][:2] for before, after in pairwise(best))
     assert best[-1][-1].y == max(point.y for line in run.fitness.lines for point in line.points)
     assert run.fitness.lines[-1].colour == BEST  # drawn last
-
-
-def test_test_scores(tmp_path, fake_run):
-    run = charts_of(fake_run(tmp_path))
-    test = run.summary.test
-    assert [(colour, estimate) for _, colour, _, estimate in run.tests] == [(BASE, test.before), (BEST, test.after)]
-    assert run.tests[0][2] == 0
-    assert run.tests[1][2] > run.generations[1]
 
 
 @pytest.mark.parametrize(
@@ -136,11 +128,6 @@ def test_a_collapse_is_cut_off_and_counted(tmp_path, fake_run):
     assert -0.5 < low < run.summary.baseline.fitness.mean
     assert high < 2
     assert "1 result" in run.hidden
-
-
-def step(number, *members, generation=1):
-    times = {"seconds": 1.0, "phases": {"learning": 1.0}, "waiting": []}
-    return {"event": "step", "step": number, "generation": generation, **times, "members": list(members)}
 
 
 def measured(slot, index, **metrics):

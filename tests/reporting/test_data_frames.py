@@ -8,27 +8,15 @@ from evogrpo import read_run
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.reporting.data_frames import COLUMNS
 from evogrpo.storage.journal import latest_generations, read_journal
-from tests.reporting.journals import baseline, generation, member, outcome, plan, written
-from tests.tiny_steps import step_run
-from tests.tiny_training import finish
+from tests.reporting.journals import baseline, generation, member, outcome, plan, step, written
 
 RUN = {"event": "run", "seed": 3, "evolvable": {}, "samples_per_step": 8}
-STEP = {
-    "event": "step",
-    "step": 0,
-    "generation": 1,
-    "seconds": 1.0,
-    "phases": {"learning": 1.0},
-    "waiting": [],
-    "members": [{"slot": 0, "index": 0, "reward": 1.5, "kl": None}],
-}
+STEP = step(0, {"slot": 0, "index": 0, "reward": 1.5, "kl": None})
 
 
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("frames") / "run"
-    finish(step_run(folder))
-    return folder
+@pytest.fixture
+def run_dir(stored_network_run):
+    return stored_network_run.folder
 
 
 def test_frames_hold_the_journal(run_dir):
@@ -142,24 +130,9 @@ def test_path_to_the_winner_and_initial_hyperparameters(tmp_path):
     assert before == {(1, 0): 0.1, (1, 1): 0.1, (2, 0): 0.2, (2, 2): 0.2, (3, 3): None, (3, 2): 0.6}
 
 
-NONSENSE = {
-    "a text for a number": {"lr": "high"},
-    "a list for a number": {"lr": [1]},
-    "an unknown name": {"learning_rat": 1.0},
-}
-
-
-@pytest.mark.parametrize("values", NONSENSE.values(), ids=NONSENSE)
-def test_invalid_values_are_refused_with_their_place(tmp_path, values):
-    event = generation(1, member(0, 0, hyperparameters=values))
-    with pytest.raises(ValueError, match="hyperparameters"):
-        read_run(written(tmp_path / "run", RUN, event))
-
-
-@pytest.mark.parametrize("number", [2**63, 10**30])
 @pytest.mark.parametrize("name", ["index", "slot", "tokens", "born"])
-def test_numbers_beyond_the_range_are_refused(tmp_path, name, number):
-    event = generation(1, member(0, 0) | {name: number}, best=number if name == "index" else 0)
+def test_numbers_beyond_64_bits_are_refused(tmp_path, name):
+    event = generation(1, member(0, 0) | {name: 2**63}, best=2**63 if name == "index" else 0)
     with pytest.raises(ValueError, match=name):
         read_run(written(tmp_path / "run", RUN, event))
 

@@ -51,6 +51,17 @@ def test_every_shape_of_run_is_drawn(tmp_path, fake_run, shape):
             assert min(across, along) < 3, (box, next_box)  # points
 
 
+def test_a_report_displays_itself_and_writes_nothing_until_asked(tmp_path, fake_run):
+    folder = fake_run(tmp_path / "run", generations=2)
+    shown = report(folder)
+    assert "RunReport(" in repr(shown)
+    shown.figure.savefig(tmp_path / "figure.svg")
+    assert "</svg>" in (tmp_path / "figure.svg").read_text(encoding="utf-8")
+    assert sorted(path.name for path in folder.iterdir()) == ["journal.jsonl"]
+    assert shown.write() == folder / "report.html"
+    assert (folder / "report.png").exists()
+
+
 def test_many_members_need_few_line_objects(tmp_path, fake_run):
     figure = report(fake_run(tmp_path, size=20, generations=90)).figure
     assert sum(len(axes.lines) for axes in figure.axes) < 60

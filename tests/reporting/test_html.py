@@ -17,6 +17,7 @@ from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import Journal, read_journal
 from evogrpo.text import changes_text, number_text, printable, score_text
 from tests.reporting import journals
+from tests.reporting.journals import estimate
 
 HOSTILE = "<script>alert(1)</script> \" onload='x' </pre></table> <img src=x> &lt; \x1b[31m \0 \x9b \u202e \ud800 end"
 VOID = {"meta", "img", "hr"}
@@ -125,23 +126,13 @@ def test_fitness_is_labelled_and_lines_join_equal_measures_only(tmp_path, fake_r
     assert (summary.start is not None) == (fitness == base)
 
 
-def test_the_winner_shows_its_held_out_score(tmp_path, fake_run):
-    events = read_journal(fake_run(tmp_path, generations=1) / "journal.jsonl")
-    measured = {"measured": {"greedy": estimate(0.875), "rollouts": estimate(0.25)}}
-    told = [
-        event if event["event"] != "generation" else event | {"members": [each | measured for each in event["members"]]}
-        for event in [events[0] | {"fitness": {"by": "both"}}, *events[1:]]
-    ]
-    assert "0.875" in html_page(summarise(told)).partition("</header>")[0]
-
-
 def test_finals_are_shown_with_the_best_member(tmp_path, fake_run):
     events = [event for event in read_journal(fake_run(tmp_path) / "journal.jsonl") if event["event"] != "test"]
     finalists = [
-        {"index": index, "generation": 2, "chosen": estimate(0.5), "second": estimate(second)}
+        {"index": index, "generation": 1, "chosen": estimate(0.5), "second": estimate(second)}
         for index, second in ((0, 0.25), (1, 0.4375))
     ]
-    said = {"questions": 96, "index": 1, "generation": 2, "measure": "greedy", "cost": {"tokens": 77, "seconds": 1.0}}
+    said = {"questions": 96, "index": 1, "generation": 1, "measure": "greedy", "cost": {"tokens": 77, "seconds": 1.0}}
     summary = summarise([*events, {"event": "finalists", **said, "finalists": finalists}])
     page = Page(html_page(summary))
     assert best_member(summary.generations).index == 1
@@ -156,10 +147,6 @@ def test_finals_are_shown_with_the_best_member(tmp_path, fake_run):
     )
 
 
-def estimate(mean):
-    return {"fitness": mean, "standard_error": 0.1}
-
-
 def test_the_fitness_chart_has_all_results(tmp_path, fake_run):
     path = fake_run(tmp_path, size=5, generations=7, failures=[(3, 1)]) / "journal.jsonl"
     summary = summarise(read_journal(path))
@@ -171,10 +158,6 @@ def test_the_fitness_chart_has_all_results(tmp_path, fake_run):
     hovers = " ".join(text for trace in traces for text in trace["hovertext"])
     for result in results:
         assert f"<b>#{result.index}</b> in generation {result.generation}<br>" in hovers
-
-
-def test_very_many_results_are_shown_in_the_chart_only(tmp_path, fake_run):
-    assert "last 18 generations" in page_of(fake_run(tmp_path, size=33, generations=22)).text
 
 
 def test_the_page_shows_the_run(tmp_path, fake_run):
@@ -191,8 +174,8 @@ def test_the_page_shows_the_run(tmp_path, fake_run):
     assert any(ancestor.changes for ancestor in chain)
     for ancestor in chain:
         assert (changes_text(ancestor.changes) or "–") in page.pieces
-    for estimate in (summary.baseline.fitness, summary.test.before, summary.test.after):
-        assert score_text(estimate.mean, estimate.standard_error) in page.pieces
+    for score in (summary.baseline.fitness, summary.test.before, summary.test.after):
+        assert score_text(score.mean, score.standard_error) in page.pieces
     assert "256" in page.pieces
 
 
@@ -240,30 +223,12 @@ def test_a_completion_is_shown_exactly(hostile_run):
     assert "\n\n\nc\n" in page.blocks  # browsers drop the first newline
 
 
-def test_long_completions_are_cut(tmp_path, fake_run):
-    examples = [{"prompt": "p", "completion": "y" * 10_000}]
-    page = page_of(fake_run(tmp_path, generations=1, examples=examples))
-    assert f"\n{'y' * 4000}… (6000 more characters)" in page.blocks
-
-
-@pytest.mark.parametrize("shape", [{"size": 1, "generations": 1}, {"size": 2, "generations": 0, "test": False}])
-def test_small_and_unfinished_runs_have_a_page(tmp_path, fake_run, shape):
-    page = page_of(fake_run(tmp_path, **shape))
-    assert ("No generation has finished yet." in page.text) == (shape["generations"] == 0)
-
-
 def test_a_resumed_and_stopped_run_is_labelled(tmp_path, fake_run):
     summary = summarise(read_journal(fake_run(tmp_path, resume_at=2) / "journal.jsonl"))
     assert (
         "Resumed 1 time. Fitness: mean reward per validation question. End: all generations done."
         in Page(html_page(summary)).text
     )
-
-
-def test_a_folder_without_a_journal_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="name the folder of a run"):
-        report(tmp_path)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("gain", "told"), [(0.25, True), (-0.25, True), (0.19, False), (0.0, False)])

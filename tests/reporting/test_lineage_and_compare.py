@@ -104,12 +104,6 @@ def test_an_invalid_winner_is_refused(named):
         tree_of([RUN, generation(1, member(0, 0), best_ever=named)])
 
 
-def test_siblings_without_children_share_a_line():
-    events = [RUN, generation(1, *(member(slot, slot) for slot in range(4)), best=1, best_ever=[1, 1])]
-    lines = tree_lines(tree_of(events))
-    assert [[each.index for each in line.members] for line in lines] == [[1], [0, 2, 3]]
-
-
 def test_impossible_families_are_refused():
     with pytest.raises(ValueError, match="parent"):
         tree_of([RUN, generation(1, member(0, 0), member(1, 1, 5))])

@@ -1,11 +1,10 @@
-"""Summary of a run from its journal; invalid journals are refused."""
+"""Summary of a run from its journal: results, decisions and costs; invalid journals are refused."""
 
 import pytest
 
 from evogrpo.reporting.lineage import ancestors, best_member, member_histories
-from evogrpo.reporting.summary import summarise
-from evogrpo.storage.journal import read_journal
-from tests.reporting.journals import generation, member, outcome
+from evogrpo.reporting.summary import Cost, changed_budgets, retired_members, summarise
+from tests.reporting.journals import generation, member, outcome, plan, step
 
 RUN = {"event": "run", "time": 0.0, "evolvable": {"lr": {"min": 1e-6, "max": 1e-3, "scale": "log"}}}
 
@@ -18,6 +17,10 @@ FAMILY = [
     generation(3, member(0, 3, 2, 0.9, changes={"lr": [2e-4, 3e-4]}), member(1, 2, 0, 0.6), best=3),
     generation(4, member(0, 3, 2, 0.7), member(1, 4, 3, None, failed="NaN"), best=3, best_ever=[3, 3]),
 ]
+
+
+def planned(**changes):
+    return generation(2, member(0, 0), member(1, 1), plan=plan(2, [0, 1]) | changes)
 
 
 def test_lines_start_at_their_parents_line():
@@ -42,11 +45,6 @@ def test_the_winner_is_the_best_of_any_generation():
     assert best_member(summarise(FAMILY).generations).index == 3
     assert best_member(summarise([RUN]).generations) is None
     assert best_member(summarise([RUN, generation(1, member(0, 0, fitness=None), best_ever=None)]).generations) is None
-
-
-def test_the_winner_may_have_been_replaced():
-    later = generation(5, member(0, 5, 3, 0.1), best=5, best_ever=[3, 3])
-    assert best_member(summarise([*FAMILY, later]).generations).index == 3
 
 
 @pytest.mark.parametrize("more", [[], [generation(4, member(0, 7, 3, 0.8), best=7)]])
@@ -101,6 +99,12 @@ def test_unknown_fields_are_ignored():
         (outcome(0) | {"before": {}}, "before.fitness"),
         (outcome(0) | {"after": 3}, "after"),
         ({"event": "stopped", "reason": None}, "reason"),
+        (planned(reasons=[3, 3]), "reasons"),
+        (planned(reasons=["why"]), "reasons"),
+        (planned(parents=3), "parents"),
+        (planned(children=[{"slot": "x"}]), "slot"),
+        (planned(samples_per_step="many"), "samples_per_step"),
+        (planned(samples=[8, True]), "samples"),
     ],
 )
 def test_invalid_values_are_refused_with_their_place(event, words):
@@ -113,13 +117,6 @@ def test_a_journal_without_a_run_event_is_refused():
         summarise([generation(1)])
 
 
-def test_a_journal_on_disk(tmp_path, fake_run):
-    summary = summarise(read_journal(fake_run(tmp_path, size=3, generations=4, seed=1) / "journal.jsonl"))
-    assert [len(g.members) for g in summary.generations] == [3, 3, 3, 3]
-    assert summary.baseline.questions == 128
-    assert summary.facts["task"] == "chain sums"
-
-
 def test_unknown_evolvable_names_are_refused():
     with pytest.raises(ValueError, match=r"evolvable of the run event 'lrr'.*did you mean 'lr'"):
         summarise([RUN | {"evolvable": {"lrr": {}}}])
@@ -129,3 +126,46 @@ def test_changes_may_be_names_networks_or_none():
     changes = {"loss_type": ["grpo", "dapo"], "advantage_clip": [None, 2.0], "network": ["64 tanh", "64-64 tanh"]}
     (result,) = summarise([RUN, generation(1, member(0, 0, changes=changes))]).generations[0].members
     assert dict(result.changes) == {name: tuple(change) for name, change in changes.items()}
+
+
+def test_members_neither_kept_nor_replaced_are_retired():
+    # Slot 0 stays, 1 is retired, 2 stays empty, 3 gets a founder.
+    made = plan(1, [0, None, None, None], (3, 9, None), samples_per_step=16)
+    (report,) = summarise([RUN, generation(1, member(0, 0), member(1, 1), member(3, 3), plan=made)]).generations
+    assert retired_members(report) == {1: 1}
+    assert changed_budgets(report.plan) == ["16 samples per step"]
+    (report,) = summarise([RUN, generation(1, member(0, 0), member(1, 1))]).generations
+    assert (retired_members(report), changed_budgets(report.plan)) == ({}, [])
+
+
+def timed_step(number, seconds):
+    phases = {"sampling": 0.5, "scoring": 0.0, "learning": seconds - 0.5}
+    return step(number, seconds=seconds, phases=phases, waiting=[0.3, 0.6])
+
+
+def test_evaluations_and_the_test_are_counted():
+    cost = {"tokens": 50, "seconds": 2.5}
+    # The step after the generation's end belongs to a generation without costs yet.
+    events = [RUN, *(timed_step(number, 1.5) for number in range(5)), generation(1, member(0, 0), evaluation=cost)]
+    summary = summarise([*events, outcome(0) | {"cost": {"tokens": 7, "seconds": 1.0}}])
+    assert summary.waiting == pytest.approx((0.2, 0.4))
+    assert summary.costs == (
+        Cost(name="sampling", tokens=None, seconds=2.0),
+        Cost(name="learning", tokens=800, seconds=4.0),
+        Cost(name="evaluations", tokens=50, seconds=2.5),
+        Cost(name="everything else", tokens=None, seconds=0.5),
+        Cost(name="test", tokens=7, seconds=1.0),
+    )
+
+
+def test_environment_steps_are_counted_like_those_of_evaluations():
+    cost = {"tokens": 50, "seconds": 2.5}
+    played = generation(1, member(0, 0), timesteps=300, evaluation=cost)
+    assert [each.tokens for each in summarise([RUN, played]).costs[:2]] == [300, 50]  # 800 are processed
+
+
+def test_a_run_without_a_generation_has_no_costs():
+    events = [RUN, timed_step(0, 2.0)]
+    assert summarise(events).costs == ()
+    costs = summarise([*events, generation(1, member(0, 0), step=2)]).costs
+    assert [each.seconds for each in costs[:2]] == [0.5, 1.5]

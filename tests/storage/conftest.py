@@ -1,5 +1,7 @@
 """One small checkpoint of every kind of tensor and file."""
 
+import json
+
 import pytest
 import torch
 
@@ -11,6 +13,9 @@ TENSORS = {
     "steps": torch.tensor(17),
     "flags": torch.tensor([True, False]),
     "empty": torch.zeros(0, 3),
+    "double": torch.tensor([float("nan"), float("-inf"), -0.0], dtype=torch.float64),
+    "half": torch.tensor([0.1], dtype=torch.float16),
+    "bytes": torch.arange(256, dtype=torch.uint8),
 }
 RECORD = {"generation": 3, "members": [{"lr": 1e-4, "failed": None, "name": "é\u2028\x1b"}], "big": 2**70}
 FILES = {"adapter_config.json": b'{"r": 8}\n', "adapter_model.safetensors": bytes(range(256)) * 5}
@@ -21,3 +26,9 @@ ALL_FILES = ["population.safetensors", "population.json", "manifest.json", *FILE
 def folder(tmp_path):
     write_checkpoint(tmp_path / "generation-0003", TENSORS, RECORD, files=FILES)
     return tmp_path / "generation-0003"
+
+
+def rewrite_manifest(folder, **changes):
+    """Change the manifest, as a forger could, and keep it well-formed."""
+    path = folder / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))

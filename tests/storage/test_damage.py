@@ -9,13 +9,7 @@ import pytest
 import torch
 
 from evogrpo.storage.checkpoint import VERSION, CheckpointError, read_checkpoint, verify_checkpoint, write_checkpoint
-from tests.storage.conftest import ALL_FILES, FILES, RECORD, TENSORS
-
-
-def rewrite_manifest(folder, **changes):
-    """A forger's tool: change the manifest and keep it well-formed."""
-    path = folder / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+from tests.storage.conftest import ALL_FILES, FILES, RECORD, TENSORS, rewrite_manifest
 
 
 def forge(folder, name, content):
@@ -39,18 +33,12 @@ def refused(folder, *words):
 
 
 @pytest.mark.parametrize("name", ALL_FILES)
-@pytest.mark.parametrize("part", [0.0, 0.01, 0.3, 0.6, 0.95, -1])
-def test_a_truncated_file_is_refused(folder, name, part):
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.95, -1, "longer"])
+def test_a_file_of_another_length_is_refused(folder, name, part):
     content = (folder / name).read_bytes()
-    (folder / name).write_bytes(content[: int(len(content) * part) if part >= 0 else -1])
+    end = None if part == "longer" else int(len(content) * part) if part >= 0 else -1
+    (folder / name).write_bytes(content[:end] if end is not None else content + b"\0")
     refused(folder, name, "damaged")
-
-
-@pytest.mark.parametrize("name", ALL_FILES)
-def test_a_longer_file_is_refused(folder, name):
-    with (folder / name).open("ab") as file:
-        file.write(b"\0")
-    refused(folder, name)
 
 
 @pytest.mark.parametrize("name", ["population.safetensors", "population.json", *FILES])
@@ -78,15 +66,6 @@ def test_a_missing_file_is_refused(folder, name):
     refused(folder, name, "missing")
 
 
-def test_swapped_files_are_refused(folder, tmp_path):
-    write_checkpoint(tmp_path / "generation-0004", {**TENSORS, "steps": torch.tensor(18)}, RECORD)
-    (folder / "population.safetensors").rename(tmp_path / "aside")
-    (tmp_path / "generation-0004" / "population.safetensors").rename(folder / "population.safetensors")
-    (tmp_path / "aside").rename(tmp_path / "generation-0004" / "population.safetensors")
-    refused(folder, "population.safetensors", "SHA-256")
-    refused(tmp_path / "generation-0004", "population.safetensors", "SHA-256")
-
-
 @pytest.mark.parametrize("name", ALL_FILES)
 def test_links_are_not_followed(folder, tmp_path, name):
     (folder / name).rename(tmp_path / "target")
@@ -108,15 +87,10 @@ def test_names_that_leave_the_folder_are_refused_before_any_file_is_opened(folde
     refused(folder, "manifest.json", "plain file names")
 
 
-@pytest.mark.parametrize("version", [VERSION + 1, 99])
-def test_a_newer_version_is_refused(folder, version):
+@pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])
+def test_another_version_is_refused(folder, version):
     rewrite_manifest(folder, version=version)
     refused(folder, f"version {version}")
-
-
-def test_an_older_version_is_refused(folder):
-    rewrite_manifest(folder, version=VERSION - 1)
-    refused(folder, f"version {VERSION - 1}")
 
 
 @pytest.mark.parametrize(
@@ -201,19 +175,12 @@ def shards(tmp_path):
     return tmp_path / "generation-0005"
 
 
-@pytest.mark.parametrize(("one", "other"), [(0, 1), (1, 3), (0, 3)])
+@pytest.mark.parametrize(("one", "other"), [(0, 1), (1, 3)])
 def test_swapped_tensor_files_are_refused(shards, tmp_path, one, other):
     (shards / SHARDS[one]).rename(tmp_path / "aside")
     (shards / SHARDS[other]).rename(shards / SHARDS[one])
     (tmp_path / "aside").rename(shards / SHARDS[other])
     refused(shards, "SHA-256")
-
-
-def test_a_tensor_file_of_another_generation_is_refused(shards, tmp_path):
-    tensors = {f"{slot}.adapter": torch.arange(6.0) * slot + 1 for slot in range(4)}
-    write_checkpoint(tmp_path / "generation-0006", tensors, RECORD, file_bytes=24)
-    (tmp_path / "generation-0006" / SHARDS[2]).replace(shards / SHARDS[2])
-    refused(shards, SHARDS[2], "SHA-256")
 
 
 def test_another_kind_of_checkpoint_is_refused(tmp_path):

@@ -1,17 +1,16 @@
 """A journal keeps every event that was appended, through kills at any byte, and refuses what it cannot trust."""
 
 import hashlib
-import json
 import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from evogrpo.storage.journal import VERSION, Journal, JournalError, latest_generations, read_journal
+
+ENDLESS: list = []
+ENDLESS.append(ENDLESS)
 
 
 @pytest.fixture
@@ -65,6 +64,7 @@ def test_reopening_goes_on_where_it_stopped(path):
         ({"members": [{"kl": float("-inf")}]}, r"step\.members\[0\]\.kl is -inf"),
         ({"members": {0: 1}}, "keys are text"),
         ({"index": np.int64(3)}, "step.index is a int64"),
+        ({"members": ENDLESS}, "contains itself"),
     ],
 )
 def test_what_is_not_strict_json_is_refused_and_nothing_is_written(path, fields, words):
@@ -74,13 +74,6 @@ def test_what_is_not_strict_json_is_refused_and_nothing_is_written(path, fields,
             journal.append("step", **fields)
         journal.append("stopped")
     assert kinds(path) == ["run", "stopped"]
-
-
-def test_a_list_that_contains_itself_is_refused(path):
-    endless: list = []
-    endless.append(endless)
-    with Journal(path) as journal, pytest.raises(ValueError, match="contains itself"):
-        journal.append("step", members=endless)
 
 
 def test_a_kill_at_any_byte_of_the_last_line_costs_only_that_event(path):
@@ -142,11 +135,6 @@ def test_a_file_that_is_no_journal_is_left_alone(path):
     with pytest.raises(JournalError, match="is not a journal"):
         Journal(path)
     assert path.read_text() == "my notes, without a last newline"
-
-
-def test_a_missing_journal_says_so(path):
-    with pytest.raises(JournalError, match="name the folder of a run"):
-        read_journal(path)
 
 
 def test_a_full_disk_leaves_the_journal_as_it_was(path, monkeypatch):
@@ -231,18 +219,6 @@ def test_later_events_complete_a_generation():
     first, second = latest_generations(events)
     assert first["plan"] == {"elite": 0}
     assert second["best_ever"] == [4, 1]
-
-
-def test_reading_a_journal_does_not_load_torch(path):
-    with Journal(path) as journal:
-        journal.append("run")
-    code = (
-        "import sys; from evogrpo.storage.journal import read_journal;"
-        f"assert read_journal({json.dumps(str(path))});"
-        "assert 'torch' not in sys.modules"
-    )
-    root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(root)})
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "pipe", "folder"])

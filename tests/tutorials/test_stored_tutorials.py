@@ -26,36 +26,23 @@ def notebook(*outputs, executed=1):
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-def test_stored_notebooks_match_their_text_and_can_be_shown(source):
-    stored = nbformat.read(source.with_suffix(".ipynb"), as_version=4)
+def test_a_tutorial_is_in_step_states_its_purpose_and_asserts_its_results(source):
+    text, stored = jupytext.read(source), nbformat.read(source.with_suffix(".ipynb"), as_version=4)
     nbformat.validate(stored)
-    assert execute.same_cells(jupytext.read(source), stored), (
-        f"out of step: make tutorials ARGS='--store {source.stem}'"
-    )
+    assert execute.same_cells(text, stored), f"out of step: make tutorials ARGS='--store {source.stem}'"
     assert list(execute.problems(stored)) == []
-
-
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-def test_a_tutorial_states_its_purpose_and_the_next_step(source):
-    first, *_, last = jupytext.read(source).cells
+    first, *_, last = text.cells
     assert first.source.startswith("# ")
     for part in ("**The question.**", "**You will learn**", "**It needs**", "**To run it:**"):
         assert part in first.source
     ending = last.source.partition("## Three things to try")[2]
     assert re.findall(r"^(\d)\. ", ending, re.MULTILINE) == ["1", "2", "3"]
-
-
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-def test_tables_and_quoted_code_keep_their_lines(source):
-    told = "\n\n".join(cell.source for cell in jupytext.read(source).cells if cell.cell_type == "markdown")
-    rows = [line for line in told.splitlines() if line.startswith("|")]
+    words, code = (
+        "\n\n".join(cell.source for cell in text.cells if cell.cell_type == kind) for kind in ("markdown", "code")
+    )
+    rows = [line for line in words.splitlines() if line.startswith("|")]
     assert [row for row in rows if not row.rstrip().endswith("|") or row.strip() == "|"] == []
-    assert len(re.findall(r"^```(?:\w+)?$", told, re.MULTILINE)) == told.count("```")
-
-
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-def test_a_tutorial_asserts_its_results_in_full(source):
-    code = "\n".join(cell.source for cell in jupytext.read(source).cells if cell.cell_type == "code")
+    assert len(re.findall(r"^```(?:\w+)?$", words, re.MULTILINE)) == words.count("```")
     assert re.search(r"^assert ", code, re.MULTILINE)
 
 
