@@ -7,7 +7,7 @@ import sys
 from evogrpo.cli import doctor, main
 from evogrpo.cli.doctor import check_folders, check_memory, check_model
 from evogrpo.envs.text.tasks import TASKS
-from evogrpo.text import extra_command
+from evogrpo.extras import extra_command
 from evogrpo.training.configuration.environment_tasks import preset_ids
 
 
