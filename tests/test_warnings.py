@@ -16,9 +16,8 @@ PACKAGE = Path(evogrpo.__file__).parent
 
 def test_warnings_point_at_the_caller():
     scope = {"__name__": "evogrpo.somewhere", "warn": warn, "torch": torch}
-    exec(
-        "@torch.no_grad()\ndef inner():\n    warn('look', category=FutureWarning)\n\n\ndef outer():\n    inner()", scope
-    )
+    program = "@torch.no_grad()\ndef inner():\n    warn('look', category=FutureWarning)\n\n\ndef outer():\n    inner()"
+    exec(program, scope)  # noqa: S102
     with pytest.warns(FutureWarning, match="look") as told:
         scope["outer"]()
     assert [each.filename for each in told] == [__file__]
