@@ -585,6 +585,8 @@ class LearnReport:
         tokens: Tokens (or environment steps) processed, passes without gradient included.
         failed: Reason why the member must be replaced; None = no failure.
         samples: Number of samples learnt from, other members' included; None = its own, one for each advantage.
+        gains: Under shared experience, the estimated gain of the member's policy, before the learning step, over that
+            of each slot whose samples it learns from, in units of advantages.
         loss: Mean loss over the optimizer steps.
         kl: Mean estimate of KL(policy || reference) per action in nats; NaN if beta is 0.
         grad_norm: Mean gradient norm before clipping.
@@ -603,6 +605,7 @@ class LearnReport:
     tokens: int
     failed: str | None = None
     samples: int | None = None
+    gains: Mapping[int, float] = field(default_factory=dict)
 
     loss = _Metric("loss")
     kl = _Metric("kl")

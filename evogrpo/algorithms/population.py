@@ -126,6 +126,7 @@ class Population(Sequence[Any]):
         samples_per_step: int,
         block: int,
         samples: Sequence[int] | None = None,
+        distinct_starts: bool = False,
         stop: Stop = NEVER,
     ) -> RolloutBatch:
         """Sample and reward one learning step of the healthy members; see `rollout.collect.collect`.
@@ -136,6 +137,7 @@ class Population(Sequence[Any]):
             samples_per_step: Samples per member.
             block: Largest number of starts that a member uses.
             samples: Number of samples by slot, instead of `samples_per_step`; members with 0 do not act.
+            distinct_starts: Members act from different starts.
             stop: Checked between tokens or steps, and between reward calls.
         """
         counts = None if samples is None else dict(enumerate(samples))
@@ -144,7 +146,14 @@ class Population(Sequence[Any]):
             acting, counts = self.healthy, None
         learners = [agent.learner(step) for agent in acting]
         return collect(
-            self.members, learners, env, samples_per_step=samples_per_step, block=block, samples=counts, stop=stop
+            self.members,
+            learners,
+            env,
+            samples_per_step=samples_per_step,
+            block=block,
+            samples=counts,
+            distinct_starts=distinct_starts,
+            stop=stop,
         )
 
     def learn(
@@ -162,7 +171,7 @@ class Population(Sequence[Any]):
             experience: Rows of every healthy member, or of the members they learn from, by policy.
             step: Number of the learning step; part of the name of the random streams.
             sources: For each slot that learns from other members' samples, the source slots. A member's own slot must
-                be listed to be included.
+                be listed to be included. None = with `shared` all members that sampled, otherwise its own slot.
             shared: Filter for samples of other members; None = all count like the member's own.
             stop: Checked before each forward pass. After an interruption, members may have learnt in part.
 
@@ -173,7 +182,11 @@ class Population(Sequence[Any]):
             ValueError: If `sources` names a slot without a healthy member or an empty list, or the experience does not
                 fit.
         """
-        given, healthy = sources or {}, {agent.slot for agent in self.healthy}
+        healthy = {agent.slot for agent in self.healthy}
+        if sources is None and shared is not None:
+            sampled = sorted({slot for batch in experience.values() for slot in batch.member_ids.unique().tolist()})
+            sources = dict.fromkeys(healthy, sampled)
+        given = sources or {}
         for slot, own in given.items():
             if not own or not healthy.issuperset((slot, *own)):
                 raise ValueError(

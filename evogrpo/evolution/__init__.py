@@ -8,6 +8,7 @@ from evogrpo.evolution.plan import Choice, Plan
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import (
     Fixed,
+    Leader,
     MultiFrequency,
     MutationOnly,
     Narrowing,
@@ -24,7 +25,7 @@ from evogrpo.evolution.strategies import (
 )
 
 __all__ = [
-    "Changes", "Choice", "Fitness", "FitnessConfig", "Fixed", "Generation", "History", "MemberRecord",
+    "Changes", "Choice", "Fitness", "FitnessConfig", "Fixed", "Generation", "History", "Leader", "MemberRecord",
     "MultiFrequency", "Mutation", "MutationOnly", "Narrowing", "Perturbation", "Plan", "Proposal", "RandomSearch",
     "Replay", "ScheduleStage", "SelectionOnly", "SharedExperience", "SlotRecord", "Stateless", "Strategy",
     "SuccessiveHalving", "Tournament", "TruncationPBT", "changes_between", "paired_difference", "proposals",

@@ -110,7 +110,8 @@ class FitnessConfig:
 
     Training rewards are always recorded, as they cost nothing extra: the raw rewards of the last half of a generation's
     learning steps, averaged per start. They measure the policy that sampled, so they lag behind learning. In the first
-    learning steps of a child they measure its parent.
+    learning steps of a child they measure its parent. Under shared experience members are compared on the samples of
+    all: the mean reward, plus the estimated gain of the member's policy over the policy that sampled.
 
     Attributes:
         by: Measure that selection uses. "validation": answers to the validation questions. "rollouts": training

@@ -13,7 +13,7 @@ from evogrpo.algorithms.population import Population
 from evogrpo.envs.protocol import GroupEnvironment, SupportsPreflight
 from evogrpo.evolution.fitness import FitnessBy, FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
-from evogrpo.evolution.strategies import Strategy, Tournament
+from evogrpo.evolution.strategies import Strategy, Tournament, default_measures
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.configuration.user_code import chosen_strategy
 from evogrpo.training.console import console_for
@@ -40,8 +40,8 @@ def evolve(
     env: GroupEnvironment,
     *,
     strategy: Strategy | type[Strategy] | str | None = None,
-    experience: SharedExperience | str = "own",
-    fitness: FitnessConfig | FitnessBy | Mapping[str, Any] = "validation",
+    experience: SharedExperience | str | None = None,
+    fitness: FitnessConfig | FitnessBy | Mapping[str, Any] | None = None,
     run_dir: str | Path | None = None,
     keep_checkpoints: int = 2,
     checkpoint_steps: int | None = None,
@@ -65,9 +65,9 @@ def evolve(
             "narrowing"; `Tournament()` by default. With a `run_dir`, a custom class must be defined in an importable
             module other than the program itself, so that the run can be resumed.
         experience: "own" = every member learns from its own samples; "shared", or a `SharedExperience` with settings =
-            from those of others as well.
+            from those of others as well. None = "shared" for the strategy `Leader`, otherwise "own".
         fitness: Measure of fitness: "validation", "rollouts" or "both", or a mapping of the settings of
-            `evogrpo.evolution.FitnessConfig`.
+            `evogrpo.evolution.FitnessConfig`. None = "both" for the strategy `Leader`, otherwise "validation".
         run_dir: Directory for journal, checkpoints, the best member and TensorBoard logs; None = keep no records.
         keep_checkpoints: See `evogrpo.training.configuration.sections.LoggingConfig`.
         checkpoint_steps: See `LoggingConfig`.
@@ -96,9 +96,11 @@ def evolve(
         completions=completions,
         completions_format=completions_format,
     )
-    planned, shared = Schedule(**schedule), shared_experience(experience)
-    measured = FitnessConfig.of(fitness)
+    planned = Schedule(**schedule)
     chosen = Tournament() if strategy is None else chosen_strategy(strategy)
+    shared, measured = default_measures(chosen)
+    shared = shared if experience is None else shared_experience(experience)
+    measured = measured if fitness is None else FitnessConfig.of(fitness)
     _check_memory(population, env, planned, shared, allowed=skip_memory_check)
     if isinstance(env, SupportsPreflight):
         env.preflight()

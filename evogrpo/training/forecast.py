@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from evogrpo.distributed import processes
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment
-from evogrpo.evolution.shared_experience import SharedExperience, max_sources
+from evogrpo.evolution.strategies import Leader
 from evogrpo.models.devices import device_memory
 from evogrpo.text import count_text, pluralize
 from evogrpo.training.configuration.sections import AnyConfig
@@ -64,19 +64,10 @@ def samples_row(config: AnyConfig, samples: str) -> str:
     size, each, most = config.population.size, config.schedule.samples_per_step, config.agent.objective.dynamic_sampling
     times = "once" if most == 1 else f"up to {most} times"
     refills = f"; groups whose rewards are all equal are resampled {times}" if most else ""
-    each_learns = "" if config.experience is None else _learnt_from(config.experience, size, each)
+    if isinstance(config.strategy, Leader):
+        return f"{each} {samples} per learning step, all of the leader; each member learns from them{refills}"
+    each_learns = "" if config.experience is None else "; each learns from all of them"
     return f"{each} {samples} per member and learning step, {size * each} in all{each_learns}{refills}"
-
-
-def _learnt_from(experience: SharedExperience, size: int, each: int) -> str:
-    """Return a note on shared experience."""
-    sources = {
-        "leader": "its own and the leader's",
-        "better": "its own and better members'",
-        "all": "those of all",
-    }
-    most = size * each if experience.samplers == "rank" else (1 + max_sources(experience, size)) * each
-    return f"; each learns from {sources[experience.learn_from]}, {most} at most"
 
 
 def sizes_text(env: GroupEnvironment) -> str:

@@ -141,8 +141,12 @@ class Schedule:
             if wanted is not None and wanted > size:
                 warn(f"{split}_questions={wanted}, but the {split} split has {size}: all of them are used.")
 
-    def block(self, population: "Population") -> int:
+    def block(self, population: "Population", *, distinct_starts: bool = False) -> int:
         """Return the most prompts that any member, current or evolved, can use in a step.
+
+        Args:
+            population: The members.
+            distinct_starts: Members use different prompts: return the most that all of them can use.
 
         Raises:
             ValueError: If a group size that a member has, or could come to have, does not divide samples_per_step.
@@ -155,7 +159,7 @@ class Schedule:
         parameter = population.space.for_samples_per_step(samples).get("group_size")
         if parameter is not None:
             sizes.append(int(parameter.bounds[0]))
-        return samples // min(sizes)
+        return samples // min(sizes) * (len(population) if distinct_starts else 1)
 
     def warn_neutral(self, population: "Population", *, shared: bool) -> None:
         """Warn about hyperparameters that evolve without effect under this schedule and objective.
@@ -212,11 +216,15 @@ def check_run(
         )
     if fitness.selection_measure != ROLLOUTS:
         return
-    if experience is not None and experience.samplers == "rank":
-        raise ValueError(
-            f"{TOO_FEW}, but with samplers='rank' some members may sample nothing. Set samplers='equal', or "
-            "fitness='validation'."
-        )
+    if experience is not None:
+        if not experience.min_ess:
+            raise ValueError("fitness by training rewards needs min_ess above 0 with shared experience, got 0.")
+        if schedule.steps_per_generation < 2:
+            raise ValueError(
+                "fitness by training rewards needs at least 2 steps_per_generation with shared experience, got "
+                f"{schedule.steps_per_generation}: members are compared on samples that they have not learnt from."
+            )
+        return
     space = population.space.for_samples_per_step(schedule.samples_per_step)
     sizes = [agent.hyperparameters.group_size for agent in population.agents if not agent.retired]
     if "group_size" in space:

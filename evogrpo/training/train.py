@@ -15,6 +15,7 @@ from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.making import time_limit
 from evogrpo.evolution.fitness import FitnessConfig
+from evogrpo.evolution.strategies import default_measures
 from evogrpo.storage.atomic_files import make_folder, replace_file
 from evogrpo.text import reference_to
 from evogrpo.training.configuration.environment_tasks import (
@@ -181,8 +182,16 @@ def _configured(
     if settings.get("fitness") is not None:
         values["fitness"] = plain(FitnessConfig.of(settings["fitness"]))
     config = parse_config(values)
-    strategy = settings.get("strategy")
-    return config if strategy is None else replace(config, strategy=chosen_strategy(strategy))
+    if settings.get("strategy") is None:
+        return config
+    strategy = chosen_strategy(settings["strategy"])
+    experience, fitness = default_measures(strategy)
+    return replace(
+        config,
+        strategy=strategy,
+        experience=experience if settings.get("experience") is None else config.experience,
+        fitness=fitness if settings.get("fitness") is None else config.fitness,
+    )
 
 
 def _named(wrapper: object) -> object:

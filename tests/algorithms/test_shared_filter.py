@@ -10,7 +10,7 @@ from evogrpo.functional.corrections import effective_sample_fraction
 from evogrpo.testing.policy_banks import assert_states_agree
 from tests.algorithms.test_shared_samples import collected, episodes, prompts
 
-EVERY = SharedExperience(learn_from="all", min_ess=0.0)
+EVERY = SharedExperience(min_ess=0.0)
 
 
 def near_and_far(make, **options):
@@ -58,6 +58,22 @@ def test_effective_sample_size_equals_that_of_the_two_policies(make):
     assert reports[1].metrics["shared_ess"] == pytest.approx(expected, abs=1e-4)
     assert reports[1].metrics["shared_outside"] == pytest.approx(outside, abs=1e-6)
     assert "shared_share" not in reports[0].metrics  # it learns from its own
+
+
+def test_gain_equals_the_importance_sampling_estimate():
+    """sum_t (ratio_t - 1) A, averaged over the samples of the source; a completion has one advantage."""
+    population, env = prompts()
+    population[1].temperature = 0.7
+    (batch,) = collected(population, env).values()
+    sampled = batch.select_members([0])
+    learner = replace(sampled, member_ids=torch.ones_like(sampled.member_ids))
+    ratios = population.members.banks["default"].log_probs(learner) - sampled.sampler_log_probs
+    reports = population.learn({"default": batch}, step=0, sources={1: [0, 1]}, shared=replace(EVERY, min_ess=0.01))
+    advantages = torch.tensor(reports[0].advantages)[:, None]
+    expected = torch.where(sampled.action_mask, torch.expm1(ratios) * advantages, 0.0).sum(1).mean()
+    assert expected.abs() > 1e-3
+    assert reports[1].gains == {0: pytest.approx(float(expected), rel=1e-3), 1: 0.0}
+    assert reports[0].gains == {0: 0.0}
 
 
 @pytest.mark.parametrize("make", [prompts, episodes])

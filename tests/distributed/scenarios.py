@@ -16,7 +16,7 @@ from evogrpo.cli import main
 from evogrpo.config.objective import Objective
 from evogrpo.distributed import processes
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
-from evogrpo.evolution import FitnessConfig, Narrowing, SharedExperience, SuccessiveHalving, Tournament
+from evogrpo.evolution import FitnessConfig, Leader, SharedExperience, SuccessiveHalving, Tournament
 from evogrpo.models.language.loading import load_base
 from evogrpo.models.networks.architecture import NetworkConfig
 from evogrpo.training.configuration.sections import LoggingConfig
@@ -98,7 +98,7 @@ def lent(folder: Path) -> Trainer:
         folder,
         size=4,
         fitness=FitnessConfig(racing=True),
-        experience=SharedExperience(min_ess=0.2, samplers="rank"),
+        experience=SharedExperience(min_ess=0.2),
         options={"objective": Objective(loss_type="dapo", importance_correction="token_truncate")},
         generations=2,
         samples_per_step=16,
@@ -106,25 +106,25 @@ def lent(folder: Path) -> Trainer:
 
 
 def led(folder: Path) -> Trainer:
-    """Small networks that learn from the leader's samples, with the full KL; members retire."""
+    """Small networks that learn from the leader's samples, with the full KL."""
     return step_run(
         folder,
         size=6,
-        experience=SharedExperience(learn_from="leader", min_ess=0.0),
-        strategy=Narrowing(every=1, z=0.0),
+        experience=SharedExperience(),
+        strategy=Leader(),
         options={"objective": Objective(loss_type="dapo", kl_estimator="full", reference="old"), "beta": 0.05},
         generations=2,
     )
 
 
 def borrowed(folder: Path) -> Trainer:
-    """Language models that learn from better members' samples."""
+    """Language models that learn from all members' samples."""
     objective = Objective(dynamic_sampling=1, importance_correction="token_truncate")
     return tiny_run(
         folder,
         size=3,
         options={"objective": objective, "beta": 0.02, "actor_network": base_of(folder), "source": "tiny"},
-        experience=SharedExperience(learn_from="better"),
+        experience=SharedExperience(),
         generations=2,
         steps_per_generation=1,
     )

@@ -203,10 +203,9 @@ def test_auto_is_the_only_name_of_a_size():
         parse_config({"task": {"env": "CartPole-v1"}, "schedule": {"generations": 2}, "auto": ["population.size"]})
 
 
-@pytest.mark.parametrize("learn_from", ["leader", "all"])
-def test_sizes_with_shared_experience(clock, learn_from):
-    prepared = prepare_in(configured(3500.0, experience={"learn_from": learn_from}), costly(clock))
+def test_sizes_with_shared_experience(clock):
+    prepared = prepare_in(configured(3500.0, experience="shared"), costly(clock))
     size, samples = prepared.config.population.size, prepared.config.schedule.samples_per_step
     assert size > 1
-    most = (2 if learn_from == "leader" else size) * samples
+    most = size * samples
     assert f"{most} at most" in prepared.forecast().rows["samples"]

@@ -109,7 +109,7 @@ def test_language_models_are_checked_in_python(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("experience", "others"), [("own", 0), ("shared", 2), ({"learn_from": "leader"}, 1)])
+@pytest.mark.parametrize(("experience", "others"), [("own", 0), ("shared", 2)])
 def test_shared_samples_count(experience, others):
     """250 bytes per shared action."""
     env = GymnasiumGroups("CartPole-v1", max_episode_steps=10**7, validation_size=2, test_size=2)

@@ -19,7 +19,7 @@ from tests.tiny_steps import QUICK, STEP_SPACE, cart_pole, step_population
 from tests.tiny_training import SPACE, equal_states, events_of, final_states, tiny_env, tiny_population
 from tests.training import test_multi_agent_runs as teams
 
-RANKED = SharedExperience(learn_from="all", min_ess=0.2, samplers="rank")
+SHARED = SharedExperience(min_ess=0.2)
 
 
 def language():
@@ -43,7 +43,7 @@ KINDS = {"language": language, "steps": steps, "team": team}
 def whole(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param) / "run"
     population, env, _ = KINDS[request.param]()
-    run = evolve(population, env, run_dir=folder, experience=RANKED, strategy=Tournament(z=0.0), **QUICK)
+    run = evolve(population, env, run_dir=folder, experience=SHARED, strategy=Tournament(z=0.0), **QUICK)
     return KINDS[request.param], folder, list(run.trainer.reports()), run.trainer
 
 
@@ -51,13 +51,12 @@ def test_members_learn_from_shared_samples_and_costs_count_once(whole):
     _, folder, reports, run = whole
     learned = [each for report in reports if isinstance(report, StepReport) for each in report.learned.values()]
     assert all(each.failed is None for each in learned)
-    assert max(each.samples for each in learned) > 16  # more than its own largest number of samples
+    first = learned[:3]
+    assert len({each.samples for each in first}) == 1
+    assert first[0].samples % 24 == 0  # of all three members, in a team of all agents
     assert all({"shared_ess", "shared_outside", "shared_share"} <= set(each.metrics) for each in learned[:3])
     events = read_journal(folder / "journal.jsonl")
-    assert events[0]["experience"] == dump(RANKED)
-    plans = [event["plan"] for event in events if event["event"] == "generation" and event["plan"]]
-    assert all(sum(plan["samples"]) <= 24 for plan in plans)
-    assert any(len(set(plan["samples"])) > 1 for plan in plans)
+    assert events[0]["experience"] == dump(SHARED)
     assert run.run_state.timesteps < run.run_state.tokens
 
 
@@ -65,7 +64,7 @@ def test_members_learn_from_shared_samples_and_costs_count_once(whole):
 def test_a_stopped_run_resumes_equal(whole, tmp_path, stopped):
     make, folder, _, _ = whole
     population, env, options = make()
-    run = evolve(population, env, run_dir=tmp_path / "run", experience=RANKED, strategy=Tournament(z=0.0), **QUICK)
+    run = evolve(population, env, run_dir=tmp_path / "run", experience=SHARED, strategy=Tournament(z=0.0), **QUICK)
     for report in run.trainer.reports():
         if isinstance(report, StepReport) and report.step + 1 == stopped:
             run.stop()
@@ -74,17 +73,41 @@ def test_a_stopped_run_resumes_equal(whole, tmp_path, stopped):
     assert equal_states(final_states(tmp_path / "run"), final_states(folder))
 
 
-def test_sharing_changes_learning_but_not_the_first_samples():
-    states, sampled = [], []
-    for experience in ("own", SharedExperience(learn_from="leader")):
+def test_only_the_leader_samples_and_the_run_resumes_equal(tmp_path):
+    """The first generation has two learning steps: the second one compares all members on the leader's new samples."""
+    runs = []
+    for folder in ("whole", "stopped"):
         population, env, _ = steps()
-        run = evolve(population, env, experience=experience, **(QUICK | {"generations": 1}))
-        first = next(report for report in run.trainer.reports() if isinstance(report, StepReport))
-        states.append([agent.state() for agent in population])
-        sampled.append([first.learned[slot].metrics["reward"] for slot in range(3)])
-    assert sampled[0] == sampled[1]
-    equal = [torch.allclose(one["weights"], other["weights"], atol=1e-6) for one, other in zip(*states, strict=True)]
-    assert sum(equal) == 1  # the leader learns from its own samples only
+        run = evolve(population, env, run_dir=tmp_path / folder, strategy="leader", **QUICK)
+        assert (run.trainer.experience, run.trainer.fitness.by) == (SharedExperience(), "both")
+        for report in run.trainer.reports():
+            if folder == "stopped" and isinstance(report, StepReport) and report.step == 2:
+                run.stop()
+        runs.append(run)
+    list(resume(tmp_path / "stopped", steps()[1]))
+    assert events_of(tmp_path / "stopped") == events_of(tmp_path / "whole")
+    assert equal_states(final_states(tmp_path / "stopped"), final_states(tmp_path / "whole"))
+    generations = [
+        event for event in read_journal(tmp_path / "whole" / "journal.jsonl") if event["event"] == "generation"
+    ]
+    plan = generations[0]["plan"]
+    (leader,) = set(plan["parents"])
+    assert plan["samples"] == [8 * (slot == leader) for slot in range(3)]
+    scores = [member["scores"]["rollouts"]["scores"] for member in generations[0]["members"]]
+    assert scores[0] != scores[1] != scores[2]
+    assert runs[0].trainer.run_state.timesteps < runs[0].trainer.run_state.tokens / 3
+
+
+def test_members_that_share_experience_act_from_different_starts():
+    env = cart_pole()
+    population = step_population(3, env, hp_config=STEP_SPACE)
+    starts = {
+        distinct: population.collect(env, step=0, samples_per_step=8, block=12, distinct_starts=distinct).start_ids
+        for distinct in (False, True)
+    }
+    sizes = [8 // agent.group_size for agent in population]
+    assert len(starts[True].unique()) == sum(sizes)
+    assert len(starts[False].unique()) == max(sizes)
 
 
 @pytest.mark.parametrize(
@@ -103,20 +126,20 @@ def test_incompatible_members_are_refused(make, message):
 
 def test_invalid_experience_is_refused_everywhere():
     population, env, _ = steps()
-    for refused in ("alone", {"learn_from": "best"}, {"least": 1}, 3):
-        with pytest.raises(ValueError, match=r"experience|learn_from|least"):
+    for refused in ("alone", {"min_ess": 2}, {"least": 1}, 3):
+        with pytest.raises(ValueError, match=r"experience|min_ess|least"):
             evolve(population, env, experience=refused, **QUICK)
         with pytest.raises(ValueError, match="experience: "):
             parse_config(CONFIG | {"experience": refused})
 
 
-@pytest.mark.parametrize("given", ["shared", {"learn_from": "all"}])
+@pytest.mark.parametrize("given", ["shared", {"min_ess": 0.1}])
 def test_one_member_is_refused_before_a_model_is_loaded(given):
     with pytest.raises(ValueError, match=r"experience.* at least 2 members"):
         parse_config(CONFIG | {"experience": given, "population": {"size": 1}})
 
 
-@pytest.mark.parametrize("given", ["own", "shared", {"learn_from": "all"}, dump(RANKED)])
+@pytest.mark.parametrize("given", ["own", "shared", dump(SHARED)])
 def test_configurations_round_trip(given):
     config = parse_config(CONFIG | {"experience": given, "population": {"size": 2}})
     again = parse_config(config.to_json())
@@ -129,12 +152,12 @@ def test_configurations_round_trip(given):
 def test_train_shares_experience(tmp_path):
     space = HyperparameterConfig(lr=RLParameter(min=1e-3, max=2e-2))
     run = evogrpo.train(
-        "CartPole-v1", run_dir=tmp_path / "run", experience={"learn_from": "all"}, size=2, samples_per_step=4,
+        "CartPole-v1", run_dir=tmp_path / "run", experience={"min_ess": 0.1}, size=2, samples_per_step=4,
         group_size=4, steps_per_generation=1, generations=1, max_episode_steps=10, validation_size=4, test_size=4,
         validation_questions=4, test_questions=4, hp_config=space,
     )  # fmt: skip
-    assert run.trainer.experience == SharedExperience(learn_from="all")
-    assert open_run(tmp_path / "run").record.experience == SharedExperience(learn_from="all")
+    assert run.trainer.experience == SharedExperience(min_ess=0.1)
+    assert open_run(tmp_path / "run").record.experience == SharedExperience(min_ess=0.1)
     assert torch.isfinite(torch.tensor(run.result.best.fitness.mean))
     run.learn(total_timesteps=50)
-    assert run.trainer.experience == SharedExperience(learn_from="all")
+    assert run.trainer.experience == SharedExperience(min_ess=0.1)

@@ -182,6 +182,7 @@ class _LearningStep:
             self._sums[:, MEASURES.index("kl")].index_add_(0, episodes.member_ids.cpu(), kl.double().sum(1).cpu())
             kl_penalty = per_row.beta * kl
         self._advantages = compute_advantages(episodes, objective, per_row, self._bank.running_stats, kl_penalty)
+        self._gains = training_rows.policy_gains(self._advantages)
 
         # 5. Small networks learn from single actions: one row per action.
         advantages = self._advantages
@@ -359,6 +360,7 @@ class _LearningStep:
             optimizer_steps=len(updates) - len(bad),
             tokens=self._training_rows.tokens.get(slot, 0),
             samples=len(episodes),
+            gains=self._gains.get(slot, {}),
             failed="; ".join(failures) or None,
         )
 

@@ -63,6 +63,8 @@ class TrainingRows:
         known: `[m]` True where the old log-probabilities are known.
         from_trainer: `[m]` True where the bank computed them, False where they are the sampler's.
         tokens: Tokens processed by all passes, by slot.
+        log_ratios: `[m, t]` log-ratios of the learner's policy to the policy that sampled, before learning; 0 for own
+            rows. None = not measured.
         shared_metrics: `shared_*` metrics, by slot; see `metrics.NAMES`.
 
     Raises:
@@ -94,6 +96,7 @@ class TrainingRows:
                 # A group stays one group for each member that learns from it.
                 group_ids=batch.group_ids[self.rows] * (1 + max(learners)) + owner,
             )
+        self.log_ratios: Tensor | None = None
         self.shared_metrics = self._drop_distant_members(learners)
         # 2. Log-probabilities under other policies, unknown so far.
         mask = self.outcomes.action_mask
@@ -142,6 +145,8 @@ class TrainingRows:
                     values["shared_ess"] = float(by_source[~by_source.isnan()].mean())
                     values["shared_outside"] = float(((excess < -low) | (excess > high)).double().mean())
             numbers = remaining.nonzero()[:, 0]
+            of_all = log_ratios.new_zeros(self.outcomes.action_mask.shape).index_copy(0, rows, log_ratios)
+            self.log_ratios = of_all[numbers]
             self.rows = numbers if self.rows is None else self.rows[numbers]
             self.outcomes = self.outcomes.select(numbers)
         # 4. Fraction of other members' rows that remain.
@@ -150,6 +155,28 @@ class TrainingRows:
             if len(foreign_rows):
                 values["shared_share"] = float(foreign_rows.double().mean())
         return metrics
+
+    def policy_gains(self, advantages: Tensor) -> dict[int, dict[int, float]]:
+        r"""Return the estimated gain of each learner's policy over each policy it learns from, by slot and source.
+
+        The gain on a sample is sum_t (ratio_t - 1) A_t, a first-order estimate of the difference in return between both
+        policies, in units of advantages; the mean over the source's samples is returned. It is 0 for the own policy.
+
+        Args:
+            advantages: `[m, t]`; 0 where the action does not count.
+
+        Source: Kakade and Langford, ICML 2002, for the estimate; Paul et al., HOOF (arXiv:1902.06583), for the choice
+        of hyperparameters by importance sampling.
+        """
+        result: dict[int, dict[int, float]] = {}
+        owners, sampled_by = self.outcomes.member_ids, self.outcomes.sampled_by
+        if self.log_ratios is None or sampled_by is None:
+            return result
+        gains = (torch.expm1(self.log_ratios.double()) * advantages.double()).sum(1)
+        for slot, source in torch.stack([owners, sampled_by], 1).unique(dim=0).tolist():
+            rows = (owners == slot) & (sampled_by == source)
+            result.setdefault(slot, {})[source] = float(gains[rows].mean())
+        return result
 
     def select_for_pass(self, rows: Tensor) -> Batch:
         """Return training rows with model inputs, and count the tokens of one pass over them.

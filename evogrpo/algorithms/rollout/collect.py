@@ -25,6 +25,7 @@ def collect(
     samples_per_step: int,
     block: int,
     samples: Mapping[int, int] | None = None,
+    distinct_starts: bool = False,
     stop: Stop = NEVER,
 ) -> RolloutBatch:
     """Sample and reward the groups of one learning step, all members in one batch.
@@ -38,19 +39,22 @@ def collect(
         learners: The members that act, all at the same learning step.
         env: Provides starts and rewards.
         samples_per_step: Completions (or episodes) per member; every group size divides it.
-        block: Largest number of starts that a member uses at first, the same for all steps and members of a run.
+        block: Largest number of starts that a member uses at first, the same for all steps and members of a run; with
+            `distinct_starts` that of all members together.
         samples: By slot, the number of completions instead of `samples_per_step`.
+        distinct_starts: Members use different starts of the block, one member's after the other's.
         stop: Checked between tokens or steps, and between reward calls.
 
     Raises:
         ValueError: If a group size does not divide the member's number of completions.
     """
     # 1. Groups per member, on the first starts of the block.
-    groups = []
+    groups: list[range] = []
     for learner in learners:
         size, count = learner.hyperparameters.group_size, (samples or {}).get(learner.slot, samples_per_step)
         check_group_size(size, count, owner=f"member {learner.index}")
-        groups.append(range(count // size))
+        first = groups[-1].stop if groups and distinct_starts else 0
+        groups.append(range(first, first + count // size))
     # 2. Sample and reward.
     refills = members.settings.objective.dynamic_sampling
     whole = block * (1 + refills)
@@ -58,7 +62,20 @@ def collect(
     group_rewards = sampled.mean_group_rewards()
     # 3. Dynamic sampling.
     if refills:
-        sampled = resample_groups(members, env, learners, sampled, block=whole, most=refills, stop=stop)
+        used = {learner.slot: own.stop for learner, own in zip(learners, groups, strict=True)}
+        if distinct_starts:
+            used = dict.fromkeys(used, groups[-1].stop)
+        sampled = resample_groups(
+            members,
+            env,
+            learners,
+            sampled,
+            used=used,
+            distinct_starts=distinct_starts,
+            block=whole,
+            most=refills,
+            stop=stop,
+        )
     # 4. Observation statistics change only now: an interrupted rollout leaves them as they were.
     members.update_statistics(sampled.observed)
     return replace(sampled, earned=group_rewards)
@@ -148,6 +165,8 @@ def resample_groups(
     learners: Sequence[Learner],
     sampled: RolloutBatch,
     *,
+    used: dict[int, int],
+    distinct_starts: bool,
     block: int,
     most: int,
     stop: Stop = NEVER,
@@ -162,6 +181,8 @@ def resample_groups(
         env: Provides starts and rewards.
         learners: The members that act.
         sampled: Their samples so far, on the first starts of the block.
+        used: By slot, the number of starts of the block that are used; updated.
+        distinct_starts: See `collect`.
         block: Length of the step's block: `1 + most` times the starts that a member uses at first.
         most: Maximum number of rounds, at least 1.
         stop: See `collect`.
@@ -173,7 +194,6 @@ def resample_groups(
     """
     kinds = {each.slot: members.settings.objective.of(each.hyperparameters).advantage for each in learners}
     (policy,) = sampled.experience  # objectives of several agents do not allow dynamic sampling
-    used = {slot: len(own.group_ids.unique()) for slot, own in _by_member(sampled.experience[policy]).items()}
     for number in range(1, most + 1):
         # 1. Sample as many new groups as each member has groups without signal.
         batch = sampled.experience[policy]
@@ -181,14 +201,17 @@ def resample_groups(
         acting = [learner for learner in learners if idle[learner.slot]]
         if not acting:
             break
-        groups = [range(used[each.slot], used[each.slot] + len(idle[each.slot])) for each in acting]
+        groups = []
+        for each in acting:
+            groups.append(range(used[each.slot], used[each.slot] + len(idle[each.slot])))
+            for slot in used if distinct_starts else [each.slot]:
+                used[slot] = groups[-1].stop
         drawn = sample_groups(members, env, acting, groups, block=block, purpose="refill", number=number, stop=stop)
         # 2. Replace old groups by new ones with signal; `order` gives the row that takes each row's place.
         new_batch = drawn.experience[policy]
         useless = groups_without_signal(new_batch, kinds)
         order = torch.arange(len(batch), device=batch.group_ids.device)
         for slot in (each.slot for each in acting):
-            used[slot] += len(idle[slot])
             own_groups = _by_member(new_batch)[slot].group_ids.unique().tolist()
             useful = [group for group in own_groups if group not in useless[slot]]
             for old, new in zip(idle[slot], useful, strict=False):

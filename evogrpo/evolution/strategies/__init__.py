@@ -4,9 +4,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.mutation import build_from_settings, perturbation_from_json
 from evogrpo.evolution.plan import Stateless, Strategy
+from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies.baselines import Fixed, MutationOnly, RandomSearch, SelectionOnly
+from evogrpo.evolution.strategies.leader import Leader
 from evogrpo.evolution.strategies.multi_frequency import MultiFrequency
 from evogrpo.evolution.strategies.narrowing import Narrowing
 from evogrpo.evolution.strategies.replay import Replay, ScheduleStage
@@ -16,13 +19,15 @@ from evogrpo.evolution.strategies.truncation_pbt import TruncationPBT
 from evogrpo.synonyms import unknown_name_error
 
 __all__ = [
-    "BUILT_IN", "Fixed", "MultiFrequency", "MutationOnly", "Narrowing", "RandomSearch", "Replay", "ScheduleStage",
-    "SelectionOnly", "Stateless", "Strategy", "SuccessiveHalving", "Tournament", "TruncationPBT", "strategy_from_json",
+    "BUILT_IN", "Fixed", "Leader", "MultiFrequency", "MutationOnly", "Narrowing", "RandomSearch", "Replay",
+    "ScheduleStage", "SelectionOnly", "Stateless", "Strategy", "SuccessiveHalving", "Tournament", "TruncationPBT",
+    "default_measures", "strategy_from_json",
 ]  # fmt: skip
 
 BUILT_IN: Mapping[str, type[Strategy]] = {
     "tournament": Tournament,
     "narrowing": Narrowing,
+    "leader": Leader,
     "truncation_pbt": TruncationPBT,
     "multi_frequency": MultiFrequency,
     "successive_halving": SuccessiveHalving,
@@ -59,3 +64,10 @@ def strategy_from_json(
     if "mutation" in settings and built_in and "mutation" in inspect.signature(kind).parameters:
         settings["mutation"] = perturbation_from_json(settings["mutation"], own_mutation)
     return build_from_settings(kind, name, settings)
+
+
+def default_measures(strategy: Strategy) -> tuple[SharedExperience | None, FitnessConfig]:
+    """Return experience and fitness for a strategy where the user gives none; see `evolve`."""
+    if isinstance(strategy, Leader):
+        return SharedExperience(), FitnessConfig(by="both")
+    return None, FitnessConfig()

@@ -18,6 +18,7 @@ from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.founders import warm_start_founders
 from evogrpo.evolution.shared_experience import SharedExperience
+from evogrpo.evolution.strategies import default_measures
 from evogrpo.evolution.strategies.narrowing import Narrowing
 from evogrpo.reporting.lineage import best_hyperparameters
 from evogrpo.safe_parsing import load_yaml, read_yaml_file
@@ -61,6 +62,9 @@ def parse_config(values: Mapping[str, Any]) -> AnyConfig:
     search = _is_search(values, auto)
     sections = build(_sections_model(), {**values, "schedule": _schedule(values, search=search)}, misplaced=_misplaced)
     parsed = {name: getattr(sections, name) for name in sections.model_fields_set} | {"auto": auto}
+    if "strategy" in parsed:
+        shared, fitness = default_measures(parsed["strategy"])
+        parsed = {"experience": shared, "fitness": fitness} | parsed
     # The defaults of these sections depend on the task type.
     set_values = values.get("hyperparameters", {})
     space = parsed.setdefault("search_space", HyperparameterConfig())

@@ -163,8 +163,9 @@ class Config(Generic[TaskT, AgentT]):
             class as "path.py:Class" or "module:Class". Default: "tournament". Without search space and strategy it is
             "narrowing", with shared experience and `fitness: both`.
         experience: "own" if each member learns from its own samples, "shared", or settings of
-            `evogrpo.evolution.SharedExperience`.
-        fitness: "validation", "rollouts" or "both", or settings of `FitnessConfig`.
+            `evogrpo.evolution.SharedExperience`. Default: "shared" for the strategy "leader", otherwise "own".
+        fitness: "validation", "rollouts" or "both", or settings of `FitnessConfig`. Default: "both" for the strategy
+            "leader", otherwise "validation".
         agent: Settings that all members share.
         logging: Records besides the journal.
         run_id: Id of the run in whose folder this configuration was written; a new run gets a new id.

@@ -163,7 +163,8 @@ class Limits:
         healthy = len(self._population.healthy)
         evaluated = {"validation": healthy, "both": min(healthy, self._fitness.candidates), "rollouts": 0}
         answers = evaluated[self._fitness.by] * self.questions("validation")
-        evaluation = answers * state.latest_timesteps / (healthy * state.samples_per_step)
+        samples = sum(state.samples) if state.samples else healthy * state.samples_per_step
+        evaluation = answers * state.latest_timesteps / samples
         spent = state.spent(evaluations=True)
         steps = {"timesteps": state.latest_timesteps, "tokens": state.latest_tokens}
         for name, limit in (("timesteps", schedule.max_timesteps), ("tokens", schedule.max_tokens)):

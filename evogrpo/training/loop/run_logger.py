@@ -197,7 +197,9 @@ def step_report(
         values = {**report.metrics, "optimizer_steps": report.optimizer_steps, "tokens": report.tokens}
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         metrics[slot] = {**collected.scores.metrics, **finite}
-    earned = {slot: collected.earned.get(slot, {}) for slot in learned}
+    earned: Mapping[int, Mapping[int, float]] = {slot: collected.earned.get(slot, {}) for slot in learned}
+    if any(report.gains for report in learned.values()):
+        earned = _estimated_rewards(collected, learned)
     run_state.add_step(seconds, tokens, metrics, timesteps=collected.tokens, earned=earned)
     # 3. The report, with each member's cost: see `learning.metrics.NAMES`.
     total = max(1, sum(tokens.values()))
@@ -220,6 +222,25 @@ def step_report(
         tokens=sum(tokens.values()),
         examples=run_state.examples,
     ), table
+
+
+def _estimated_rewards(collected: RolloutBatch, learned: Mapping[int, LearnReport]) -> dict[int, dict[int, float]]:
+    """Return the reward that each member would earn, estimated on the samples of each member that sampled.
+
+    It is the mean reward of the samples plus the member's gain, which is in units of advantages and is multiplied by
+    the standard deviation of rewards within groups.
+    """
+    means = collected.mean_rewards()
+    spreads = [learned[slot].metrics.get("reward_std", 0.0) for slot in means if slot in learned]
+    spread = sum(spreads) / max(1, len(spreads))
+    return {
+        slot: {
+            source: means[source] + spread * gain
+            for source, gain in report.gains.items()
+            if math.isfinite(means[source])
+        }
+        for slot, report in learned.items()
+    }
 
 
 def _select_examples(

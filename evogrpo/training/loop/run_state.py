@@ -81,7 +81,8 @@ class RunState:
         evaluation_tokens: Tokens (or environment steps) that evaluations took so far, the untrained base's included.
         evaluation_seconds: Their wall-clock time.
         rollouts: Rewards of each slot in the generation under way: step, position of the start in that step's block,
-            and mean raw reward of the group.
+            and mean raw reward of the group. Under shared experience: step, source, and estimated mean reward on the
+            source's samples.
         finalists: Best members of generations, for the second set.
         finalists_generation: Generation after which the finalists were evaluated on the second set; 0 = not yet.
         examples: One completion of each member, from the last learning step.
@@ -177,7 +178,7 @@ class RunState:
             tokens: Tokens processed, by slot.
             metrics: Metrics, by slot.
             timesteps: Tokens sampled, by slot.
-            earned: Mean raw reward of each group, by slot and position of its start in the step's block.
+            earned: By slot, the rewards to add to `rollouts`, by position of the start or by source.
         """
         for slot, groups in earned.items():
             self.rollouts[slot] += [(self.step, place, score) for place, score in groups.items()]

@@ -13,7 +13,7 @@ from evogrpo.envs.fingerprint import fingerprint_of
 from evogrpo.envs.protocol import GroupEnvironment, SupportsProgress
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.plan import Plan
-from evogrpo.evolution.shared_experience import SharedExperience, samples_by_rank
+from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.interruption import Interrupted, raise_exit_error
 from evogrpo.reporting.records import GenerationReport, Report, Result, StepReport, TestReport
@@ -156,6 +156,8 @@ class Trainer:
         generations = schedule.generations
         steps = generations and generations * schedule.steps_per_generation
         self._learning_signal = LearningSignalCheck(steps, taken=self.run_state.step)
+        if run_state is None:
+            self.run_state.samples = strategy.first_samples(len(population), schedule.samples_per_step)
         self._set_budgets(None, None)
         # 3. State of the loop itself.
         self._ended: str | None = None
@@ -210,6 +212,7 @@ class Trainer:
                                 samples_per_step=state.samples_per_step,
                                 block=state.block,
                                 samples=state.samples,
+                                distinct_starts=shared is not None,
                                 stop=stop,
                             )
                             collected_at = clock.now()
@@ -217,7 +220,6 @@ class Trainer:
                             learned = population.learn(
                                 collected.experience,
                                 step=state.step,
-                                sources=None if shared is None else shared.sources(collected.mean_rewards(), slots),
                                 shared=shared,
                                 stop=stop,
                             )
@@ -400,8 +402,6 @@ class Trainer:
                         f"samples must be positive in every occupied slot, got {plan.samples} with 0 in slots {idle}. "
                         "Set experience='shared' to let members learn from others' samples."
                     )
-            elif self.experience.samplers == "rank":
-                plan = samples_by_rank(plan, self.population.history(self.run_state.history))
         except (Exception, SystemExit) as error:
             self.strategy.load_state(remembered)
             name = type(self.strategy).__name__
@@ -412,10 +412,8 @@ class Trainer:
         """Clone and mutate members, and set the budgets of the next generation."""
         state = self.run_state
         self.population.apply(plan)
-        self._set_budgets(plan.samples_per_step, plan.steps_per_generation)
         state.samples = None if plan.samples is None else list(plan.samples)
-        for agent, count in zip(self.population.agents, plan.samples or (), strict=False):
-            state.block = max(state.block, count // agent.hyperparameters.group_size)
+        self._set_budgets(plan.samples_per_step, plan.steps_per_generation)
         state.unplanned = False
 
     def _set_budgets(self, samples_per_step: int | None, steps_per_generation: int | None) -> None:
@@ -424,8 +422,12 @@ class Trainer:
         state.samples_per_step = samples_per_step or state.samples_per_step or schedule.samples_per_step
         state.steps_per_generation = steps_per_generation or state.steps_per_generation or schedule.steps_per_generation
         # The block never shrinks, even when the members with the smallest groups are gone: it fixes the question order.
-        needed = replace(schedule, samples_per_step=state.samples_per_step).block(self.population)
-        state.block = max(state.block, needed)
+        shared, agents = self.experience is not None, self.population.agents
+        counts = zip(agents, state.samples, strict=True) if state.samples else ()
+        starts = [count // agent.hyperparameters.group_size for agent, count in counts]
+        budget = replace(schedule, samples_per_step=state.samples_per_step)
+        needed = budget.block(self.population, distinct_starts=shared and not starts)
+        state.block = max(state.block, needed, sum(starts) if shared else max(starts, default=0))
 
     def _record_end(self) -> None:
         """Record why the run has ended, and by how much it exceeded its time limit."""

@@ -13,7 +13,7 @@ from evogrpo.algorithms.population import Population
 from evogrpo.distributed import processes
 from evogrpo.envs.text.huggingface_gym import SAMPLE_COMPLETIONS, HuggingFaceGym, Preflight
 from evogrpo.envs.text.reward_functions import RewardError
-from evogrpo.evolution.shared_experience import max_sources
+from evogrpo.evolution.strategies import Leader
 from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS, available_device
 from evogrpo.models.language.compatibility import check_causal_class, check_context, check_token_ids, context_of
 from evogrpo.models.language.fsdp import check_sharding, shard_count
@@ -256,8 +256,9 @@ def _member_tokens(config: Config[QuestionTask, LanguageAgent], groups: int, lon
     # A group that is split between two optimizer steps runs its prompt twice.
     updates = epochs * ((groups + splits) * longest + completions)
     if config.experience is not None:  # plus one pass over others' samples for their effective sample size
-        others = max_sources(config.experience, config.population.size)
-        updates += others * (updates + (groups * longest + completions if config.experience.min_ess else 0))
+        sources = 1 if isinstance(config.strategy, Leader) else config.population.size
+        measured = groups * longest + completions if config.experience.min_ess else 0
+        updates = sources * (updates + measured)
     reference = (
         groups * longest + completions if config.hyperparameters.beta > 0 or "beta" in config.search_space else 0
     )

@@ -23,7 +23,7 @@ from evogrpo.distributed import processes
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import PolicyMapping
-from evogrpo.evolution.shared_experience import SharedExperience, max_sources
+from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.interruption import Interrupted, ProgressUpdate, Stop
 from evogrpo.models.devices import available_device, device_memory
 from evogrpo.models.networks.networks import ObservationEncoder
@@ -285,7 +285,8 @@ def _need(
     )
     validation = limited(env.size("validation"), schedule.validation_questions)
     episodes = members * max(COPIES * samples, (COPIES - 1) * validation)
-    shared = max_sources(experience, members) * members * samples * longest * agents * SHARED_ACTION_BYTES
+    others = 0 if experience is None else members - 1
+    shared = others * members * samples * longest * agents * SHARED_ACTION_BYTES
     # Weights, a gradient, two moments, the copy of the best, and a copy of weights and moments before a learning step.
     return Need(
         size=int(episodes * longest * (observation_bytes + ACTION_BYTES)) + 8 * 4 * members * parameters + shared,
@@ -449,13 +450,12 @@ def _measured_step(
 
     stop.listener = record_progress
     with suppress(Interrupted):
-        collected = population.collect(
-            env, step=0, samples_per_step=samples, block=config.schedule.block(population), stop=stop
-        )
         shared = config.experience if len(population) > 1 else None
-        slots = [agent.slot for agent in population.healthy]
-        sources = None if shared is None else shared.sources(collected.mean_rewards(), slots)
-        population.learn(collected.experience, step=0, sources=sources, shared=shared, stop=stop)
+        block = config.schedule.block(population, distinct_starts=shared is not None)
+        collected = population.collect(
+            env, step=0, samples_per_step=samples, block=block, distinct_starts=shared is not None, stop=stop
+        )
+        population.learn(collected.experience, step=0, shared=shared, stop=stop)
         taken = time.monotonic() - began
         length = max(1.0, sum(collected.tokens.values()) / (len(population) * samples))
         longest = length if env.uses_default_limit else env.max_episode_steps

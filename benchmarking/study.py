@@ -1,0 +1,462 @@
+"""Study: what finds good hyperparameters for the same samples, if the learning rate or everything is unknown?
+
+    pip install "gymnasium[box2d,mujoco]" optuna
+    python benchmarking/study.py run                                   # all missing runs; stopped, it goes on
+    python benchmarking/study.py run --tasks CartPole-v1 --arms calibrated leader --seeds 0 1
+    python benchmarking/study.py table                                 # tables of the recorded runs
+    python benchmarking/study.py run --budget 0.02 --results /tmp/try  # a short trial
+
+`study_protocol.md` describes the comparison. Each run is one line of `study_results/TASK.jsonl`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarking.classic.intervals import stratified_bootstrap  # the path is set above
+from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, RLParameter, evolve
+from evogrpo.config.hyperparameters import Hyperparameters, is_integer
+from evogrpo.evolution import (
+    FitnessConfig,
+    Fixed,
+    Leader,
+    MultiFrequency,
+    Narrowing,
+    RandomSearch,
+    SelectionOnly,
+    Strategy,
+    SuccessiveHalving,
+    Tournament,
+    TruncationPBT,
+)
+from evogrpo.evolution.founders import point_at
+
+RESULTS = Path(__file__).with_name("study_results")
+FITNESS = FitnessConfig(by="both", racing=True, candidates=3)
+"""Training rewards decide which members survive; validation chooses the best member and is paid for."""
+DRAWS = 2**20
+"""Names the random stream of first values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A task of the study.
+
+    Attributes:
+        budget: Environment steps, or tokens of language models, of everything but the test.
+        seconds: Processor time of the second table.
+        random: Score of the untrained network; 0 on the normalised scale.
+        solved: Score that counts as 1.
+        tuned: Hyperparameters tuned by hand on other seeds; None = nobody has tuned them.
+        samples: Samples per learning step of a single agent.
+        members: Size of populations in which each member samples.
+        samples_each: Samples per learning step of each of their members.
+        validation: Number of validation starts.
+        test: Number of test starts.
+        words: The members are language models.
+    """
+
+    budget: int
+    seconds: float
+    random: float
+    solved: float
+    tuned: Mapping[str, float] | None = None
+    samples: int = 32
+    members: int = 8
+    samples_each: int = 8
+    validation: int = 32
+    test: int = 100
+    words: bool = False
+
+    def normalised(self, score: float) -> float:
+        """Return a score on the scale from untrained (0) to solved (1)."""
+        return (score - self.random) / (self.solved - self.random)
+
+
+def _words(random: float, solved: float) -> Task:
+    return Task(
+        budget=60_000, seconds=80.0, random=random, solved=solved, tuned={"lr": 3e-4}, samples=64, members=4,
+        samples_each=16, test=128, words=True,
+    )  # fmt: skip
+
+
+TASKS: dict[str, Task] = {
+    "CartPole-v1": Task(
+        budget=200_000, seconds=5.0, random=23.0, solved=500.0, tuned={"lr": 5e-3, "update_epochs": 2}
+    ),
+    "Acrobot-v1": Task(
+        budget=300_000, seconds=8.0, random=-498.0, solved=-80.0, tuned={"lr": 1e-3, "update_epochs": 2}
+    ),
+    "Pendulum-v1": Task(
+        budget=500_000, seconds=15.0, random=-1230.0, solved=-150.0, tuned={"lr": 3e-3, "update_epochs": 4}
+    ),
+    "LunarLander-v3": Task(
+        budget=200_000, seconds=15.0, random=-184.0, solved=200.0, tuned={"lr": 1e-3, "update_epochs": 4}, samples=16
+    ),
+    "FrozenLake-v1": Task(
+        budget=200_000, seconds=15.0, random=0.015, solved=0.74, tuned={"lr": 3e-3, "update_epochs": 2}, samples=64,
+        validation=100, test=1000,
+    ),
+    "LunarLanderContinuous-v3": Task(budget=200_000, seconds=15.0, random=-184.0, solved=200.0, samples=16),
+    "InvertedDoublePendulum-v5": Task(budget=200_000, seconds=15.0, random=60.0, solved=9100.0),
+    "two_digit_sums": _words(0.05, 0.6),
+    "number_sequences": _words(0.0, 0.8),
+}  # fmt: skip
+
+LR = {False: RLParameter(min=1e-4, max=1e-1, scale="log"), True: RLParameter(min=1e-6, max=1e-3, scale="log")}
+"""Three decades around the usual learning rates of small networks (False) and of LoRA adapters (True)."""
+TARGET_KL = RLParameter(min=0.0005, max=0.02, scale="log")
+OTHERS = {
+    "clip_coef": RLParameter(min=0.1, max=0.4, scale="log"),
+    "group_size": RLParameter(choices=[4, 8]),
+    "update_epochs": RLParameter(min=1, max=8, scale="log"),
+    "entropy_coef": RLParameter(min=0.0, max=0.03),
+}
+"""What else is unknown. Language models take at most 4 epochs and have no entropy bonus."""
+FIXED = {False: {"group_size": 8, "batch_size": 256}, True: {"group_size": 8, "batch_size": 32, "max_grad_norm": 1.0}}
+
+
+def space_of(task: Task, unknown: str) -> HyperparameterConfig:
+    """Return what is searched: "lr" = the learning rate alone; "all" = everything, the step by its KL."""
+    if unknown == "lr":
+        return HyperparameterConfig(lr=LR[task.words])
+    others = dict(OTHERS)
+    if task.words:
+        others["update_epochs"] = RLParameter(min=1, max=4, scale="log")
+        del others["entropy_coef"]
+    return HyperparameterConfig(target_kl=TARGET_KL, **others)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One way to spend the budget.
+
+    Attributes:
+        strategy: Rule of selection and mutation.
+        kind: "alone" = a single agent; "members" = each member samples; "leader" = one of four members samples.
+        first: "tuned", "default" (the package's values, lr not adapted) or "drawn".
+        experience: Whose samples members learn from.
+    """
+
+    strategy: Callable[[], Strategy] = Fixed
+    kind: str = "members"
+    first: str = "drawn"
+    experience: str = "own"
+
+
+ARMS: dict[str, Arm] = {
+    "tuned": Arm(kind="alone", first="tuned"),
+    "default": Arm(kind="alone", first="default"),
+    "calibrated": Arm(kind="alone"),
+    "random search": Arm(strategy=RandomSearch),
+    "halving": Arm(strategy=SuccessiveHalving),
+    "selection only": Arm(strategy=SelectionOnly),
+    "tournament": Arm(strategy=Tournament),
+    "narrowing": Arm(strategy=Narrowing),
+    "narrowing shared": Arm(strategy=Narrowing, experience="shared"),
+    "MF-PBT": Arm(strategy=MultiFrequency),
+    "PBT": Arm(strategy=TruncationPBT),
+    "optuna": Arm(kind="alone"),
+    "leader": Arm(strategy=Leader, kind="leader", experience="shared"),
+}
+KNOWN = ("tuned", "default")
+"""Arms that do not depend on what is unknown; they run once."""
+
+
+def drawn(task: Task, space: HyperparameterConfig, seed: int) -> dict[str, Any]:
+    """Return a point of the space, the same for all arms with this seed."""
+    rng = np.random.default_rng([DRAWS, seed])
+    point = point_at(space, Hyperparameters(), {name: float(rng.random()) for name in space})
+    return {name: getattr(point, name) for name in space}
+
+
+def make_run(
+    name: str, task: Task, arm: Arm, space: HyperparameterConfig, first: Mapping[str, Any], seed: int, budget: int,
+    env_seed: int | None = None,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Return where members act, and a run that ends with the budget."""
+    starts = seed if env_seed is None else env_seed
+    samples = task.samples_each if arm.kind == "members" else task.samples
+    size = {"alone": 1, "members": task.members, "leader": 4}[arm.kind]
+    options: dict[str, Any] = {
+        "size": size,
+        "hp_config": None if size == 1 else space,
+        "samples_per_step": samples,
+        "spread": True,
+        "seed": seed,
+        **FIXED[task.words],
+        **first,
+    }
+    if ("lr" in space and size > 1) or arm.first in KNOWN:  # the learning rate is what is searched, or is given
+        options["target_kl"] = None
+    env: Any
+    if task.words:
+        import torch
+        from peft import LoraConfig
+
+        from evogrpo import load_base
+        from evogrpo.envs import TASKS as BUILT_IN
+
+        base = load_base("smollm2-135m", dtype=torch.bfloat16)
+        env = BUILT_IN[name].build(base.tokenizer, seed=starts, validation_size=task.validation, test_size=task.test)
+        population = GRPO.population(
+            actor_network=base.model,
+            pad_token_id=base.tokenizer.eos_token_id,
+            lora_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
+            max_output_tokens=12,
+            **options,
+        )
+    else:
+        env = GymnasiumGroups(name, seed=starts, validation_size=task.validation, test_size=task.test)
+        population = GRPO.population(observation_space=env.observation_space, action_space=env.action_space, **options)
+    return env, evolve(
+        population,
+        env,
+        strategy=arm.strategy(),
+        fitness=FITNESS,
+        experience=arm.experience,
+        steps_per_generation=4 if arm.kind == "members" else 8,
+        samples_per_step=samples,
+        test_questions=0,
+        count_evaluations=True,
+        progress=False,
+        **{"max_tokens" if task.words else "max_timesteps": budget},
+    )
+
+
+def test_scores(run: Any, env: Any, best: Any) -> list[float]:
+    """Return the scores of a best member on the test starts; None = the untrained network."""
+    from evogrpo.algorithms.rollout.evaluation import evaluate_states
+
+    states = [None if best is None else best.state]
+    return list(evaluate_states(run.population.members, states, env, "test")[0][0].scores)
+
+
+def spent(run: Any, task: Task) -> int:
+    """Return the environment steps or tokens of everything so far."""
+    return int(run.trainer.run_state.spent(evaluations=True)["tokens" if task.words else "timesteps"])
+
+
+def do(name: str, unknown: str, arm_name: str, seed: int, share: float) -> dict[str, Any]:
+    """Do one run in its own process; return its record."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import warnings
+
+    import torch
+
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    task, arm = TASKS[name], ARMS[arm_name]
+    task = replace(task, budget=int(share * task.budget))
+    space = space_of(task, unknown if unknown != "nothing" else "lr")
+    if arm_name == "optuna":
+        found = with_optuna(name, task, space, seed)
+    else:
+        first: Mapping[str, Any] = drawn(task, space, seed)
+        if arm.first in KNOWN:
+            first = (task.tuned or {}) if arm.first == "tuned" else {}
+        env, run = make_run(name, task, arm, space, first, seed, task.budget)
+        began, early = time.process_time(), None
+        for _ in run:
+            if time.process_time() - began <= share * task.seconds:
+                early = run.trainer.run_state.best
+        seconds, state = time.process_time() - began, run.trainer.run_state
+        scores = test_scores(run, env, state.best)
+        found = {
+            "score": float(np.mean(scores)),
+            "early": float(np.mean(scores if early is state.best else test_scores(run, env, early))),
+            "cost": spent(run, task),
+            "evaluations": state.evaluation_tokens,
+            "seconds": round(seconds, 2),
+            "steps": state.step,
+            "best": {key: getattr(run.best.hyperparameters, key) for key in space} if state.best else None,
+        }
+    return {"task": name, "unknown": unknown, "arm": arm_name, "seed": seed, **found}
+
+
+def with_optuna(name: str, task: Task, space: HyperparameterConfig, seed: int) -> dict[str, Any]:
+    """Let Optuna's TPE propose and Hyperband stop single agents until the budget is spent; the best trial counts.
+
+    The longest trial takes a quarter of the budget.
+
+    Source: Akiba et al. (KDD 2019); Li et al., Hyperband (JMLR 2018).
+    """
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    longest, distributions = task.budget // 4, {}
+    for key, parameter in space.items():
+        low, high = parameter.bounds
+        log = parameter.scale == "log"
+        if parameter.choices is not None:
+            distributions[key] = optuna.distributions.CategoricalDistribution([int(each) for each in parameter.numbers])
+        elif is_integer(key):
+            distributions[key] = optuna.distributions.IntDistribution(int(low), int(high), log=log)
+        else:
+            distributions[key] = optuna.distributions.FloatDistribution(low, high, log=log)
+    pruner = optuna.pruners.HyperbandPruner(
+        min_resource=max(1, longest // 27), max_resource=longest, reduction_factor=3
+    )
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed), pruner=pruner)
+    arm = replace(ARMS["calibrated"], first="default" if "lr" in space else "drawn")  # a proposed lr is not adapted
+    began, used, evaluations, trials = time.process_time(), 0, 0, 0
+    best: tuple[float, Any, Any, dict[str, Any]] | None = None
+    early = best
+    while used < task.budget:
+        trial = study.ask(distributions)
+        env, run = make_run(
+            name, task, arm, space, trial.params, seed * 1000 + trials, min(longest, task.budget - used), seed
+        )
+        trials += 1
+        pruned = False
+        for generation in run:
+            reward = generation.best.metrics.get("reward")
+            trial.report(-np.inf if reward is None else reward, spent(run, task))
+            if trial.should_prune():
+                pruned = True
+                break
+        used, state = used + spent(run, task), run.trainer.run_state
+        evaluations += state.evaluation_tokens
+        value = -np.inf if state.best is None else state.best.fitness.mean
+        if state.best is not None and (best is None or value > best[0]):
+            best = value, run, env, dict(trial.params)
+        study.tell(trial, None if pruned else value, state=optuna.trial.TrialState.PRUNED if pruned else None)
+        if time.process_time() - began <= task.seconds:
+            early = best
+    assert best is not None
+    score = float(np.mean(test_scores(best[1], best[2], best[1].trainer.run_state.best)))
+    at_time = (
+        task.random if early is None else float(np.mean(test_scores(*early[1:3], early[1].trainer.run_state.best)))
+    )
+    return {
+        "score": score,
+        "early": at_time,
+        "cost": used,
+        "evaluations": evaluations,
+        "seconds": round(time.process_time() - began, 2),
+        "steps": trials,
+        "best": best[3],
+    }
+
+
+# ---- running
+
+
+Key = tuple[str, str, str, int]
+
+
+def wanted(chosen: argparse.Namespace) -> Iterator[Key]:
+    """Yield the selected runs, seed by seed, so that a part of them is balanced."""
+    for seed in chosen.seeds:
+        for task in chosen.tasks:
+            for arm in chosen.arms:
+                if arm == "tuned" and TASKS[task].tuned is None:
+                    continue
+                yield from ((task, unknown, arm, seed) for unknown in (["nothing"] if arm in KNOWN else chosen.unknown))
+
+
+def recorded(results: Path) -> dict[Key, dict[str, Any]]:
+    """Return the recorded runs."""
+    lines = [line for file in sorted(results.glob("*.jsonl")) for line in file.read_text("utf-8").splitlines()]
+    return {(run["task"], run["unknown"], run["arm"], run["seed"]): run for run in map(json.loads, lines)}
+
+
+def run_missing(chosen: argparse.Namespace) -> None:
+    """Do the missing runs, several in parallel."""
+    chosen.results.mkdir(parents=True, exist_ok=True)
+    there = recorded(chosen.results)
+    missing = iter([key for key in wanted(chosen) if key not in there])
+    until = time.monotonic() + chosen.minutes * 60
+    with ProcessPoolExecutor(chosen.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        running: dict[Any, Key] = {}
+        while True:
+            while len(running) < chosen.workers and time.monotonic() < until and (key := next(missing, None)):
+                running[pool.submit(do, *key, chosen.budget)] = key
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                key = running.pop(future)
+                try:
+                    record = future.result()
+                except Exception as error:  # noqa: BLE001  # a failed run is told, and the others go on
+                    print(*key, f"FAILED: {type(error).__name__}: {error}", flush=True)
+                    continue
+                with (chosen.results / f"{key[0]}.jsonl").open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(record) + "\n")
+                print(*key, f"{record['score']:.3g} in {record['seconds']:.0f} s", flush=True)
+
+
+# ---- tables
+
+
+def tables(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return the tables as Markdown: unknown lr and unknown everything, at equal samples and at equal time."""
+    parts = []
+    for unknown, title in (("lr", "The learning rate is unknown"), ("all", "Everything is unknown")):
+        for key, measure in (("score", "equal samples"), ("early", "equal processor time")):
+            parts.append(f"**{title}, {measure}**\n\n{_table(runs, unknown, key)}")
+    return "\n\n".join(parts)
+
+
+def _table(runs: Sequence[Mapping[str, Any]], unknown: str, key: str) -> str:
+    chosen = [run for run in runs if run["unknown"] in (unknown, "nothing")]
+    tasks = [task for task in TASKS if any(run["task"] == task for run in chosen)]
+    groups = {"all environments": False, "all language tasks": True}
+    groups = {title: words for title, words in groups.items() if any(TASKS[task].words == words for task in tasks)}
+    rows = [["arm", *tasks, *groups, "processor time"], ["---"] * (len(tasks) + len(groups) + 2)]
+    for arm in ARMS:
+        own = {task: [run for run in chosen if (run["arm"], run["task"]) == (arm, task)] for task in tasks}
+        scores = {task: [TASKS[task].normalised(run[key]) for run in there] for task, there in own.items()}
+        cells = [_cell(scores[task]) for task in tasks]
+        for words in groups.values():
+            whole = {task: scores[task] for task in tasks if TASKS[task].words == words and TASKS[task].tuned}
+            cells.append(str(stratified_bootstrap(whole)) if whole and all(whole.values()) else "")
+        seconds = [np.mean([run["seconds"] for run in there]) for there in own.values() if there]
+        rows.append([arm, *cells, f"{np.mean(seconds):.0f} s" if seconds else ""])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _cell(scores: Sequence[float]) -> str:
+    if not scores:
+        return ""
+    if len(scores) < 5:  # too few for an interval
+        return " ".join(f"{score:.2f}" for score in scores)
+    return str(stratified_bootstrap({"": scores}))
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("run", "table"))
+    parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=TASKS)
+    parser.add_argument("--unknown", nargs="*", default=["lr", "all"], choices=("lr", "all"))
+    parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=ARMS)
+    parser.add_argument("--seeds", nargs="*", type=int, default=range(5), help="2000 and beyond are not counted")
+    parser.add_argument("--budget", type=float, default=1.0, help="share of the budget, for short trials")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no further run after so many")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    chosen = parser.parse_args(words)
+    if chosen.command == "run":
+        run_missing(chosen)
+    else:
+        kept = set(wanted(chosen))
+        print(tables([run for key, run in recorded(chosen.results).items() if key in kept]))
+
+
+if __name__ == "__main__":
+    main()
