@@ -154,24 +154,22 @@ class FastDecoding:
 
     def advance(self, tokens: Tensor) -> Tensor:
         """Feed one token per row."""
+        # 1. Make room for the token, and make it visible from now on.
         room, at = self._own[0][0].shape[2], self._length
         if at == room:
             self._reallocate(None, min(self._max_length, room + max(MIN_GROWTH, room // 4)))
             self._set_bias()
         self._length += 1
         place = self._past + at
-        self._bias[:, :, place] = 0.0  # the new token is visible from now on
-        # Bias of a token at `place` by window; None = full attention.
+        self._bias[:, :, place] = 0.0
+        # 2. Biases of attention scores by window (None = full attention).
         biases = {
             window: self._bias
             if window is None
             else self._bias.masked_fill(self._places <= place - window, self._lowest)
             for window in self._windows
         }
-
-        # Tokens are columns, and the residual stream is in float32.
-        hidden = self._passes.embed(tokens).float().T.contiguous()
-        # Cosines and sines `[heads, d / 2, n]` of all heads of queries (scaled) and keys, by kind of layer.
+        # 3. Cosines and sines `[heads, d / 2, n]` of all heads of queries (scaled) and keys, by kind of layer.
         kv, rep = self._passes.layout.heads
         rotations = {
             kind: tuple(
@@ -180,6 +178,8 @@ class FastDecoding:
             )
             for kind, (of_keys, of_queries) in self._passes.rotations_at((self._positions + at)[:, None]).items()
         }
+        # 4. All layers. Tokens are columns, and the residual stream is in float32.
+        hidden = self._passes.embed(tokens).float().T.contiguous()
         for number, layer in enumerate(self._passes.layout.layers):
             self._layer(number, layer, hidden, rotations[layer.kind], biases[layer.window], at)
         return _normed(hidden, self._passes.layout.final_norm, self._dtype).T.contiguous()
