@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import Batch, Rollout, SamplingBatch
 from evogrpo.functional.advantages import group_advantages
 from evogrpo.functional.kl import kl_estimate
@@ -17,7 +18,9 @@ from evogrpo.models.bank import LossFunction
 from evogrpo.models.fast_llama.decode import FastDecoding
 from evogrpo.models.language.bank import AdapterBank
 from evogrpo.models.language.kv_cache import CachedDecoding, PlainDecoding
-from evogrpo.testing.samplers import PAD, as_batch, make_rows
+from evogrpo.testing.policy_banks import assert_gradients_agree
+from evogrpo.testing.samplers import PAD, as_batch, make_rows, with_robust_uniforms
+from tests.rounding import LOG_PROB
 
 CLIPS = (0.2, 0.1, 0.3)
 
@@ -84,6 +87,28 @@ def grpo_loss(batch: Batch, *, beta: float = 0.1, per_token: bool = False) -> Lo
         return (weights[rows] * (surrogate + beta * kl_estimate("k3", log_probs, old[rows]))).sum(1)
 
     return loss
+
+
+def assert_banks_agree(one: AdapterBank, other: AdapterBank, rows: SamplingBatch) -> None:
+    """Compare samples, scores and gradients of two banks with equal members.
+
+    With equal draws they may choose other tokens only where a draw lies within rounding of the boundary between two.
+    """
+    rows = with_robust_uniforms(one, rows)
+    sampled = [bank.sample(rows) for bank in (one, other)]
+    assert torch.equal(sampled[0].actions, sampled[1].actions)
+    torch.testing.assert_close(sampled[0].log_probs, sampled[1].log_probs, rtol=LOG_PROB, atol=LOG_PROB)
+    batch = as_batch(rows, sampled[0])
+    for name in ("log_probs", "reference_log_probs", "entropies"):
+        scores = [getattr(bank, name)(batch) for bank in (one, other)]
+        torch.testing.assert_close(*scores, rtol=LOG_PROB, atol=LOG_PROB)
+    steps = {slot: Hyperparameters(lr=1e-3, max_grad_norm=1e6) for slot in range(one.size)}
+    for bank in (one, other):
+        bank.update(batch, grpo_loss(batch), steps)
+    for slot in range(one.size):
+        gradients = [bank.state(slot)["exp_avg"] for bank in (one, other)]
+        assert float(gradients[1].norm()) > 0
+        assert_gradients_agree(*gradients)
 
 
 def same_state(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

@@ -76,6 +76,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
 }
 ARCHITECTURES = list(CONFIGS)
+DISTINCT = ("llama", "gemma2", "gpt2", "opt")
+"""One architecture for each kind of forward pass."""
 
 
 def tiny_model(architecture: str = "llama", seed: int = 0) -> PreTrainedModel:

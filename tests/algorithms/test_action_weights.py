@@ -10,7 +10,7 @@ from evogrpo import Objective
 from evogrpo.algorithms.learning.learning_step import learn
 from evogrpo.functional.corrections import ENTROPY_TOLERANCE
 from tests.oracles.objective_by_hand import rows_of
-from tests.oracles.scalar_grpo import advantages
+from tests.oracles.slow_advantages import outcome
 from tests.tiny_routes import DECAY, equal_and_nonzero
 from tests.tiny_training import flat_gradient, peft_twin, randomise_adapter, sampled, state_of, tiny_agent
 
@@ -26,7 +26,7 @@ def prepared(**objective):
 def weighted_gradient(agent, batch, weights):
     """Return the gradient of the GRPO loss at a ratio of 1 with one weight per action."""
     member, rows = peft_twin(agent), rows_of(batch)
-    values = advantages(batch.rewards.tolist(), batch.group_ids.tolist(), 1e-4)
+    values = outcome(batch.rewards.tolist(), batch.group_ids.tolist(), 1e-4)
     for row, value, weight in zip(rows, values, weights, strict=True):
         log_probs = member.log_probs(row.prompt, row.tokens, temperature=agent.temperature)
         (-(value * weight * log_probs).sum() / (len(rows) * len(row.tokens))).backward()

@@ -14,7 +14,7 @@ from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
 from evogrpo.data import Batch
 from evogrpo.testing.policy_banks import assert_states_agree
 from tests.oracles.peft_members import PeftMember
-from tests.oracles.scalar_grpo import advantages
+from tests.oracles.slow_advantages import outcome
 from tests.rounding import assert_metrics_agree
 from tests.tiny_batches import lora
 from tests.tiny_training import (
@@ -44,7 +44,7 @@ def by_hand(
     prompts = [batch.inputs.prompts[number] for number in batch.inputs.prompt_ids.tolist()]
     tokens = [batch.actions[row][batch.present[row]].tolist() for row in rows]
     counts = [batch.action_mask[row][batch.present[row]] for row in rows]
-    values = advantages(batch.rewards.tolist(), batch.group_ids.tolist(), objective.advantage_eps)
+    values = outcome(batch.rewards.tolist(), batch.group_ids.tolist(), objective.advantage_eps)
 
     def log_probs(row: int) -> Tensor:
         return member.log_probs(prompts[row], tokens[row], temperature=h.temperature)

@@ -12,7 +12,7 @@ from evogrpo.algorithms.learning.learning_step import minibatches
 from evogrpo.algorithms.policies.language_sampling import as_batch
 from evogrpo.algorithms.rollout.collect import collect
 from evogrpo.randomness import generator
-from tests.oracles.scalar_grpo import advantages
+from tests.oracles.slow_advantages import outcome
 from tests.tiny_routes import DECAY, ROUTES, equal_and_nonzero, graded_experiences
 from tests.tiny_training import completions, flat_gradient, peft_twin, randomise_adapter, state_of, tiny_env
 
@@ -32,7 +32,7 @@ def by_hand(agent, experiences, coefficients, chosen=None):
 
 def scalar_advantages(rewards: Tensor):
     groups = [number for number, row in enumerate(rewards) for _ in row]
-    return advantages(rewards.flatten().tolist(), groups, 1e-4)
+    return outcome(rewards.flatten().tolist(), groups, 1e-4)
 
 
 def on_policy(experiences):

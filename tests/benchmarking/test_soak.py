@@ -15,7 +15,7 @@ def soak(tmp_path_factory):
     return Soak(tmp_path_factory.mktemp("soak"))
 
 
-@pytest.mark.parametrize("kind", ["kill", "journal"])
+@pytest.mark.parametrize("kind", [pytest.param("kill", marks=pytest.mark.slow), "journal"])
 def test_a_trial_is_counted_and_removed(soak, kind):
     soak.try_once(kind, 0, generator(0, "soak", 2))  # which is one kill
     assert soak.failures == []

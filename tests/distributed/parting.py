@@ -38,20 +38,16 @@ def parted_and_whole(folder: str, *architectures: str) -> None:
         assert fingerprint(base) == fingerprint(whole)
         kept = sum(getattr(weights, "_local_tensor", weights).numel() for weights in layers_of(base).parameters())
         assert kept <= 0.6 * sum(weights.numel() for weights in layers_of(whole).parameters())
-        learn_both_ways(base, whole)
+        learn_both_ways(base, whole, micro_batch_tokens=48)
         share_little_work(base, whole)
         stop_on_one_rank(base)
     refuse(base, Path(folder))
 
 
-def learn_both_ways(base: PreTrainedModel, whole: PreTrainedModel) -> None:
-    """Take a learning step with a sharded base on all ranks, and one with an agent of a whole base for each member."""
-    options: dict[str, Any] = {"lr": LR, "beta": 0.05, "group_size": 2, "update_epochs": 2, "micro_batch_tokens": 48}
-    together = tiny_population(3, actor_network=base, **options)
-    model = together.members.bank.base
-    with model.working():
-        assert model.uses_fast_llama == (base.config.model_type in ("qwen3", "llama"))
-    env, samples = tiny_env(), 6
+def learn_both_ways(base: PreTrainedModel, whole: PreTrainedModel, **more: Any) -> None:
+    """Take a learning step of three members on one base, and one with an agent of another base for each member."""
+    options: dict[str, Any] = {"lr": LR, "beta": 0.05, "group_size": 2, "update_epochs": 2, **more}
+    together, env, samples = tiny_population(3, actor_network=base, **options), tiny_env(), 6
     found = together.collect(env, step=0, samples_per_step=samples, block=samples // 2)
     reports = together.learn(found.experience, step=0)
     for agent in together:

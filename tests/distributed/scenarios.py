@@ -48,25 +48,31 @@ def base_of(folder: Path) -> PreTrainedModel:
     return load_base(stored, parts=PARTS).model
 
 
+def language(folder: Path, size: int, objective: Objective | None = None, **options: Any) -> Trainer:
+    """Language models; `options` are those of members and of the schedule."""
+    of_run = ("generations", "steps_per_generation", "experience", "strategy")
+    run = {"generations": 2} | {name: options.pop(name) for name in of_run if name in options}
+    options = {"beta": 0.02, "actor_network": base_of(folder), "source": "tiny", **options}
+    if objective is not None:
+        options["objective"] = objective
+    return tiny_run(folder, size=size, options=options, **run)
+
+
 def words(folder: Path) -> Trainer:
     """Language models with dynamic sampling and own references."""
     objective = Objective(dynamic_sampling=1, reference="snapshot", reference_sync_steps=2)
-    options = {"objective": objective, "beta": 0.02, "actor_network": base_of(folder), "source": "tiny"}
-    return tiny_run(folder, size=3, options=options, generations=3)
+    return language(folder, 3, objective, generations=3)
 
 
 def pair(folder: Path) -> Trainer:
     """Two language models with dynamic sampling, an entropy bonus, KL to the base and a controlled step size."""
     objective = Objective(dynamic_sampling=1, overlong_buffer=2)
-    more = {"entropy_coef": 0.01, "micro_batch_tokens": 48, "actor_network": base_of(folder), "source": "tiny"}
-    options = {"objective": objective, "beta": 0.02, "target_kl": 0.01, **more}
-    return tiny_run(folder, size=2, options=options, generations=2)
+    return language(folder, 2, objective, target_kl=0.01, entropy_coef=0.01, micro_batch_tokens=48)
 
 
 def double(folder: Path) -> Trainer:
     """Language models in float64, whose sampled tokens do not depend on rounding."""
-    options = {"beta": 0.02, "micro_batch_tokens": 12, "actor_network": tiny_model().double(), "source": "tiny"}
-    return tiny_run(folder, size=3, options=options, generations=4)
+    return language(folder, 3, actor_network=tiny_model().double(), micro_batch_tokens=12, generations=4)
 
 
 def lone(folder: Path) -> Trainer:
@@ -93,7 +99,7 @@ def team(folder: Path) -> Trainer:
 
 
 def lent(folder: Path) -> Trainer:
-    """Small networks that learn from all members' samples; better members sample more; racing."""
+    """Small networks that learn from all members' samples, with racing."""
     return step_run(
         folder,
         size=4,
@@ -120,39 +126,17 @@ def led(folder: Path) -> Trainer:
 def borrowed(folder: Path) -> Trainer:
     """Language models that learn from all members' samples."""
     objective = Objective(dynamic_sampling=1, importance_correction="token_truncate")
-    return tiny_run(
-        folder,
-        size=3,
-        options={"objective": objective, "beta": 0.02, "actor_network": base_of(folder), "source": "tiny"},
-        experience=SharedExperience(),
-        generations=2,
-        steps_per_generation=1,
-    )
+    return language(folder, 3, objective, experience=SharedExperience(), steps_per_generation=1)
 
 
 def thinned(folder: Path) -> Trainer:
     """Language models that retire."""
-    return tiny_run(
-        folder,
-        size=3,
-        strategy=SuccessiveHalving(),
-        options={"micro_batch_tokens": 48, "actor_network": base_of(folder), "source": "tiny"},
-        generations=2,
-        steps_per_generation=1,
-    )
+    return language(folder, 3, strategy=SuccessiveHalving(), beta=0.0, micro_batch_tokens=48, steps_per_generation=1)
 
 
 SCENARIOS: dict[str, Callable[[Path], Trainer]] = {
-    "networks": networks,
-    "words": words,
-    "pair": pair,
-    "double": double,
-    "lone": lone,
-    "team": team,
-    "lent": lent,
-    "led": led,
-    "borrowed": borrowed,
-    "thinned": thinned,
+    scenario.__name__: scenario
+    for scenario in (networks, words, pair, double, lone, team, lent, led, borrowed, thinned)
 }
 
 
@@ -175,8 +159,7 @@ def perform(folder: str, *names: str) -> None:
 def quantised(folder: str) -> None:
     """Train language models on a base in 8 bits."""
     base = load_base(Path(folder).parent / "base", dtype="int8").model
-    options = {"beta": 0.02, "micro_batch_tokens": 24, "actor_network": base, "source": "tiny"}
-    finish(tiny_run(Path(folder), size=3, options=options, generations=2))
+    finish(language(Path(folder), 3, actor_network=base, micro_batch_tokens=24))
 
 
 def failing(folder: str) -> None:

@@ -34,16 +34,26 @@ def both(folder: Path, *words: str, restarts: int = 0) -> list[str]:
 
 
 def test_a_run_is_started_and_resumed_in_several_processes(tmp_path: Path) -> None:
-    """Rank 0 alone claims the run directory, writes and prints."""
-    leader, other = both(tmp_path, "train", "--env", "CartPole-v1", *SMALL)
+    """Rank 0 alone claims the run directory, writes and prints.
+
+    With --run-dir the same command resumes after a restart by the launcher; without a restart it is refused.
+    """
+    words = ("train", "--env", "CartPole-v1", *SMALL, "--run-dir", "run")
+    leader, other = both(tmp_path, *words)
     assert "run directory" in leader
     assert other == ""
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["CartPole-v1"]
-    leader, other = both(tmp_path, "resume", "runs/CartPole-v1", "generations=2", "target_fitness=null")
-    assert "resuming runs/CartPole-v1 after generation 1" in leader
+    ends = launch(2, tmp_path / "logs", commanded, str(tmp_path), 0, *words).ended(60)
+    assert ends[0][0] == 2
+    assert "already holds a run" in ends[0][1]
+    leader, _ = both(tmp_path, *words, restarts=1)
+    assert "Restarted by the launcher" in leader
+    assert "This run is finished" in leader
+    leader, other = both(tmp_path, "resume", "run", "generations=2", "target_fitness=null")
+    assert "resuming run after generation 1" in leader
     assert other == ""
-    events = [event["event"] for event in read_journal(tmp_path / "runs/CartPole-v1/journal.jsonl")]
-    assert events.count("run") == events.count("resumed") == 1
+    events = [event["event"] for event in read_journal(tmp_path / "run" / "journal.jsonl")]
+    assert events.count("run") == 1
+    assert events.count("resumed") >= 1
     assert events.count("generation") == 2
 
 
@@ -56,20 +66,6 @@ def test_a_dry_run_makes_every_check_and_leaves_nothing(tmp_path: Path) -> None:
     assert "for 2 processes that share memory" in told  # each needs its own memory of one machine
     assert other == ""
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_restarted_command_resumes(tmp_path: Path) -> None:
-    """With --run-dir the same command resumes; without a restart it is refused."""
-    words = ("train", "--env", "CartPole-v1", *SMALL, "--run-dir", "run")
-    both(tmp_path, *words)
-    ends = launch(2, tmp_path / "logs", commanded, str(tmp_path), 0, *words).ended(60)
-    assert ends[0][0] == 2
-    assert "already holds a run" in ends[0][1]
-    leader, _ = both(tmp_path, *words, restarts=1)
-    assert "Restarted by the launcher" in leader
-    assert "This run is finished" in leader
-    leader, _ = both(tmp_path, *words, "--resume-if-exists")
-    assert "Resuming the run in run" in leader
 
 
 @pytest.mark.parametrize(
@@ -111,20 +107,15 @@ def test_a_signal_to_one_process_ends_a_program_in_all(number: signal.Signals, s
     assert [said in words for _, words in ends] == [True, number == signal.SIGINT], ends
 
 
-def test_doctor_lists_all_ranks(tmp_path: Path) -> None:
-    """With host and device."""
-    launched = launch(2, tmp_path / "logs", commanded, str(tmp_path), 0, "doctor").ended(60)
-    assert "0 of 2: " in launched[0][1]
-    assert "1 of 2: " in launched[0][1]
-
-
 def test_automatic_sizes_are_equal_on_all_ranks(tmp_path: Path) -> None:
-    """Rank 0 chooses them."""
-    leader, _ = both(
-        tmp_path, "train", "--env", "CartPole-v1", "schedule.max_seconds=3", "schedule.generations=1", *SMALL[2:4]
-    )
+    """Rank 0 chooses them; doctor lists all ranks."""
+    words = ("schedule.max_seconds=3", "schedule.generations=1", *SMALL[2:4])
+    leader, _ = both(tmp_path, "train", "--env", "CartPole-v1", *words)
     assert "each a network" in leader  # one member on a slow machine
     assert read_journal(tmp_path / "runs/CartPole-v1/journal.jsonl")[-1]["event"] == "ended"
+    leader, _ = both(tmp_path, "doctor")
+    assert "0 of 2: " in leader
+    assert "1 of 2: " in leader
 
 
 def test_a_dry_run_shows_the_memory_of_a_sharded_base(tmp_path: Path) -> None:

@@ -14,8 +14,16 @@ from tests.distributed.parting import store
 from tests.distributed.scenarios import SCENARIOS, go_on, perform, quantised
 from tests.tiny_training import finish, shared_model
 
-IN_THREE = ["networks", "double", "lone", "team", "pair", "led", "borrowed", "thinned"]
-IN_TWO = [name for name in SCENARIOS if name not in IN_THREE[2:]]
+IN_TWO = ["networks", "words", "lent", "team"]
+IN_THREE = ["pair", "led", "thinned"]
+MORE = ["double", "lone", "borrowed"]
+"""Slow: float64 as `words`, one member as `pair`, and shared samples of language models as `lent` and `pair`."""
+GROUPS = {
+    "two": (2, *IN_TWO, "back/networks+6"),
+    "three": (3, *IN_THREE, "back/pair+3", "parts/thinned"),
+    "more": (3, *MORE, "parts/words", "parts/pair", "parts/back/pair+3"),
+}
+"""Numbers of ranks and scenarios: some resume a run of one process, and `parts` have a sharded base."""
 
 
 class Alone:
@@ -36,76 +44,42 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     return Alone(tmp_path_factory.mktemp("alone"))
 
 
-@pytest.fixture(scope="module")
-def two(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Scenarios on two ranks; one resumes a run of one process."""
-    folder = tmp_path_factory.mktemp("two")
-    shutil.copytree(alone / "networks", folder / "back" / "networks")
-    performed(2, folder, *IN_TWO, "back/networks+6")
-    return folder
+class Several:
+    """Scenarios on several ranks, each group run on first use; some resume a run of one process."""
+
+    def __init__(self, folder: Path, alone: Alone) -> None:
+        self._folder, self._alone = folder, alone
+
+    def __truediv__(self, group: str) -> Path:
+        folder, (count, *names) = self._folder / group, GROUPS[group]
+        if not folder.exists():
+            store(shared_model(), folder / "base")
+            for name in names:
+                place, _, resumed = name.partition("+")
+                if resumed:
+                    shutil.copytree(self._alone / Path(place).name, folder / place)
+            for status, said in launch(count, folder / "logs", perform, str(folder), *names).ended():
+                assert status == 0, said
+        return folder
 
 
 @pytest.fixture(scope="module")
-def three(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Scenarios on three ranks; one resumes a run of one process."""
-    folder = tmp_path_factory.mktemp("three")
-    shutil.copytree(alone / "pair", folder / "back" / "pair")
-    store(shared_model(), folder / "base")
-    performed(3, folder, *IN_THREE, "back/pair+3", "parts/thinned")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def rest(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Scenarios on three ranks with a sharded base."""
-    folder = tmp_path_factory.mktemp("rest")
-    shutil.copytree(alone / "pair", folder / "parts" / "back" / "pair")
-    store(shared_model(), folder / "base")
-    performed(3, folder, "parts/words", "parts/pair", "parts/back/pair+3")
-    return folder
-
-
-def performed(count: int, folder: Path, *names: str) -> None:
-    for status, said in launch(count, folder / "logs", perform, str(folder), *names).ended():
-        assert status == 0, said
-
-
-@pytest.mark.parametrize("name", IN_TWO)
-def test_two_ranks_give_the_results_of_one(name: str, alone: Alone, two: Path) -> None:
-    """For changing networks, dynamic sampling and shared samples."""
-    assert_same(alone / name, two / name)
-
-
-@pytest.mark.parametrize("name", IN_THREE)
-def test_three_ranks_give_the_results_of_one(name: str, alone: Alone, three: Path) -> None:
-    """For five members, two and one, and where members retire."""
-    assert_same(alone / name, three / name)
+def several(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Several:
+    """Every scenario on several ranks."""
+    return Several(tmp_path_factory.mktemp("several"), alone)
 
 
 @pytest.mark.parametrize(
-    ("name", "several"),
+    ("group", "name"),
     [
-        ("thinned", "three"),
-        pytest.param("words", "rest", marks=pytest.mark.slow),
-        pytest.param("pair", "rest", marks=pytest.mark.slow),
+        *(("two", name) for name in IN_TWO),
+        *(("three", name) for name in [*IN_THREE, "parts/thinned"]),
+        *(pytest.param("more", name, marks=pytest.mark.slow) for name in [*MORE, "parts/words", "parts/pair"]),
     ],
 )
-def test_runs_with_a_sharded_base_equal_those_with_a_whole_one(
-    name: str, several: str, alone: Alone, request: pytest.FixtureRequest
-) -> None:
-    """With dynamic sampling, references and retired members."""
-    assert_same(alone / name, request.getfixturevalue(several) / "parts" / name)
-
-
-@pytest.mark.slow
-def test_a_run_can_be_resumed_with_a_sharded_or_a_whole_base(alone: Alone, rest: Path, tmp_path: Path) -> None:
-    """Sharded then whole, whole then sharded, and always whole: all results are equal."""
-    straight, there = tmp_path / "straight" / "pair", tmp_path / "there" / "pair"
-    for source, folder in ((alone / "pair", straight), (rest / "parts" / "pair", there)):
-        shutil.copytree(source, folder)
-        finish(go_on(folder, 3))
-    assert_same(straight, there)
-    assert_same(straight, rest / "parts" / "back" / "pair")
+def test_several_ranks_give_the_results_of_one(group: str, name: str, alone: Alone, several: Several) -> None:
+    """For changing networks, dynamic sampling, shared samples, retired members, few members and a sharded base."""
+    assert_same(alone / Path(name).name, several / group / name)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
@@ -124,16 +98,24 @@ def test_divided_learning_steps_of_all_objectives(tmp_path: Path) -> None:
         assert status == 0, said
 
 
-@pytest.mark.parametrize(("name", "several", "generations"), [("networks", "two", 6), ("pair", "three", 3)])
+@pytest.mark.parametrize(
+    ("group", "there", "back", "generations"),
+    [
+        ("two", "networks", "back/networks", 6),
+        ("three", "pair", "back/pair", 3),
+        pytest.param("more", "parts/pair", "parts/back/pair", 3, marks=pytest.mark.slow),  # with a sharded base
+    ],
+)
 def test_a_run_can_be_resumed_on_another_number_of_ranks(
-    name: str, several: str, generations: int, alone: Alone, tmp_path: Path, request: pytest.FixtureRequest
+    group: str, there: str, back: str, generations: int, alone: Alone, several: Several, tmp_path: Path
 ) -> None:
     """Several then one, one then several, and always one: all results are equal."""
-    others: Path = request.getfixturevalue(several)
-    straight, there = tmp_path / "straight" / name, tmp_path / "there" / name
-    for source, folder in ((alone, straight), (others, there)):
-        shutil.copytree(source / name, folder)
-        finish(go_on(folder, generations))
-    assert_same(straight, there)
-    assert_same(straight, others / "back" / name)
-    assert [event["event"] for event in read_journal(others / "back" / name / "journal.jsonl")].count("resumed") == 1
+    name = Path(there).name
+    folders = {"straight": alone / name, "there": several / group / there}
+    for kind, source in folders.items():
+        shutil.copytree(source, tmp_path / kind / name)
+        finish(go_on(tmp_path / kind / name, generations))
+    assert_same(tmp_path / "straight" / name, tmp_path / "there" / name)
+    assert_same(tmp_path / "straight" / name, several / group / back)
+    journal = read_journal(several / group / back / "journal.jsonl")
+    assert [event["event"] for event in journal].count("resumed") == 1

@@ -78,17 +78,6 @@ def test_errors_and_stops_amid_work_of_one_rank_reach_all(tmp_path: Path) -> Non
         assert status == 0
 
 
-def test_collectives_of_a_single_process() -> None:
-    """Nothing is exchanged, and errors are raised unchanged."""
-    alone = Processes()
-    assert alone.is_rank_zero
-    assert alone.all_gather(3) == [3]
-    assert alone.run_section(lambda: 4) == [4]
-    assert alone.now() <= alone.now()
-    with pytest.raises(LookupError):
-        alone.run_section(lambda: {}["nothing"])
-
-
 @pytest.mark.parametrize("method", ["collect", "learn", "test"])
 def test_a_member_does_not_act_alone_where_several_ranks_train(method: str) -> None:
     """The other ranks would wait, or differ."""

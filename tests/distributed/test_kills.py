@@ -4,16 +4,23 @@ The series makes 25 kills. It starts torchrun 10 times and two processes 35 time
 cores.
 """
 
-from collections.abc import Sequence
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from evogrpo.storage.checkpoint import read_checkpoint
 from evogrpo.training.run_dir import open_run
-from tests.cli.project import write_project
-from tests.distributed.killing import Pace, elastic, events_in
+from tests.cli.project import ROOT, write_project
 from tests.tiny_training import events_of, without_run_id
 
 pytestmark = pytest.mark.slow
@@ -69,6 +76,133 @@ run.finish()
 """
 
 
+class Pace(NamedTuple):
+    """Speed of an undisturbed run: seconds from the launcher's start to the first event, and from one to the next."""
+
+    startup: float
+    event: float
+
+
+class Elastic(NamedTuple):
+    """Outcome of a run under `torchrun --max-restarts`.
+
+    `killed` holds, for each kill, the number of events in the journal and the rank; ended ranks are left out.
+    """
+
+    status: int
+    said: str
+    killed: Sequence[tuple[int, int]]
+    pace: Pace
+
+
+def elastic(
+    folder: Path,
+    words: Sequence[str],
+    *,
+    kills: Sequence[float] = (),
+    pace: Pace | None = None,
+    settings: Mapping[str, str] | None = None,
+) -> Elastic:
+    """Run a program in two processes under torchrun, and kill one of them at several moments.
+
+    Args:
+        folder: Working directory; the run directory is `run` in it.
+        words: Program and arguments.
+        kills: The moments, in events of the journal, in order; a process started again later than that is killed
+            within the time that it takes to start, wherever it is then.
+        pace: Speed of the undisturbed run; needed with kills.
+        settings: Additional environment variables.
+    """
+    rng, killed = np.random.default_rng(0), list[tuple[int, int]]()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "EVOGRPO_TIMEOUT_MINUTES": "2", **(settings or {})}
+    began = time.time()
+    with (folder / "said").open("w") as said:
+        started = subprocess.Popen(
+            [*launcher, "--max-restarts", str(len(kills)), *words],
+            cwd=folder, env=os.environ | own, stdout=said, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        before = set[int]()
+        try:
+            for moment in kills:
+                assert pace is not None
+                workers = _workers(started, before)
+                late = events_in(folder) >= moment
+                while events_in(folder) < moment and started.poll() is None:
+                    time.sleep(0.002)
+                time.sleep(float(rng.random()) * (pace.startup if late else pace.event))
+                victim, reached = int(rng.integers(2)), events_in(folder)
+                if len(workers) == 2 and _killed(workers[victim]):
+                    killed.append((reached, victim))
+                before.update(workers)
+            status = started.wait(600)
+        finally:
+            started.kill()
+    return Elastic(status, (folder / "said").read_text(), killed, _pace(folder, began))
+
+
+def events_in(folder: Path) -> int:
+    """Return the number of different events in a run's journal; repeated ones count once."""
+    journal = folder / "run" / "journal.jsonl"
+    if not journal.exists():
+        return 0
+    return len({_named(line) for line in journal.read_bytes().splitlines()} - {None})
+
+
+def _pace(folder: Path, began: float) -> Pace:
+    journal = folder / "run" / "journal.jsonl"
+    times = [json.loads(line)["time"] for line in journal.read_bytes().splitlines()] if journal.exists() else [began]
+    return Pace(startup=times[0] - began, event=(times[-1] - times[0]) / max(1, len(times) - 1))
+
+
+def _killed(process: int) -> bool:
+    """Kill a process; return True if it was still running."""
+    try:
+        ended = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        os.kill(process, signal.SIGKILL)
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+    return not ended
+
+
+def _named(line: bytes) -> tuple[bytes, ...] | None:
+    """Return the kind and the step or generation of an event; None for events without."""
+    kind = re.search(rb'"event": ?"(\w+)"', line)
+    if kind is None or kind[1] in (b"resumed", b"stopped", b"ended"):
+        return None
+    place = re.search(rb'"(?:step|generation)": ?(\d+)', line)
+    return kind[1], place[1] if place else b""
+
+
+def _workers(launcher: "subprocess.Popen[bytes]", before: set[int]) -> list[int]:
+    """Wait for the processes that a launcher started last, and return their ids by rank."""
+    while launcher.poll() is None:
+        found = dict[int, int]()
+        for child in _children(launcher.pid):
+            rank = _rank(child)
+            if rank is not None and child not in before:
+                found[rank] = child
+        if len(found) == 2:
+            return [found[0], found[1]]
+        time.sleep(0.02)
+    return []
+
+
+def _children(process: int) -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _rank(process: int) -> int | None:
+    try:
+        found = re.search(rb"(?:^|\0)RANK=(\d+)", Path(f"/proc/{process}/environ").read_bytes())
+    except OSError:
+        return None
+    return int(found[1]) if found else None
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pace]]:
     """All runs without kills: their folders and speeds."""
@@ -97,13 +231,7 @@ def test_a_run_with_killed_ranks_ends_like_an_undisturbed_one(
     """Journal, train states and best member are bit-equal, apart from clock readings."""
     place, pace = undisturbed[kind]
     moments = np.sort(np.random.default_rng(0).uniform(0, events_in(place) - 1, KILLS))
-    seen = elastic(
-        tmp_path,
-        words(kind, place.parent),
-        kills=moments.tolist(),
-        pace=pace,
-        settings=SETTINGS.get(kind),
-    )
+    seen = elastic(tmp_path, words(kind, place.parent), kills=moments.tolist(), pace=pace, settings=SETTINGS.get(kind))
     print(kind, seen.killed)
     assert seen.status == 0, seen.said
     assert len(seen.killed) >= KILLS - 1, "kills that come when the run has ended test nothing"

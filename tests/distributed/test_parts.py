@@ -69,8 +69,7 @@ def test_parameters_per_rank(architecture: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "device", "words"),
-    [(2, "mps", "base_parts above 1 requires"), (2, "cpu", "has no list of layers")],
+    ("parts", "device", "words"), [(2, "mps", "base_parts above 1 requires"), (2, "cpu", "has no list of layers")]
 )
 def test_bases_that_cannot_be_sharded_are_refused(parts: int, device: str, words: str) -> None:
     """For their device, or because they have no list of layers."""

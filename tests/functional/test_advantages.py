@@ -1,4 +1,4 @@
-"""Advantages of completions: by hand, against a slow reference, and their symmetries."""
+"""Advantages: completions by hand and against a slow reference; order of operations; independence of members."""
 
 import math
 
@@ -7,117 +7,80 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evogrpo.functional.advantages import (
-    advantages,
-    batch_std_advantages,
-    gdpo_advantages,
-    group_advantages,
-    leave_one_out_advantages,
-    mean_centred_advantages,
-)
+from evogrpo.functional.advantages import advantages, group_advantages, returns_to_go, standardised_step_rewards, whiten
+from evogrpo.functional.loss_types import ADVANTAGES, STEP_ADVANTAGES
 from evogrpo.functional.rewards import zero_variance_groups
-from tests.oracles import scalar_grpo, slow_advantages
+from tests.oracles import slow_advantages
 
 NAN = float("nan")
+KINDS = tuple(ADVANTAGES)
+OF_COMPLETIONS = tuple(kind for kind in KINDS if kind not in STEP_ADVANTAGES)
 GROUPS = st.lists(st.lists(st.integers(-8, 8), min_size=2, max_size=6), min_size=1, max_size=4)
 
 
-def tensors(groups):
-    """Return rewards and group numbers of ragged groups, interleaved."""
-    rounds = range(max(len(group) for group in groups))
-    pairs = [(group[turn], number) for turn in rounds for number, group in enumerate(groups) if turn < len(group)]
-    rewards, numbers = (list(column) for column in zip(*pairs, strict=True))
-    return torch.tensor(rewards, dtype=torch.float32), torch.tensor(numbers)
+def completion_advantages(kind, rewards, groups, members, **options):
+    """Return one advantage per completion; `rewards` are `[n]` or, of several reward functions, `[n, f]`."""
+    components = rewards if rewards.ndim == 2 else rewards[:, None]
+    mask = torch.ones(len(rewards), 1, dtype=torch.bool)
+    inputs = {"rewards": components[:, 0], "components": components, "mask": mask}
+    return advantages(kind, group_ids=groups, member_ids=members, **inputs, **options)[:, 0]
 
 
 def test_ragged_groups_in_any_order_by_hand():
     # Group 7: rewards 1, 2, 3: mean 2, sample deviation 1. Group 4: 0, 4: mean 2, deviation sqrt(8).
     rewards = torch.tensor([1.0, 0.0, 2.0, 4.0, 3.0])
-    groups = torch.tensor([7, 4, 7, 4, 7])
-    eps = 0.5
-    root = math.sqrt(8)
+    eps, root = 0.5, math.sqrt(8)
     expected = torch.tensor([-1 / 1.5, -2 / (root + eps), 0.0, 2 / (root + eps), 1 / 1.5])
-    torch.testing.assert_close(group_advantages(rewards, groups, eps), expected)
+    torch.testing.assert_close(group_advantages(rewards, torch.tensor([7, 4, 7, 4, 7]), eps), expected)
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0, 0.1, -3.7, 1e8, 1e-30])
-@pytest.mark.parametrize("size", [2, 3, 7, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_equal_rewards_give_advantages_of_exactly_zero(value, size, dtype):
-    rewards = torch.full((2 * size,), value, dtype=dtype)
-    found = group_advantages(rewards, torch.arange(2 * size) // size, eps=1e-8)
-    assert torch.equal(found, torch.zeros(2 * size, dtype=dtype))
+def ragged(dealt):
+    """Return rewards and group numbers of ragged groups, interleaved."""
+    rounds = range(max(map(len, dealt)))
+    pairs = [(group[turn], number) for turn in rounds for number, group in enumerate(dealt) if turn < len(group)]
+    rewards, numbers = (list(column) for column in zip(*pairs, strict=True))
+    return torch.tensor(rewards, dtype=torch.float32), torch.tensor(numbers)
 
 
-def test_nan_rewards_are_left_out():
-    rewards = torch.tensor([1.0, NAN, 3.0, NAN, 5.0, NAN, NAN])
-    groups = torch.tensor([0, 0, 0, 1, 1, 2, 2])
-    found = group_advantages(rewards, groups)
-    torch.testing.assert_close(
-        found[[0, 2]], group_advantages(torch.tensor([1.0, 3.0]), torch.tensor([0, 0])), rtol=0, atol=0
-    )
-    assert torch.equal(found[[1, 3, 4, 5, 6]], torch.zeros(5))
+@given(GROUPS, st.sampled_from([kind for kind in OF_COMPLETIONS if kind != "gdpo"]), st.booleans())
+def test_estimators_match_slow_reference(dealt, kind, holes):
+    rewards, groups = ragged(dealt)
+    if holes:
+        rewards[::3] = NAN
+    members = groups % 2
+    expected = slow_advantages.of_completions(kind, rewards.tolist(), groups.tolist(), members.tolist(), 0.01)
+    actual = completion_advantages(kind, rewards, groups, members, eps=0.01)
+    torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
 
-def test_groups_of_one_are_rejected():
-    with pytest.raises(ValueError, match=r"group.*\[5\]"):
-        group_advantages(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4, 4, 5]))
+@given(GROUPS, st.integers(1, 3), st.integers(0, 1000))
+def test_gdpo_matches_slow_reference(dealt, functions, seed):
+    rewards, groups = ragged(dealt)
+    random = torch.Generator().manual_seed(seed)
+    components = torch.randint(-3, 4, (len(rewards), functions), generator=random).float()
+    components[:, 0] = rewards
+    components[torch.rand(components.shape, generator=random) < 0.2] = NAN
+    weights = 0.5 + torch.rand(functions, generator=random)
+    members = groups % 2
+    expected = slow_advantages.gdpo(components.tolist(), weights.tolist(), groups.tolist(), members.tolist(), 0.01)
+    actual = completion_advantages("gdpo", components, groups, members, component_weights=weights, eps=0.01)
+    torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-4, atol=1e-5)
 
 
-def test_empty_input_gives_empty_output():
-    assert group_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.long)).shape == (0,)
-
-
-@given(GROUPS, st.floats(1e-6, 1.0))
-def test_group_advantages_match_scalar_reference(dealt, eps):
-    rewards, groups = tensors(dealt)
-    rewards[::5] = NAN
-    expected = torch.tensor(scalar_grpo.advantages(rewards.tolist(), groups.tolist(), eps))
-    torch.testing.assert_close(group_advantages(rewards, groups, eps), expected, rtol=1e-5, atol=1e-6)
-
-
-@given(GROUPS, st.integers(-100, 100))
-def test_invariant_to_shift_of_a_groups_rewards(dealt, shift):
-    rewards, groups = tensors(dealt)
-    moved = rewards + shift * (groups + 1)
-    torch.testing.assert_close(group_advantages(moved, groups), group_advantages(rewards, groups), rtol=1e-5, atol=1e-5)
-
-
-@given(GROUPS, st.floats(0.25, 4.0))
-def test_invariant_to_scale_if_eps_scales_too(dealt, scale):
-    rewards, groups = tensors(dealt)
-    scaled = group_advantages(rewards * scale, groups, eps=0.1 * scale)
-    torch.testing.assert_close(scaled, group_advantages(rewards, groups, eps=0.1), rtol=1e-4, atol=1e-5)
-
-
-@given(GROUPS)
-def test_sum_to_zero_and_keep_order_within_each_group(dealt):
-    rewards, groups = tensors(dealt)
-    found = group_advantages(rewards, groups)
-    for group in groups.unique():
-        rows = groups == group
-        assert abs(float(found[rows].sum())) < 1e-4
-        order = rewards[rows].argsort(stable=True)
-        assert bool((found[rows][order].diff() >= 0).all())
-
-
-@given(GROUPS, st.randoms(use_true_random=False))
-def test_invariant_to_row_order_and_group_ids(dealt, random):
-    rewards, groups = tensors(dealt)
-    order = list(range(len(rewards)))
-    random.shuffle(order)
-    again = group_advantages(rewards[order], 1000 - 7 * groups[order])
-    torch.testing.assert_close(again, group_advantages(rewards, groups)[order], rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("kind", [kind for kind in OF_COMPLETIONS if kind != "reinforce"])
+@pytest.mark.parametrize("value", [0.1, -3.7, 1e8, 1e-30])
+def test_equal_rewards_give_exactly_zero_beside_other_groups(kind, value):
+    rewards = torch.tensor([value] * 8 + [1.0, 2.0, 3.0, NAN])
+    groups = torch.arange(12) // 8
+    found = completion_advantages(kind, rewards, groups, torch.zeros(12, dtype=torch.long), eps=1e-8)
+    assert torch.equal(found[:8], torch.zeros(8))
+    assert float(found[8:].abs().max()) > 0
+    assert float(found[11]) == 0
 
 
 def test_large_rewards_with_small_differences():
-    rewards = torch.tensor([1e7, 1e7 + 1, 1e7 + 2])
-    torch.testing.assert_close(
-        group_advantages(rewards, torch.zeros(3, dtype=torch.long)),
-        torch.tensor([-1.0, 0.0, 1.0]),
-        rtol=1e-3,
-        atol=1e-6,
-    )
+    found = group_advantages(torch.tensor([1e7, 1e7 + 1, 1e7 + 2]), torch.zeros(3, dtype=torch.long))
+    torch.testing.assert_close(found, torch.tensor([-1.0, 0.0, 1.0]), rtol=1e-3, atol=1e-6)
 
 
 def test_zero_variance_groups():
@@ -126,83 +89,170 @@ def test_zero_variance_groups():
     assert zero_variance_groups(rewards, groups, 4).tolist() == [True, False, True, True]
 
 
-def of_kind(kind, rewards, groups, members, eps=1e-4):
-    """Return the advantages of the named estimator."""
-    if kind == "outcome":
-        return group_advantages(rewards, groups, eps)
-    if kind == "batch_std":
-        return batch_std_advantages(rewards, groups, members, eps)
-    if kind == "gdpo":
-        return gdpo_advantages(rewards[:, None], None, groups, members, eps)
-    if kind == "reinforce":
-        rows = torch.ones(len(rewards), 1, dtype=torch.bool)
-        return advantages(kind, rewards=rewards, group_ids=groups, member_ids=members, mask=rows)[:, 0]
-    return {"mean_only": mean_centred_advantages, "rloo": leave_one_out_advantages}[kind](rewards, groups)
+def random_work(seed, members=2):
+    """Return keyword arguments of `advantages`: 3 groups of 3 for every member, some rewards not applying."""
+    random = torch.Generator().manual_seed(seed)
+    rows = 9 * members
+    mask = torch.arange(5) < torch.randint(1, 6, (rows, 1), generator=random)
+    steps = torch.where(mask, torch.randint(-2, 3, (rows, 5), generator=random).float(), NAN)
+    steps[torch.rand(rows, generator=random) < 0.2] = NAN
+    rewards = torch.where(steps.isnan().all(1), NAN, steps.nansum(1))
+    other = torch.where(rewards.isnan(), NAN, torch.rand(rows, generator=random))
+    return {
+        "rewards": rewards,
+        "step_rewards": steps,
+        "components": torch.stack([rewards, other], 1),
+        "group_ids": torch.arange(rows) // 3,
+        "member_ids": torch.arange(rows) // 9,
+        "mask": mask,
+    }
 
 
-KINDS = ("outcome", "mean_only", "rloo", "batch_std", "gdpo")
+def select(work, rows):
+    return {name: values[rows] for name, values in work.items()}
 
 
-@given(GROUPS, st.sampled_from([*KINDS[:-1], "reinforce"]), st.booleans())
-def test_estimators_match_slow_reference(dealt, kind, holes):
-    rewards, groups = tensors(dealt)
-    if holes:
-        rewards[::3] = NAN
-    members = groups % 2
-    expected = slow_advantages.of_completions(kind, rewards.tolist(), groups.tolist(), members.tolist(), 0.01)
-    actual = of_kind(kind, rewards, groups, members, 0.01)
-    torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("kind", OF_COMPLETIONS)
+def test_completion_estimators_are_constant_over_actions_and_discounted_by_gamma(kind):
+    work = random_work(0)
+    work["mask"][0] = torch.tensor([True, True, False, False, True])
+    work["rewards"][0], work["components"][0] = 5.0, 5.0
+    flat = advantages(kind, **work)
+    per_row = flat.abs().amax(1, keepdim=True) * flat.sum(1, keepdim=True).sign()
+    torch.testing.assert_close(flat, torch.where(work["mask"], per_row, 0.0))
+    assert float(flat[0, 0]) != 0
+    faded = advantages(kind, gamma=0.5, **work)
+    torch.testing.assert_close(faded[0], flat[0] * torch.tensor([0.25, 0.5, 0.0, 0.0, 1.0]))
+
+
+def test_order_of_operations_by_hand():
+    """Normalise in the group, clip, place and subtract KL, clip, return, whiten, mask, clip: in plain floats."""
+    rewards, groups, gamma = [0.0, 0.0, 0.0, 9.0], [0, 0, 0, 0], 0.9
+    lengths = [1, 3, 2, 3]
+    penalties = [[0.3], [0.1, -0.2, 0.4], [0.0, 2.0], [0.1, 0.1, 0.1]]
+    scores = slow_advantages.of_completions("outcome", rewards, groups, groups, 1e-4)
+    assert max(scores) > 1.2  # so the first clip binds
+    scores = [min(max(score, -1.2), 1.2) for score in scores]
+    returns = []
+    for score, length, penalty in zip(scores, lengths, penalties, strict=True):
+        steps = [(score if step == length - 1 else 0.0) - penalty[step] for step in range(length)]
+        returns.append(slow_advantages.returns_to_go([min(max(value, -1.2), 1.2) for value in steps], gamma))
+    every = [value for row in returns for value in row]
+    mean, deviation = slow_advantages.spread(every)
+    expected = [[(value - mean) / math.sqrt(deviation**2 + 1e-8) for value in row] for row in returns]
+    assert max(abs(value) for row in expected for value in row) > 1.3  # so the last clip binds
+    mask = torch.arange(3) < torch.tensor(lengths)[:, None]
+    actual = advantages(
+        "outcome",
+        rewards=torch.tensor(rewards),
+        group_ids=torch.tensor(groups),
+        member_ids=torch.tensor(groups),
+        mask=mask,
+        gamma=gamma,
+        kl_penalty=torch.tensor([row + [77.0] * (3 - len(row)) for row in penalties]),
+        reward_clip=1.2,
+        whiten_advantages=True,
+        advantage_clip=1.3,
+    )
+    for row, values in enumerate(expected):
+        clipped = torch.tensor([min(max(value, -1.3), 1.3) for value in values])
+        torch.testing.assert_close(actual[row, : len(values)], clipped, rtol=1e-5, atol=1e-6)
+    assert not bool(actual[~mask].any())
+
+
+@pytest.mark.parametrize("kind", STEP_ADVANTAGES)
+def test_kl_penalty_is_subtracted_before_the_return(kind):
+    work = random_work(1)
+    penalty = torch.rand(work["mask"].shape, generator=torch.Generator().manual_seed(2))
+    actual = advantages(kind, kl_penalty=penalty, gamma=0.9, **work)
+    if kind == "process":
+        plain = advantages(kind, gamma=0.9, **work)
+        rows = ~work["rewards"].isnan()
+        returns = torch.tensor(
+            [
+                slow_advantages.returns_to_go(torch.where(m, p, 0.0).tolist(), 0.9)
+                for m, p in zip(work["mask"], penalty, strict=True)
+            ]
+        )
+        expected = torch.where(work["mask"] & rows[:, None], plain - returns, 0.0)
+    else:
+        steps = torch.where(work["rewards"].isnan()[:, None], NAN, work["step_rewards"].nan_to_num(nan=0.0) - penalty)
+        expected = advantages(kind, gamma=0.9, **work | {"step_rewards": steps})
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("value", [0.1, -3.7, 1e8])
-def test_equal_rewards_give_exactly_zero_beside_other_groups(kind, value):
-    rewards = torch.tensor([value] * 8 + [1.0, 2.0, 3.0, NAN])
-    groups = torch.arange(12) // 8
-    found = of_kind(kind, rewards, groups, torch.zeros(12, dtype=torch.long), 1e-8)
-    assert torch.equal(found[:8], torch.zeros(8))
-    assert float(found[8:].abs().max()) > 0
-    assert float(found[11]) == 0
+def test_completions_without_reward_get_zero_even_with_a_kl_penalty(kind):
+    work = random_work(3)
+    without = work["rewards"].isnan()
+    assert bool(without.any())
+    actual = advantages(kind, kl_penalty=torch.ones(work["mask"].shape), **work)
+    assert not bool(actual[without].any())
+    assert bool(actual.isfinite().all())
 
 
-def test_leave_one_out_by_hand():
-    rewards = torch.tensor([1.0, 2.0, 6.0, NAN])
-    found = leave_one_out_advantages(rewards, torch.zeros(4, dtype=torch.long))
-    torch.testing.assert_close(found, torch.tensor([1 - 8 / 2, 2 - 7 / 2, 6 - 3 / 2, 0.0]))
-    three = (
-        mean_centred_advantages(rewards, torch.zeros(4, dtype=torch.long)) * 3 / 2
-    )  # g / (g - 1) of the three that apply
-    torch.testing.assert_close(found, three)
+@given(st.sampled_from(KINDS), st.integers(0, 500), st.booleans())
+def test_members_are_independent(kind, seed, whitened):
+    work = random_work(seed, members=3)
+    together = advantages(kind, whiten_advantages=whitened, **work)
+    for member in range(3):
+        rows = work["member_ids"] == member
+        alone = advantages(kind, whiten_advantages=whitened, **select(work, rows))
+        torch.testing.assert_close(together[rows], alone, rtol=1e-6, atol=1e-7)
+    louder = work | {"rewards": torch.where(work["member_ids"] == 1, 100 * work["rewards"], work["rewards"])}
+    rows = work["member_ids"] != 1
+    assert torch.equal(advantages(kind, whiten_advantages=whitened, **louder)[rows], together[rows])
 
 
-def test_batch_std_uses_all_rewards_of_one_member():
-    rewards = torch.tensor([0.0, 2.0, 10.0, 12.0, 500.0, -500.0])
-    groups, members = torch.tensor([0, 0, 1, 1, 2, 2]), torch.tensor([0, 0, 0, 0, 1, 1])
-    deviation = torch.tensor([0.0, 2.0, 10.0, 12.0]).std()
-    expected = torch.tensor([-1.0, 1.0, -1.0, 1.0]) / (deviation + 0.5)
-    torch.testing.assert_close(batch_std_advantages(rewards, groups, members, 0.5)[:4], expected)
+@given(st.sampled_from(KINDS), st.integers(0, 500), st.randoms(use_true_random=False))
+def test_invariant_to_row_order(kind, seed, random):
+    work = random_work(seed)
+    order = list(range(18))
+    random.shuffle(order)
+    again = advantages(kind, **select(work, order))
+    torch.testing.assert_close(again, advantages(kind, **work)[order], rtol=1e-6, atol=1e-6)
 
 
-@given(GROUPS, st.integers(1, 3), st.integers(0, 1000))
-def test_gdpo_matches_slow_reference(dealt, functions, seed):
-    rewards, groups = tensors(dealt)
-    random = torch.Generator().manual_seed(seed)
-    components = torch.randint(-3, 4, (len(rewards), functions), generator=random).float()
-    components[:, 0] = rewards
-    components[torch.rand(components.shape, generator=random) < 0.2] = NAN
-    weights = 0.5 + torch.rand(functions, generator=random)
-    members = groups % 2
-    expected = slow_advantages.gdpo(components.tolist(), weights.tolist(), groups.tolist(), members.tolist(), 0.01)
-    actual = gdpo_advantages(components, weights, groups, members, 0.01)
-    torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-4, atol=1e-5)
+def test_whitening_equal_values_gives_zero():
+    values = torch.full((2, 3), 0.1)
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    assert not bool(whiten(values, mask, torch.zeros(2, dtype=torch.long)).any())
 
 
-def test_gdpo_is_invariant_to_the_range_of_a_reward_function():
-    components = torch.tensor([[0.0, 0.0], [0.0, 1000.0], [1.0, 0.0], [1.0, 1000.0]])
-    groups = torch.zeros(4, dtype=torch.long)
-    found = gdpo_advantages(components, None, groups, groups)
-    torch.testing.assert_close(found[1], found[2], rtol=0, atol=1e-3)
-    summed = group_advantages(components.sum(1), groups)
-    assert float(summed[1] - summed[2]) > 1.0
-    only_first = gdpo_advantages(components, torch.tensor([1.0, 0.0]), groups, groups)
-    torch.testing.assert_close(only_first[:2], only_first[:1].expand(2))
+def test_advantage_clip_per_row():
+    work = random_work(5)
+    plain = advantages("rloo", **work)
+    bound = torch.full((18, 1), math.inf)
+    bound[::2] = 0.5
+    actual = advantages("rloo", advantage_clip=bound, **work)
+    assert torch.equal(actual[1::2], plain[1::2])
+    assert torch.equal(actual[::2], plain[::2].clamp(-0.5, 0.5))
+    assert float(plain[::2].abs().max()) > 0.5
+
+
+@pytest.mark.parametrize("kind", STEP_ADVANTAGES)
+def test_step_rewards_are_clipped_before_the_return(kind):
+    """The advantage "process" normalises before it clips."""
+    work = random_work(4)
+    steps = work["step_rewards"]
+    actual = advantages(kind, reward_clip=0.75, **work)
+    assert not torch.equal(actual, advantages(kind, **work))
+    if kind == "process":
+        scores = standardised_step_rewards(steps, work["mask"], work["group_ids"])
+        assert float(scores.nan_to_num(nan=0.0).abs().max()) > 0.75
+        expected = returns_to_go(scores.clamp(-0.75, 0.75), work["mask"])
+    else:
+        expected = advantages(kind, **work | {"step_rewards": steps.clamp(-0.75, 0.75)})
+    torch.testing.assert_close(actual, expected)
+
+
+def test_invalid_arguments_are_rejected():
+    work = random_work(0)
+    with pytest.raises(ValueError, match=r"advantage.*gae"):
+        advantages("gae", **work)
+    with pytest.raises(ValueError, match="components"):
+        advantages("gdpo", **work | {"components": None})
+    lonely = {name: values[:4] for name, values in work.items()}
+    for kind in set(KINDS) - {"reinforce"}:  # has no groups
+        with pytest.raises(ValueError, match="group"):
+            advantages(kind, **lonely)

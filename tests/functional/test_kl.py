@@ -25,19 +25,6 @@ def divergence(one, other):
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("kind", ["k1", "k3"])
-def test_k1_and_k3_are_unbiased(kind, seed):
-    logits, reference = policies(seed)
-    policy = logits.log_softmax(0)
-    expectation = (policy.exp() * kl_estimate(kind, policy, reference)).sum()
-    torch.testing.assert_close(expectation, divergence(policy, reference))
-    # The probabilities carry a gradient here too, so that of the expectation is that of the divergence.
-    (gradient,) = torch.autograd.grad(expectation, logits, retain_graph=True)
-    (expected,) = torch.autograd.grad(divergence(policy, reference), logits)
-    torch.testing.assert_close(gradient, expected)
-
-
-@pytest.mark.parametrize("seed", range(5))
 def test_expected_gradients_as_losses(seed):
     """A loss is differentiated at sampled actions, so the probabilities are constants."""
     logits, reference = policies(seed)
@@ -134,11 +121,3 @@ def test_adaptive_kl_by_hand():
     # Errors against 0.1: 0, +0.1, bound +0.2, bound -0.2, -0.1; a tenth of the horizon has passed.
     expected = torch.tensor([1.0, 1.01, 2.04, 0.98, 0.495])
     torch.testing.assert_close(adaptive_kl(value, kl, 0.1, 1000, 100), expected)
-
-
-def test_adaptive_kl_reaches_its_target():
-    """For a policy whose KL is inverse to the coefficient."""
-    value = torch.tensor(0.01)
-    for _ in range(2000):
-        value = adaptive_kl(value, 0.02 / value, target=0.05, horizon=100, n=8)
-    assert float(value) == pytest.approx(0.4, rel=1e-3)

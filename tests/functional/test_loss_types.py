@@ -71,15 +71,6 @@ def test_only_listed_switches_change_a_loss(loss_type):
         assert same == (name not in LOSS_TYPES[loss_type].switches)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_bias_corrected_kl_uses_the_clipped_ratio(loss_type):
-    corrected = bias_corrected_kl(torch.ones(MASK.shape), loss_type, NEAR, OLD, MASK)
-    per_action = (NEAR - OLD).exp()
-    per_completion = torch.where(MASK, NEAR - OLD, torch.nan).nanmean(1, keepdim=True).exp().expand_as(MASK)
-    expected = per_completion if LOSS_TYPES[loss_type].ratio == "completion" else per_action
-    assert torch.allclose(corrected[MASK], expected[MASK])
-
-
 def test_unknown_loss_type_is_rejected():
     for call in (losses, lambda name, x: bias_corrected_kl(x, name, x, OLD, MASK)):
         with pytest.raises(ValueError, match="loss_type"):

@@ -1,4 +1,4 @@
-"""Policy losses against a slow reference and closed forms; effects of masks and clips."""
+"""Policy losses and their weights against a slow reference and closed forms; effects of masks and clips."""
 
 import itertools
 import math
@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evogrpo.functional.loss_types import LOSS_TYPES
-from evogrpo.functional.losses import clipped_actions, loss_weights, policy_loss
+from evogrpo.functional.losses import AGGREGATIONS, clipped_actions, loss_weights, policy_loss
 from tests.oracles import slow_losses
 
 RATIO_TYPES = ("grpo", "dapo", "bnpo", "dr_grpo", "gspo", "luspo")
-CLIPPED = tuple(kind for kind in LOSS_TYPES if kind != "sapo")
 OPTIONS = [
     (loss_type, options)
     for loss_type, options in itertools.product(
@@ -41,11 +40,12 @@ def random_batch(seed, rows=5, width=6, spread=0.5):
 
 
 @pytest.mark.parametrize(("loss_type", "options"), OPTIONS)
-@pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.1, 0.5)])
-def test_losses_and_gradients_match_slow_reference(loss_type, options, low, high):
-    for seed in range(6):
+def test_losses_and_gradients_match_slow_reference(loss_type, options):
+    low, high = torch.tensor([0.2, 0.1, 0.5, 0.2, 0.1]), torch.tensor([0.2, 0.3, 0.1, 0.1, 0.5])  # of each row
+    clips = {"clip_low": low.double()[:, None], "clip_high": high.double()[:, None]}
+    for seed in range(12):
         new, old, advantages, mask = random_batch(seed)
-        losses = policy_loss(loss_type, new, old, advantages, mask, clip_low=low, clip_high=high, **options)
+        losses = policy_loss(loss_type, new, old, advantages, mask, **clips, **options)
         slow = torch.zeros_like(losses)
         for row in range(len(mask)):
             if mask[row].any():
@@ -55,8 +55,8 @@ def test_losses_and_gradients_match_slow_reference(loss_type, options, low, high
                     list(new[row, here]),
                     old[row, here].tolist(),
                     advantages[row, here].tolist(),
-                    clip_low=low,
-                    clip_high=high,
+                    clip_low=float(low.double()[row]),
+                    clip_high=float(high.double()[row]),
                     **options,
                 )
                 slow[row, here] = torch.stack(values)
@@ -80,21 +80,6 @@ def test_gradient_at_ratio_one_is_the_policy_gradient(loss_type):
         losses = policy_loss(loss_type, log_probs, old, advantages, mask, clip_low=clip, clip_high=clip)
         (gradient,) = torch.autograd.grad((weights * losses).sum(), log_probs)
         torch.testing.assert_close(gradient, -advantages * weights, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_clips_per_row(loss_type):
-    new, old, advantages, mask = random_batch(1, rows=3)
-    low, high = torch.tensor([[0.1], [0.2], [0.5]]).double(), torch.tensor([[0.3], [0.2], [0.1]]).double()
-    own = policy_loss(loss_type, new, old, advantages, mask, clip_low=low, clip_high=high)
-    sides = clipped_actions(loss_type, new, old, advantages, mask, clip_low=low, clip_high=high)
-    for row in range(3):
-        one, here = slice(row, row + 1), (float(low[row]), float(high[row]))
-        arguments = new[one], old[one], advantages[one], mask[one]
-        alone = policy_loss(loss_type, *arguments, clip_low=here[0], clip_high=here[1])
-        assert torch.equal(own[one], alone)
-        alone = clipped_actions(loss_type, *arguments, clip_low=here[0], clip_high=here[1])
-        assert torch.equal(torch.stack(sides)[:, one], torch.stack(alone))
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -129,36 +114,15 @@ def test_extreme_ratios_have_finite_gradients(loss_type):
         assert bool(gradient.isfinite().all())
 
 
-def test_dual_clip_by_hand():
-    new = torch.log(torch.tensor([[5.0, 5.0, 1.1]]))
-    arguments = new, torch.zeros(1, 3), torch.tensor([[-2.0, 2.0, -2.0]]), torch.ones(1, 3, dtype=torch.bool)
-    losses = policy_loss("grpo", *arguments, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
-    torch.testing.assert_close(losses, torch.tensor([[6.0, -2.4, 2.2]]))
-
-
-def test_delta_by_hand():
-    new = torch.log(torch.tensor([[5.0, 5.0, 1.1]]))
-    arguments = new, torch.zeros(1, 3), torch.tensor([[-2.0, 2.0, -2.0]]), torch.ones(1, 3, dtype=torch.bool)
-    losses = policy_loss("grpo", *arguments, clip_low=0.2, clip_high=0.2, delta=4.0)
-    torch.testing.assert_close(losses, torch.tensor([[8.0, -2.4, 2.2]]))
-
-
-def test_cispo_gradient_at_the_cap():
-    new = torch.tensor([[math.log(5.0), math.log(0.1)]], requires_grad=True)
-    arguments = new, torch.zeros(1, 2), torch.tensor([[2.0]]), torch.ones(1, 2, dtype=torch.bool)
-    for low, factors in ((False, [1.3, 0.1]), (True, [1.3, 0.8])):
-        losses = policy_loss("cispo", *arguments, clip_low=0.2, clip_high=0.3, cispo_clip_low=low)
-        (gradient,) = torch.autograd.grad(losses.sum(), new)
-        torch.testing.assert_close(gradient, -2.0 * torch.tensor([factors]))
-
-
 @given(st.integers(0, 1000), st.sampled_from(("grpo", "dapo", "bnpo", "dr_grpo", "gmpo", "gspo", "luspo")))
 def test_clipped_actions_have_no_gradient(seed, loss_type):
     new, old, advantages, mask = random_batch(seed)
     if loss_type in ("gspo", "luspo", "gmpo"):
         advantages = advantages[:, :1].expand_as(mask)
-    low, high = clipped_actions(loss_type, new, old, advantages, mask, clip_low=0.2, clip_high=0.4)
-    losses = policy_loss(loss_type, new, old, advantages, mask, clip_low=0.2, clip_high=0.4)
+    bounds = torch.tensor([[0.1], [0.2], [0.5], [0.3], [0.1]], dtype=torch.float64)  # of each row
+    clips = {"clip_low": bounds, "clip_high": bounds.flip(0)}
+    low, high = clipped_actions(loss_type, new, old, advantages, mask, **clips)
+    losses = policy_loss(loss_type, new, old, advantages, mask, **clips)
     (gradient,) = torch.autograd.grad(losses.sum(), new)
     assert torch.equal(low | high, mask & (advantages != 0) & (gradient == 0))
     assert not bool((low & high).any())
@@ -177,26 +141,41 @@ def test_clipped_actions_of_cispo_and_sapo():
     assert not torch.stack(clipped_actions("sapo", *arguments, clip_low=0.2, clip_high=0.3)).any()
 
 
-@pytest.mark.parametrize("loss_type", CLIPPED)
-def test_wider_clips_bind_less_often(loss_type):
-    new, old, advantages, mask = random_batch(4, rows=40)
-    counts = [
-        int(torch.stack(clipped_actions(loss_type, new, old, advantages, mask, clip_low=c, clip_high=c)).sum())
-        for c in (0.01, 0.1, 0.3, 0.9)
-    ]
-    assert counts == sorted(counts, reverse=True)
-    assert counts[0] > counts[-1]
+MASK = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
+MEMBERS = torch.tensor([3, 3, 0, 0, 3])  # member 3: actions 4 + 2 + 0; member 0: 1 + 2
+BY_HAND = {
+    "token-mean": [1 / 6, 1 / 6, 1 / 3, 1 / 3, 0],
+    "seq-mean-token-sum": [1 / 3, 1 / 3, 1 / 2, 1 / 2, 0],
+    "seq-mean-token-mean": [1 / 12, 1 / 6, 1 / 2, 1 / 4, 0],
+    "seq-mean-token-sum-norm": [1 / 30, 1 / 30, 1 / 20, 1 / 20, 0],
+}
 
 
-@pytest.mark.parametrize("loss_type", ["cispo", "sapo", "gmpo"])
-@pytest.mark.parametrize("option", ["dual_clip", "delta"])
-def test_dual_clip_and_delta_are_rejected_without_a_clipped_ratio(loss_type, option):
-    new, old, advantages, mask = random_batch(0)
-    with pytest.raises(ValueError, match=f"dual_clip.*{loss_type}"):
-        policy_loss(loss_type, new, old, advantages, mask, clip_low=0.2, clip_high=0.2, **{option: 3.0})
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_weights_by_hand(aggregation):
+    expected = torch.where(MASK, torch.tensor(BY_HAND[aggregation])[:, None], 0.0)
+    torch.testing.assert_close(loss_weights("grpo", aggregation, MASK, MEMBERS, 10), expected)
 
 
-def test_unknown_loss_type_is_rejected():
-    new, old, advantages, mask = random_batch(0)
+def test_default_aggregation_of_loss_types():
+    assert set(BY_HAND) == set(AGGREGATIONS)
+    for loss_type in LOSS_TYPES:
+        own = loss_weights(loss_type, None, MASK, MEMBERS, 10)
+        assert torch.equal(own, loss_weights("grpo", LOSS_TYPES[loss_type].aggregation, MASK, MEMBERS, 10))
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_rows_without_actions_weigh_nothing(loss_type):
+    weights = loss_weights(loss_type, None, torch.zeros(3, 2, dtype=torch.bool), torch.tensor([0, 0, 1]), 9)
+    assert torch.equal(weights, torch.zeros(3, 2))
+    nothing = torch.zeros(0, 2, dtype=torch.bool)
+    assert loss_weights(loss_type, None, nothing, torch.zeros(0, dtype=torch.long), 9).shape == (0, 2)
+
+
+def test_invalid_arguments_are_rejected():
+    with pytest.raises(ValueError, match="max_completion_length"):
+        loss_weights("dr_grpo", None, MASK, MEMBERS)
+    with pytest.raises(ValueError, match="aggregation"):
+        loss_weights("grpo", "mean", MASK, MEMBERS)
     with pytest.raises(ValueError, match="loss_type"):
-        policy_loss("ppo", new, old, advantages, mask, clip_low=0.2, clip_high=0.2)
+        loss_weights("ppo", "token-mean", MASK, MEMBERS)

@@ -5,14 +5,7 @@ import torch
 
 from evogrpo.functional import matmul
 from evogrpo.functional.log_probs import chunked_log_probs
-from evogrpo.functional.matmul import (
-    add_frozen_linear_,
-    frozen_linear,
-    frozen_linear_columns,
-    padded_rows,
-    padding_rows,
-    uses_onednn,
-)
+from evogrpo.functional.matmul import add_frozen_linear_, frozen_linear, frozen_linear_columns, uses_onednn
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -50,17 +43,11 @@ def test_products_match_float64(rows):
         assert_rounded(frozen_linear_columns(weight, x.T.contiguous(), bias).T, x, weight, bias.expand(rows, -1))
         assert_rounded(frozen_linear(x, weight.T.contiguous().T), x, weight)
         assert_rounded(frozen_linear(x.T.contiguous().T, weight), x, weight)
+        apart = torch.stack([bias, -bias], 1)[:, 0]  # with strides
+        assert torch.equal(frozen_linear(x, weight, apart), frozen_linear(x, weight, bias))
         before = into.clone()
         add_frozen_linear_(into, x, weight)
         assert_rounded(into, x, weight, before)
-
-
-@pytest.mark.usefixtures("library")
-def test_bias_with_strides():
-    x, weight, bias, _ = operands(5)
-    apart = torch.stack([bias, -bias], 1)[:, 0]
-    with torch.no_grad():
-        assert torch.equal(frozen_linear(x, weight, apart), frozen_linear(x, weight, bias))
 
 
 @pytest.mark.usefixtures("library")
@@ -98,21 +85,6 @@ def test_onednn_is_used_for_large_float32_matrices_only(monkeypatch):
     assert not uses_onednn(2, few, many)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_padding_rows(dtype, monkeypatch):
-    monkeypatch.setattr(matmul, "onednn_is_faster", lambda: True)
-    large, cpu = torch.zeros(matmul.MIN_ELEMENTS, 1), torch.device("cpu")
-    for tokens in range(1, 300):
-        rest = padding_rows(tokens, dtype, cpu)
-        assert 0 <= rest < matmul.ROW_MULTIPLE
-        assert uses_onednn(tokens + rest, large, large)
-        assert (tokens + rest) % matmul.FEW_ROWS_MULTIPLE == 0
-        assert tokens <= matmul.FEW_ROWS or uses_onednn(tokens, large, large) == (rest == 0)
-    assert padding_rows(129, dtype, torch.device("meta")) == 0
-    monkeypatch.setattr(matmul, "onednn_is_faster", lambda: False)
-    assert padding_rows(129, torch.float32, cpu) == 0
-
-
 @pytest.mark.parametrize(
     ("vendor", "capability", "expected"),
     [("AuthenticAMD", "AVX512", True), ("AuthenticAMD", "AVX2", False), ("GenuineIntel", "AVX512", False)],
@@ -121,11 +93,3 @@ def test_onednn_is_faster_on_amd_with_avx512(vendor, capability, expected, monke
     monkeypatch.setattr(matmul.Path, "read_text", lambda path, **how: f"vendor_id\t: {vendor}\n")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     assert matmul.onednn_is_faster.__wrapped__() is (expected and torch.backends.mkldnn.is_available())
-
-
-def test_padded_rows(library):
-    for rows in range(1, 300):
-        count = padded_rows(rows)
-        assert rows <= count < rows + (8 if count <= 128 else 32)
-        if rows >= 8:
-            assert padding_rows(count, torch.bfloat16, torch.device("cpu")) == 0

@@ -11,12 +11,14 @@ from evogrpo.functional.loss_types import IMPORTANCE_CORRECTIONS
 from evogrpo.functional.losses import bias_corrected_kl, loss_weights, policy_loss
 
 peer_losses = pytest.importorskip("tests.oracles.peer_losses", reason="needs trl and liger-kernel")
-LENGTH = 9  # max_completion_length, longer than the padded width
-CLIPS = ((0.2, 0.2), (0.1, 0.4))
+OPTIONS = {"clip_low": 0.2, "clip_high": 0.3, "beta": 0.1, "delta": None}
+OPTIONS["max_completion_length"] = 9  # longer than the padded width
 SETTINGS = [
-    (loss_type, *rest)
-    for loss_type, *rest in itertools.product(peer_losses.NAMES, CLIPS, (0.0, 0.3), (None, 1.6))
-    if rest[-1] is None or loss_type not in ("cispo", "sapo")
+    (loss_type, {"clip_low": low, "clip_high": high, "beta": beta, "delta": delta})
+    for loss_type, (low, high), beta, delta in itertools.product(
+        peer_losses.NAMES, ((0.2, 0.2), (0.1, 0.4)), (0.0, 0.3), (None, 1.6)
+    )
+    if delta is None or loss_type not in ("cispo", "sapo")
 ]
 
 
@@ -37,96 +39,70 @@ def random_batch(seed, per_action=False):
     return log_probs, old, old + 0.5 * normal(6, 7), advantages, mask
 
 
-def ours(
-    loss_type,
-    batch,
-    *,
-    clip_low,
-    clip_high,
-    beta,
-    delta,
-    max_completion_length,
-    kept=None,
-    factor=None,
-    bias_correction=False,
-):
+def ours(loss_type, batch, *, kept=1.0, factor=1.0, bias_correction=False, **options):
     """Return our loss of the same batch."""
     log_probs, old, reference, advantages, mask = batch
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]
-    losses = policy_loss(
-        loss_type, log_probs, old, advantages, mask, clip_low=clip_low, clip_high=clip_high, delta=delta
-    )
-    if kept is not None:
-        losses = losses * kept
-    if factor is not None:
-        losses = losses * factor
-    if beta:
+    settings = OPTIONS | options
+    clips = {name: settings[name] for name in ("clip_low", "clip_high", "delta")}
+    losses = policy_loss(loss_type, log_probs, old, advantages, mask, **clips) * kept * factor
+    if settings["beta"]:
         kl = torch.where(mask, kl_estimate("k3", log_probs, reference), 0.0)
         if bias_correction:
             kl = bias_corrected_kl(kl, loss_type, log_probs, old, mask)
-        losses = losses + beta * kl
+        losses = losses + settings["beta"] * kl
     member = torch.zeros(len(mask), dtype=torch.long)
-    return (loss_weights(loss_type, None, mask, member, max_completion_length) * losses).sum()
+    return (loss_weights(loss_type, None, mask, member, settings["max_completion_length"]) * losses).sum()
 
 
 def assert_same(one, other, log_probs):
     """Compare losses and gradients at 1e-5, relative to their largest entry."""
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-9)
-    (first,) = torch.autograd.grad(one, log_probs)
+    (first,) = torch.autograd.grad(one, log_probs, retain_graph=True)
     (second,) = torch.autograd.grad(other, log_probs)
     assert float(second.abs().max()) > 1e-3
     torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-5 * float(second.abs().max()))
 
 
-# Liger's luspo scales KL by the length and averages it over padding.
-@pytest.mark.parametrize(
-    ("loss_type", "clip", "beta", "delta"), [row for row in SETTINGS if row[0] != "luspo" or not row[2]]
-)
-def test_losses_match_liger(loss_type, clip, beta, delta):
-    options = {"clip_low": clip[0], "clip_high": clip[1], "beta": beta, "delta": delta, "max_completion_length": LENGTH}
-    for seed in range(10):
-        batch = random_batch(seed)
-        assert_same(ours(loss_type, batch, **options), peer_losses.liger(loss_type, *batch, **options), batch[0])
-
-
-@pytest.mark.parametrize(("loss_type", "clip", "beta", "delta"), SETTINGS)
+@pytest.mark.parametrize(("loss_type", "settings"), SETTINGS)
 @pytest.mark.parametrize("per_action", [False, True])
-def test_losses_match_trl(loss_type, clip, beta, delta, per_action):
-    options = {"clip_low": clip[0], "clip_high": clip[1], "beta": beta, "delta": delta, "max_completion_length": LENGTH}
+def test_losses_match_liger_and_trl(loss_type, settings, per_action):
+    options = OPTIONS | settings
     for seed in range(10):
         batch = random_batch(seed, per_action)
-        assert_same(ours(loss_type, batch, **options), peer_losses.trl(loss_type, *batch, **options), batch[0])
+        loss = ours(loss_type, batch, **settings)
+        assert_same(loss, peer_losses.trl(loss_type, *batch, **options), batch[0])
+        # Liger's luspo scales KL by the length and averages it over padding.
+        if not per_action and (loss_type != "luspo" or not settings["beta"]):
+            assert_same(loss, peer_losses.liger(loss_type, *batch, **options), batch[0])
 
 
 @pytest.mark.parametrize("loss_type", peer_losses.NAMES)
 @pytest.mark.parametrize("quantile", [0.2, 0.5, 0.8])
 def test_high_entropy_mask_matches_trl(loss_type, quantile):
-    options = {"clip_low": 0.2, "clip_high": 0.3, "beta": 0.1, "delta": None, "max_completion_length": LENGTH}
     for seed in range(5):
         batch = random_batch(seed)
         entropies = torch.rand(6, 7, generator=torch.Generator().manual_seed(seed))
         kept = high_entropy_mask(entropies, batch[4], torch.zeros(6, dtype=torch.long), quantile)
         assert 0 < int(kept.sum()) < int(batch[4].sum())
-        theirs = peer_losses.trl(loss_type, *batch, **options, entropies=entropies, top_entropy_quantile=quantile)
-        assert_same(ours(loss_type, batch, **options, kept=kept), theirs, batch[0])
+        theirs = peer_losses.trl(loss_type, *batch, **OPTIONS, entropies=entropies, top_entropy_quantile=quantile)
+        assert_same(ours(loss_type, batch, kept=kept), theirs, batch[0])
 
 
 @pytest.mark.parametrize("kind", IMPORTANCE_CORRECTIONS)
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "gspo"])
 def test_importance_weights_match_trl(kind, loss_type):
-    options = {"clip_low": 0.2, "clip_high": 0.3, "beta": 0.1, "delta": None, "max_completion_length": LENGTH}
     for seed in range(5):
         batch = random_batch(seed)
         noise = torch.randn(6, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         factor = importance_weights(kind, batch[1], batch[1] + 0.3 * noise, batch[4], cap=1.2)
-        theirs = peer_losses.trl(loss_type, *batch, **options, importance_ratio=factor)
-        assert_same(ours(loss_type, batch, **options, factor=factor), theirs, batch[0])
+        theirs = peer_losses.trl(loss_type, *batch, **OPTIONS, importance_ratio=factor)
+        assert_same(ours(loss_type, batch, factor=factor), theirs, batch[0])
 
 
 @pytest.mark.parametrize("loss_type", peer_losses.NAMES)
 def test_bias_corrected_kl_matches_trl(loss_type):
-    options = {"clip_low": 0.2, "clip_high": 0.3, "beta": 0.3, "delta": None, "max_completion_length": LENGTH}
     for seed in range(5):
         batch = random_batch(seed)
-        theirs = peer_losses.trl(loss_type, *batch, **options, bias_correction=True)
-        assert_same(ours(loss_type, batch, **options, bias_correction=True), theirs, batch[0])
+        theirs = peer_losses.trl(loss_type, *batch, **OPTIONS, bias_correction=True)
+        assert_same(ours(loss_type, batch, bias_correction=True), theirs, batch[0])

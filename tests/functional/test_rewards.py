@@ -88,13 +88,6 @@ def test_running_statistics_do_not_depend_on_the_chunks(history, chunk):
             torch.testing.assert_close(running[member, 2], ((own - own.mean()) ** 2).sum(), rtol=1e-7, atol=1e-8)
 
 
-def test_members_without_rewards_keep_their_statistics():
-    running = torch.tensor([[3.0, 1.0, 2.0], [5.0, -1.0, 7.0]], dtype=torch.float64)
-    after = update_running_statistics(running, torch.tensor([NAN, 2.0]), torch.tensor([0, 1]))
-    assert torch.equal(after[0], running[0])
-    assert not torch.equal(after[1], running[1])
-
-
 def test_running_norm_with_history_by_hand():
     running = torch.tensor([[4.0, 10.0, 12.0], [0.0, 0.0, 0.0]], dtype=torch.float64)  # deviation 2
     actual = normalise_rewards(

@@ -1,4 +1,4 @@
-"""AdapterBank: conformance, micro-batches, AdamW, learning rate schedules and errors."""
+"""AdapterBank: conformance as a bank and as a sampler, micro-batches, learning rate schedules and errors."""
 
 import pytest
 import torch
@@ -6,10 +6,10 @@ import torch
 from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
 from evogrpo.data import SamplingBatch
 from evogrpo.models.language.bank import AdapterBank
-from evogrpo.testing.policy_banks import PolicyBankTestCase, assert_gradients_agree
-from evogrpo.testing.samplers import as_batch, different_members, make_rows
-from tests.tiny_batches import grpo_loss, same_state, sampled_batch
-from tests.tiny_models import EOS, PAD, tiny_model
+from evogrpo.testing.policy_banks import PolicyBankTestCase
+from evogrpo.testing.samplers import PROMPTS, SamplerTestCase, as_batch, different_members, make_rows
+from tests.tiny_batches import assert_banks_agree, grpo_loss, same_state, sampled_batch
+from tests.tiny_models import DISTINCT, EOS, PAD, tiny_model
 
 MODEL = tiny_model("llama")
 TOKENS = 5
@@ -39,66 +39,33 @@ class TestAdapterBankWithOwnReferences(TestAdapterBank):
 
 
 HYPERPARAMETERS = {slot: Hyperparameters(lr=1e-2, max_grad_norm=1e6) for slot in range(3)}
+SYSTEM = (7, 9, 4, 8, 5, 6, 11, 10, 9)
+ROWS = {
+    # Longer together than gemma2's sliding window of 6.
+    "prompts": {"tokens": 8, "prompts": (*PROMPTS, (20,))},
+    "prompts that begin alike": {"tokens": 8, "prompts": tuple((*SYSTEM, *prompt) for prompt in (*PROMPTS, (20,)))},
+    # The gradient flows through the prompt only.
+    "one token": {"tokens": 1},
+}
 
 
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("budget", [1, 60])
-def test_gradients_do_not_depend_on_micro_batches(budget, shared):
-    whole = different_members(MODEL, 3, micro_batch_tokens=10**6)
-    split = different_members(MODEL, 3, micro_batch_tokens=budget)
-    batch = sampled_batch(whole)
-    calls = []
-    for bank in (whole, split):
-        bank.base.shares_prefix = shared
-        loss = grpo_loss(batch)
-        calls.append(0)
-
-        def counting(rows, log_probs, entropies, loss=loss):
-            calls[-1] += 1
-            return loss(rows, log_probs, entropies)
-
-        reports = bank.update(batch, counting, HYPERPARAMETERS).reports
-        assert all(report.grad_norm > 0 for report in reports.values())
-    assert calls[0] == 1
-    assert calls[1] == {1: len(batch), 10_000: 1}.get(budget, calls[1])
-    for slot in range(3):
-        one, other = whole.state(slot)["exp_avg"], split.state(slot)["exp_avg"]
-        assert_gradients_agree(one, other)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("architecture", DISTINCT)
+def test_shared_prefixes_and_micro_batches_keep_results(architecture, rows):
+    """Against one pass over whole rows that share no prefix."""
+    model = tiny_model(architecture)
+    shared, plain = different_members(model, 3, micro_batch_tokens=280), different_members(model, 3)
+    assert shared.base.shares_prefix
+    plain.base.shares_prefix = False
+    plain.micro_batch_tokens = 10**6
+    assert_banks_agree(shared, plain, make_rows(range(3), **ROWS[rows]))
 
 
-@pytest.mark.parametrize("reduce_memory_peak", [True, False])
-def test_reduce_memory_peak_keeps_results(reduce_memory_peak):
-    plain = different_members(MODEL, 2)
-    chunked = different_members(MODEL, 2, reduce_memory_peak=reduce_memory_peak)
-    if reduce_memory_peak:
-        chunked.passes.logits_rows = 7  # a tiny batch would fit into one chunk
-    batch = sampled_batch(plain)
-    torch.testing.assert_close(plain.log_probs(batch), chunked.log_probs(batch), rtol=1e-6, atol=1e-6)
-    reports = [bank.update(batch, grpo_loss(batch), {0: HYPERPARAMETERS[0]}).reports[0] for bank in (plain, chunked)]
-    assert reports[0].grad_norm == pytest.approx(reports[1].grad_norm, rel=1e-5)
-
-
-def test_a_member_without_rows_steps_with_a_zero_gradient():
-    settings = Optimizer(weight_decay=0.1, betas=(0.8, 0.95), eps=1e-6)
-    bank = different_members(MODEL, 3, optimizer=settings)
-    batch = sampled_batch(bank)
-    bank.update(batch, grpo_loss(batch), HYPERPARAMETERS)
-    before = bank.state(1)
-    parameter = torch.nn.Parameter(before["adapter"].clone())
-    twin = torch.optim.AdamW([parameter], lr=1e-2, betas=settings.betas, eps=settings.eps, weight_decay=0.1)
-    twin.state[parameter] = {
-        "step": before["step"].float(),
-        "exp_avg": before["exp_avg"].clone(),
-        "exp_avg_sq": before["exp_avg_sq"].clone(),
-    }
-    parameter.grad = torch.zeros_like(parameter)
-    twin.step()
-    others = batch.select_members([0, 2])
-    bank.update(others, grpo_loss(others), HYPERPARAMETERS)
-    after = bank.state(1)
-    torch.testing.assert_close(after["adapter"], parameter.detach(), rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(after["exp_avg"], 0.8 * before["exp_avg"])
-    assert int(after["step"]) == int(before["step"]) + 1 == 2
+@pytest.mark.parametrize("settings", [{"micro_batch_tokens": 1}, {"reduce_memory_peak": False}, {}])
+def test_each_row_alone_and_all_logits_at_once_keep_results(settings):
+    plain, other = different_members(MODEL, 3), different_members(MODEL, 3, **settings)
+    plain.passes.logits_rows = 7  # a tiny batch would fit into one chunk
+    assert_banks_agree(other, plain, make_rows(range(3)))
 
 
 def test_lr_schedule_uses_the_members_inherited_step():
@@ -116,30 +83,11 @@ def test_lr_schedule_uses_the_members_inherited_step():
     assert last[0].lr == 0.0
 
 
-def test_new_members_equal_the_base():
-    bank = AdapterBank(MODEL, size=2, pad_token_id=PAD, eos_token_ids=[EOS], seed=3)
-    assert same_state(bank.state(0), bank.state(1))
-    batch = sampled_batch(bank)
-    # The reference runs a prompt once for all members, so its batches have other shapes.
-    torch.testing.assert_close(bank.log_probs(batch), bank.reference_log_probs(batch), rtol=1e-4, atol=1e-4)
-    other = AdapterBank(MODEL, size=1, pad_token_id=PAD, eos_token_ids=[EOS], seed=4)
-    assert not same_state(bank.state(0), other.state(0))
-    again = AdapterBank(MODEL, size=1, pad_token_id=PAD, eos_token_ids=[EOS], seed=3)
-    assert same_state(bank.state(0), again.state(0))
-
-
-def test_reference_is_the_base():
-    bank, fresh = different_members(MODEL, 3), AdapterBank(MODEL, size=3, pad_token_id=PAD, eos_token_ids=[EOS])
-    batch = sampled_batch(bank)
-    reference = bank.reference_log_probs(batch)
-    torch.testing.assert_close(reference, fresh.log_probs(batch), rtol=1e-4, atol=1e-4)
-    assert float((reference - bank.log_probs(batch)).abs().max()) > 0.1
-
-
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
         ({"size": 0}, "size"),
+        ({"size": 90_000_000}, "90000000 members"),  # beyond memory
         ({"eos_token_ids": []}, "eos_token_ids"),
         ({"micro_batch_tokens": 0}, "micro_batch_tokens"),
     ],
@@ -173,3 +121,56 @@ def test_empty_rows_and_prompts_raise():
         )
     with pytest.raises(ValueError, match="prompt"):
         bank.sample(make_rows([0], prompts=((3, 4), ())))
+
+
+class TestAdapterBankSamples(SamplerTestCase):
+    def make_sampler(self, bank):
+        return bank
+
+
+class TestPlainAdapterBankSamples(TestAdapterBankSamples):
+    """Conformance without a KV cache."""
+
+    def make_bank(self):
+        bank = super().make_bank()
+        bank.base.shares_prefix = False
+        return bank
+
+
+class Returned:
+    """A sampler with copies of the weights, read from PEFT files in `sync`."""
+
+    def __init__(self, bank):
+        self._bank = bank
+        own = {"pad_token_id": bank.base.pad_id, "eos_token_ids": bank.end_ids.tolist()}
+        self._copy = AdapterBank(bank.base.model, size=bank.size, lora_config=bank.lora_config, **own)
+        self.sync(range(bank.size))
+
+    def sync(self, slots):
+        for slot in slots:
+            tensors, _ = self._bank.peft_files(slot)
+            state = self._copy.state(slot)
+            for target in self._copy.targets:
+                stem = f"base_model.model.{target.name}"
+                target.a(state["adapter"]).copy_(tensors[f"{stem}.lora_A.weight"])
+                target.b(state["adapter"]).copy_(tensors[f"{stem}.lora_B.weight"])
+            self._copy.load_state(slot, state)
+
+    def sample(self, rows, *, base=False, on_finished=None):
+        return self._copy.sample(rows, base=base)
+
+
+class TestSamplerWithCopies(SamplerTestCase):
+    uses_uniforms = False  # as engines that take no uniforms
+
+    def make_sampler(self, bank):
+        return Returned(bank)
+
+
+def test_rollouts_are_exact_in_float32_only():
+    for dtype in (torch.float32, torch.bfloat16):
+        bank = different_members(tiny_model("llama").to(dtype), 2)
+        rows = make_rows(range(2))
+        assert bank.sample(rows).exact is (dtype == torch.float32)
+    bank.base.autocast = lambda: torch.autocast("cpu", dtype=torch.bfloat16)
+    assert not bank.sample(rows).exact

@@ -16,7 +16,6 @@ from evogrpo.models.networks.architecture import (
 )
 from evogrpo.models.networks.networks import DefaultNetwork
 from evogrpo.randomness import generator
-from evogrpo.storage.checkpoint import read_checkpoint, write_checkpoint
 from tests.tiny_batches import same_state
 from tests.tiny_networks import CASES, MIXED, VECTOR, Case, acted_batch, observe, stacked, tensors
 
@@ -66,35 +65,23 @@ def test_invalid_architectures_are_rejected(fields):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("hidden", [(9, 5), (7, 8), (12, 11)])
+@pytest.mark.parametrize("hidden", [(9, 5), (12, 11), (7, 5, 5), (7, 5, 5, 5)])
 @pytest.mark.parametrize("space", [VECTOR, MIXED], ids=["vector", "images"])
-def test_added_units_preserve_the_function(activation, hidden, space):
+def test_added_units_and_layers_preserve_the_function(activation, hidden, space):
     old, new = (NetworkConfig(hidden=sizes, activation=activation) for sizes in (HIDDEN, hidden))
     before = random_parameters(old, space)
     after = morph(before, old, new, generator(0, "test"))
+    layers = len(hidden) - len(HIDDEN)
     for name in ("weights", "reference"):
         one, other = outputs_of(before[name], old, space), outputs_of(after[name], new, space)
-        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
-    fresh = after["weights"]["hidden0.weight"][:, 7:]
-    assert bool(fresh.any(0).all()), "a new unit without incoming weights would be dead under relu"
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("layers", [1, 2])
-def test_added_layers_preserve_the_function(activation, layers):
-    old = NetworkConfig(hidden=HIDDEN, activation=activation)
-    new = NetworkConfig(hidden=HIDDEN + HIDDEN[-1:] * layers, activation=activation)
-    before = random_parameters(old)
-    after = morph(before, old, new, generator(0, "test"))
-    for name in ("weights", "reference"):
-        one, other = outputs_of(before[name], old), outputs_of(after[name], new)
-        if activation == "tanh":
+        if layers and activation == "tanh":
             # Each layer changes each value h in [-1, 1] by at most 2 %, so an output by at most 2 % of sum |h W|.
             bound = 0.0205 * layers * float(before[name]["output.weight"].abs().sum(0).max())
-            assert float((one - other).abs().max()) <= bound
-            assert not torch.equal(one, other)
+            assert 0 < float((one - other).abs().max()) <= bound
         else:
-            torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
+    fresh = after["weights"]["hidden0.weight"][:, 7:]
+    assert bool(fresh.any(0).all()), "a new unit without incoming weights would be dead under relu"
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -120,16 +107,6 @@ def test_units_with_the_largest_outgoing_weights_are_kept():
         assert torch.equal(after[name]["hidden0.bias"], before[name]["hidden0.bias"][kept])
         assert torch.equal(after[name]["output.weight"], before[name]["output.weight"][kept])
         assert torch.equal(after[name]["output.bias"], before[name]["output.bias"])
-
-
-def test_removing_added_units_restores_the_state():
-    old, new = NetworkConfig(hidden=HIDDEN), NetworkConfig(hidden=(20, 5))
-    before = random_parameters(old)
-    rng = generator(0, "test")
-    after = morph(morph(before, old, new, rng), new, old, rng)
-    for name, parameters in before.items():
-        for key, value in parameters.items():
-            assert torch.equal(after[name][key], value)
 
 
 def test_moments_are_kept_and_zero_for_new_weights():
@@ -195,12 +172,6 @@ def test_mutations_cover_all_kinds_within_limits():
     assert kinds == {("layer", 1), ("layer", -1), ("units", 1), ("units", -1), ("units", 0)}  # 0: the activation
 
 
-def test_mutations_are_reproducible():
-    config = NetworkConfig(hidden=(32, 32))
-    proposals = [mutate_architecture(config, ArchitectureLimits(), generator(5, "test")) for _ in range(2)]
-    assert proposals[0] == proposals[1]
-
-
 def test_limits_without_possible_changes_are_rejected():
     limits = ArchitectureLimits(min_layers=1, max_layers=1, min_units=8, max_units=8, activations=("tanh",))
     with pytest.raises(ValueError, match="limits"):
@@ -239,30 +210,11 @@ def test_rebuilding_preserves_the_function_and_other_members(name):
     assert all(report.grad_norm > 0 and report.step == 2 for report in reports.values())
 
 
-def test_architectures_are_inherited():
+def test_train_states_contain_the_architecture():
     case = CASES["architectures"]
-    bank = case.bank(3)
-    architectures = [bank.architecture(slot) for slot in range(3)]
-    states = [bank.state(slot) for slot in range(3)]
-    bank.inherit([2, 0, None])
-    assert [bank.architecture(slot) for slot in range(3)] == [architectures[2], architectures[0], case.network]
-    assert same_state(bank.state(0), states[2])
-    assert same_state(bank.state(1), states[0])
-    batch = acted_batch(case, bank, range(3))
-    bank.update(batch, lambda rows, log_probs, entropies: log_probs.sum(1), {0: Hyperparameters(lr=0.1)})
-    assert same_state(bank.state(1), states[0])
-
-
-def test_checkpoints_contain_the_architecture(tmp_path):
-    case = CASES["architectures"]
-    bank = case.bank(3)
-    tensors_by_name = {f"{slot}.{name}": value for slot in range(3) for name, value in bank.state(slot).items()}
-    write_checkpoint(tmp_path / "saved", tensors_by_name, {"any": "record"})
-    loaded, _ = read_checkpoint(tmp_path / "saved")
-    again = Case(actions=case.actions, masked=True).bank(3)
+    bank, again = case.bank(3), Case(actions=case.actions, masked=True).bank(3)
     for slot in range(3):
-        state = {name.removeprefix(f"{slot}."): value for name, value in loaded.items() if name.startswith(f"{slot}.")}
-        again.load_state(slot, state)
+        again.load_state(slot, bank.state(slot))
         assert again.architecture(slot) == bank.architecture(slot)
         assert same_state(again.state(slot), bank.state(slot))
     batch = acted_batch(case, bank, range(3))

@@ -1,7 +1,7 @@
 """Loading of base models: folders, GGUF files, model objects, the demo model; errors; fingerprints."""
 
 import importlib.metadata
-import shutil
+import json
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def folder(tmp_path):
     return place
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ["llama", "opt"])
 def test_local_folder_round_trip(architecture, tmp_path):
     model = tiny_model(architecture)
     model.save_pretrained(tmp_path / "model")
@@ -45,16 +45,20 @@ def test_local_folder_round_trip(architecture, tmp_path):
     assert fingerprint(loaded.model) == fingerprint(model)
 
 
-def test_default_dtype_on_cpu_is_float32(folder):
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("bfloat16", torch.bfloat16),
+        ("bf16", torch.bfloat16),
+        ("fp32", torch.float32),
+        ("torch.float16", torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+        (None, torch.float32),  # the default on a CPU, also of a base stored in bfloat16
+    ],
+)
+def test_dtype(name, expected, folder):
     tiny_model("llama").bfloat16().save_pretrained(folder)
-    assert next(load_base(folder).model.parameters()).dtype == torch.float32
-    assert next(load_base(str(folder), dtype=torch.bfloat16).model.parameters()).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("name", ["bfloat16", "bf16", "float16", "fp32", "torch.float16"])
-def test_dtype_by_name(name, folder):
-    expected = {"bf": torch.bfloat16, "fp": torch.float32}.get(name[:2], torch.float16)
-    weights = load_base(folder, dtype=name).model.state_dict().values()
+    weights = load_base(str(folder), **({} if name is None else {"dtype": name})).model.state_dict().values()
     assert {each.dtype for each in weights if each.is_floating_point()} == {expected}
 
 
@@ -79,66 +83,37 @@ def test_remote_code_is_never_executed(folder, tmp_path):
     (folder / "modeling_evil.py").write_text(
         f"open({str(witness)!r}, 'w').close()\nclass Evil: ...\nclass EvilConfig: ..."
     )
-    config = folder / "config.json"
-    config.write_text(
-        config.read_text()
-        .replace('"model_type": "llama"', '"model_type": "evil"')
-        .replace(
-            "{",
-            '{"auto_map": {"AutoConfig": "modeling_evil.EvilConfig", "AutoModelForCausalLM": "modeling_evil.Evil"},',
-            1,
-        )
-    )
+    classes = {"AutoConfig": "modeling_evil.EvilConfig", "AutoModelForCausalLM": "modeling_evil.Evil"}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "evil", "auto_map": classes}))
     with pytest.raises(ValueError, match="cannot be loaded"):
         load_base(folder)
     assert not witness.exists()
 
 
-@pytest.mark.parametrize("source", ["no-such-organisation/no-such-model", "no-such-model", "./no/such/folder"])
+@pytest.mark.parametrize("source", ["no-such-organisation/no-such-model", "./no/such/folder", "missing.gguf"])
 def test_missing_source_raises(source):
     """The suite runs with HF_HUB_OFFLINE=1."""
-    with pytest.raises(ValueError, match="smollm2-135m") as caught:
+    advice = "No GGUF file at" if source.endswith(".gguf") else "smollm2-135m"
+    with pytest.raises(ValueError, match=advice) as caught:
         load_base(source)
     assert source in str(caught.value)
 
 
-def test_folder_without_model_raises(tmp_path):
-    with pytest.raises(ValueError, match="cannot be loaded"):
-        load_base(tmp_path)
-
-
-def halved(file):
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-def garbled(file):
-    file.write_bytes(b"\x00\xff" * 100)
-
-
-@pytest.mark.parametrize("damage", [halved, garbled])
+@pytest.mark.parametrize("damage", [lambda whole: whole[: len(whole) // 2], lambda whole: b"\x00\xff" * 100])
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_damaged_file_raises_value_error(name, damage, folder):
-    damage(folder / name)
+    (folder / name).write_bytes(damage((folder / name).read_bytes()))
     with pytest.raises(ValueError, match=r"base model .* cannot be loaded"):
         load_base(folder)
 
 
-@pytest.mark.parametrize(
-    ("change", "cause"),
-    [
-        (
-            lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"),
-            "1 weights are missing",
-        ),
-        (lambda weights: weights.update({"model.norm.weight": torch.zeros(3)}), "RuntimeError"),
-    ],
-)
-def test_missing_weights_raise(change, cause, folder):
+def test_missing_weights_raise(folder):
     """transformers would initialise them randomly."""
     weights = load_file(folder / "model.safetensors")
-    change(weights)
+    del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=cause):
+    with pytest.raises(ValueError, match="1 weights are missing"):
         load_base(folder)
 
 
@@ -146,11 +121,6 @@ def test_missing_weights_raise(change, cause, folder):
 def test_unavailable_device_raises_before_loading(tmp_path):
     with pytest.raises(ValueError, match="device 'cuda'"):
         load_base(tmp_path, device="cuda")
-
-
-def test_missing_gguf_file_raises(tmp_path):
-    with pytest.raises(ValueError, match="No GGUF file at"):
-        load_base(tmp_path / "missing.gguf")
 
 
 def test_missing_demo_wheel_raises(monkeypatch):
@@ -167,34 +137,29 @@ def gguf_file(tmp_path):
     config, head = model.config, model.config.head_dim
     path = tmp_path / "tiny-model.gguf"
     writer = gguf.GGUFWriter(str(path), "llama")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head)
-    writer.add_value_length(head)
-    writer.add_rope_dimension_count(head)
-    writer.add_rope_freq_base(10_000.0)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(VOCABULARY)
+    sizes = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_attention_heads,
+        "head_count_kv": config.num_key_value_heads,
+        **dict.fromkeys(("key_length", "value_length", "rope_dimension_count"), head),
+        "rope_freq_base": 10_000.0,
+        "layer_norm_rms_eps": config.rms_norm_eps,
+        "vocab_size": VOCABULARY,
+    }
+    for name, value in sizes.items():
+        getattr(writer, f"add_{name}")(value)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(["t", "0", "t0", *(f"<{number}>" for number in range(3, VOCABULARY))])
     writer.add_token_types([1] * VOCABULARY)
     writer.add_token_merges(["t 0"])
     writer.add_eos_token_id(EOS)
-    names = {
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }
+    attention = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"}
+    mlp = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+    norms = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+    names = attention | mlp | norms | {"self_attn.o_proj": "attn_output"}
     weights = {name: values.float().numpy() for name, values in model.state_dict().items()}
     writer.add_tensor("token_embd.weight", weights["model.embed_tokens.weight"])
     writer.add_tensor("output_norm.weight", weights["model.norm.weight"])
@@ -211,46 +176,27 @@ def gguf_file(tmp_path):
     return path, model
 
 
-def test_gguf_file_is_converted_once(gguf_file, cache):
+def test_gguf_file_is_converted_once_and_again_if_damaged(gguf_file, cache):
     path, model = gguf_file
     loaded = load_base(path)
     torch.testing.assert_close(logits(loaded.model), logits(model), rtol=1e-4, atol=1e-4)
-    assert loaded.source == str(path)
-    assert loaded.tokenizer.eos_token_id == EOS
+    assert (loaded.source, loaded.tokenizer.eos_token_id) == (str(path), EOS)
     (converted,) = (cache / "models").iterdir()
-    stamps = {file.name: file.stat().st_mtime_ns for file in converted.iterdir()}
-    assert "SHA256SUMS" in stamps
-    assert "model.safetensors" in stamps
+    weights, stamps = converted / "model.safetensors", {file: file.stat().st_mtime_ns for file in converted.iterdir()}
+    assert {converted / "SHA256SUMS", weights} <= stamps.keys()
     assert convert_gguf(path) == converted
-    assert {file.name: file.stat().st_mtime_ns for file in converted.iterdir()} == stamps
-
-
-@pytest.mark.parametrize("damage", ["tampered", "missing file"])
-def test_damaged_conversion_is_repeated(gguf_file, damage):
-    path, model = gguf_file
-    folder = convert_gguf(path)
-    weights = folder / "model.safetensors"
+    assert {file: file.stat().st_mtime_ns for file in converted.iterdir()} == stamps
     whole = weights.read_bytes()
-    if damage == "tampered":
-        weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    else:
+    for damaged in (whole[:-1] + bytes([whole[-1] ^ 1]), None):
         weights.unlink()
-    with pytest.warns(UserWarning, match="is damaged"):
-        assert convert_gguf(path) == folder
-    assert weights.read_bytes() == whole
-    torch.testing.assert_close(logits(load_base(path).model), logits(model), rtol=1e-4, atol=1e-4)
-    assert [file.name for file in folder.parent.iterdir()] == [folder.name], "no drafts are left behind"
-
-
-def test_conversion_depends_on_content_not_name(gguf_file, tmp_path):
-    path, _ = gguf_file
-    first = convert_gguf(path)
-    other = tmp_path / "elsewhere" / path.name
-    other.parent.mkdir()
-    changed = bytearray(path.read_bytes())
-    changed[-4:] = b"\0\0\0\0"
-    other.write_bytes(changed)
-    assert convert_gguf(other) != first
+        if damaged is not None:
+            weights.write_bytes(damaged)
+        with pytest.warns(UserWarning, match="is damaged"):
+            assert convert_gguf(path) == converted
+        assert weights.read_bytes() == whole
+        assert list((cache / "models").iterdir()) == [converted], "no drafts are left behind"
+    path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\0")
+    assert convert_gguf(path) != converted, "a conversion depends on the content, not on the name"
 
 
 def test_invalid_gguf_raises_and_leaves_no_files(tmp_path, cache):
@@ -309,16 +255,3 @@ def test_fingerprint_depends_on_weights_not_precision():
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.mul_(1.1)
     assert fingerprint(model) != before
-
-
-def test_fingerprint_keeps_the_model():
-    model = tiny_model("llama").train()
-    before = logits(model)
-    fingerprint(model)
-    assert torch.equal(logits(model), before)
-
-
-def test_fingerprint_does_not_depend_on_the_folder(folder, tmp_path):
-    before = fingerprint(load_base(folder).model)
-    shutil.move(folder, tmp_path / "moved")
-    assert fingerprint(load_base(tmp_path / "moved").model) == before

@@ -1,4 +1,4 @@
-"""Causal architectures: the bank matches PEFT, or raises."""
+"""Causal architectures: the bank matches PEFT, or raises before anything runs."""
 
 import copy
 import json
@@ -7,18 +7,24 @@ import warnings
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    LlamaModel,
     T5Config,
     T5ForConditionalGeneration,
 )
 
+from evogrpo import GRPO
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.models.language.compatibility import find_decoder, find_head
+from evogrpo.models.language.loading import BaseModel
 from evogrpo.models.language.lora import check_export
 from evogrpo.testing.samplers import different_members, make_rows
 from tests.causal_families import FAMILIES, family_model
@@ -51,10 +57,15 @@ def log_probs_one_by_one(model, batch, row):
     return torch.stack(values)
 
 
-def exported(bank, slot, folder, model):
+def written(bank, folder, slot=0):
     tensors, config = bank.peft_files(slot)
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_bytes(config)
+    return tensors, json.loads(config)
+
+
+def exported(bank, slot, folder, model):
+    written(bank, folder, slot)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", message="Found missing adapter keys")
@@ -100,40 +111,48 @@ def test_families_match_peft_or_raise(family, tmp_path):
     )
 
 
-@pytest.mark.parametrize("family", NOT_CAUSAL)
-def test_non_causal_model_raises(family):
-    with pytest.raises(ValueError, match="is not causal"):
-        different_members(family_model(family), 1)
-
-
-def test_model_without_gradient_raises():
-    with pytest.raises(ValueError, match="ReformerModelWithLMHead"):
-        different_members(family_model("reformer"), 1)
-
-
 @pytest.mark.parametrize(
     ("family", "message"),
     [
+        *((family, "is not causal") for family in NOT_CAUSAL),
+        ("reformer", "ReformerModelWithLMHead"),  # computes no gradient
+        ("modernbert-decoder", "vocabulary head"),
+        ("electra", "ElectraForCausalLM"),  # an encoder whose head has more layers
+    ],
+)
+def test_refused_families_raise(family, message):
+    with pytest.raises(ValueError, match=message):
+        different_members(family_model(family), 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "named", "message"),
+    [
         (
             "deepseek_v3",
+            None,
             r"train 16 linear layers .*\.\*\.mlp\.experts\.gate_up_proj, .*down_proj \(stacked weights",
         ),
-        ("laguna", r"shared_experts\.gate_proj.* \(PEFT cannot load its adapter\)"),
+        ("laguna", r".*shared_experts\.up_proj", r"shared_experts\.gate_proj.* \(PEFT cannot load its adapter\)"),
         (
             "falcon_mamba",
+            ["q_proj", "out_proj"],
             r"train 4 linear layers of FalconMambaForCausalLM, without backbone\..*\.dt_proj \(not called .*\); "
             r"backbone\..*\.out_proj \(PEFT cannot load",
         ),
-        ("phimoe", r"mlp\.router \(not a plain linear layer that sees every token\)"),
+        ("phimoe", ["q_proj", "router"], r"mlp\.router \(not a plain linear layer that sees every token\)"),
     ],
 )
-def test_left_out_modules_are_warned_about(family, message):
+def test_unsupported_modules_are_left_out_with_a_warning_or_raise_if_named(family, named, message):
     model = family_model(family)
     with pytest.warns(UserWarning, match=message):
         different_members(model, 1)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Adapters train")
         different_members(model, 2)  # warns once
+    if named:
+        with pytest.raises(ValueError, match=r"cannot be adapted: .*(up_proj|out_proj|router).*\. Name others"):
+            different_members(model, 1, lora_config=lora(target_modules=named))
 
 
 def test_unused_layers_are_adapted_if_named():
@@ -142,32 +161,7 @@ def test_unused_layers_are_adapted_if_named():
     assert {target.name.split(".")[-1] for target in bank.targets} == {"x_proj", "dt_proj"}
 
 
-def test_no_warning_if_nothing_is_left_out():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        different_members(tiny_model("llama"), 1)
-
-
-@pytest.mark.parametrize(
-    ("family", "named"),
-    [("falcon_mamba", "out_proj"), ("phimoe", "router"), ("laguna", r".*shared_experts\.up_proj")],
-)
-def test_named_unsupported_modules_raise(family, named):
-    targets = named if "." in named else ["q_proj", named]
-    with pytest.raises(ValueError, match=rf"cannot be adapted: .*{named.rpartition('.')[2]}.*. Name others"):
-        different_members(family_model(family), 1, lora_config=lora(target_modules=targets))
-
-
-def test_modules_misread_by_peft_are_named_by_weight():
-    bank = different_members(family_model("beam"), 1)
-    record = json.loads(bank.peft_files(0)[1])
-    assert "model.layers.1.mlp.up_proj.weight" in record["target_parameters"]
-    assert "model.layers.1.self_attn.q_proj" in record["target_modules"]
-    assert len(record["target_parameters"]) + len(record["target_modules"]) == len(bank.targets)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("cap", [30.0, 50.0])
+@pytest.mark.parametrize(("dtype", "cap"), [(torch.float32, 30.0), (torch.bfloat16, 50.0)])
 def test_soft_cap_is_found_in_every_precision(dtype, cap):
     """With small weights, the logits of a random model are far below the cap."""
     model = family_model("gemma2", final_logit_softcapping=cap)
@@ -183,25 +177,6 @@ def test_soft_cap_is_found_in_every_precision(dtype, cap):
     torch.testing.assert_close(values, capped, rtol=0.02, atol=0.02 * cap)
 
 
-@pytest.mark.parametrize("family", ["cohere", "granite", "hyperclovax", "minicpm3", "gemma2"])
-def test_head_matches_the_models_logits(family):
-    model = family_model(family)
-    ids = torch.tensor([[3, 4, 5, 60]])
-    with torch.no_grad():
-        head = find_head(model, find_decoder(model))
-        torch.testing.assert_close(head(find_decoder(model)(input_ids=ids).last_hidden_state), model(ids).logits)
-
-
-def test_unsupported_head_raises():
-    with pytest.raises(ValueError, match="vocabulary head"):
-        different_members(family_model("modernbert-decoder"), 1)
-
-
-def test_rank_above_all_widths_raises():
-    with pytest.raises(ValueError, match=r"lora_config\.r must be at most 48, .* got 100000"):
-        different_members(tiny_model("llama"), 1, lora_config=LoraConfig(r=100_000, target_modules="all-linear"))
-
-
 @pytest.mark.parametrize("family", ["mamba", "beam", "gemma2", "minicpm3"])
 def test_half_precision_is_as_accurate_as_transformers(family):
     """Mamba's hidden states and Beam's logits are in float32 even then."""
@@ -214,41 +189,27 @@ def test_half_precision_is_as_accurate_as_transformers(family):
     assert 1e-5 < float((half.log_probs(batch) - full.log_probs(batch)).abs().max()) < 0.1
 
 
-def written(bank, folder):
-    tensors, config = bank.peft_files(0)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_bytes(config)
-    return tensors, json.loads(config)
+CHANGED_EXPORTS = {
+    "other widths": ("llama", {}, {"intermediate_size": 40}),
+    "fewer layers": ("llama", {}, {"num_hidden_layers": 1}),
+    "another scale": ("llama", {"alpha_pattern": {"q_proj": 99}}, {}),
+    "from the future": ("llama", {"unheard_of": 1}, {}),
+    "dense layers beside experts, named as modules": ("deepseek_v3", {"target_parameters": None}, {}),
+}
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
-def test_export_is_checked_with_peft(family, tmp_path):
+@pytest.mark.parametrize("change", CHANGED_EXPORTS)
+def test_exports_are_checked_with_peft(change, tmp_path):
+    family, changes, of_base = CHANGED_EXPORTS[change]
     model = family_model(family)
-    tensors, _ = written(different_members(model, 1), tmp_path)
+    tensors, record = written(different_members(model, 1), tmp_path)
     assert check_export(tmp_path, model.to("meta")) == len(tensors)
-
-
-def test_export_that_peft_misreads_raises(tmp_path):
-    """PEFT misreads dense layers beside experts if they are named as modules."""
-    model = family_model("deepseek_v3")
-    _, record = written(different_members(model, 1), tmp_path)
-    by_weight = [name.removesuffix(".weight") for name in record["target_parameters"]]
-    record |= {"target_modules": record["target_modules"] + by_weight, "target_parameters": None}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(record))
-    with pytest.raises(ValueError, match=r"PEFT does not load \d+ of the \d+ tensors"):
-        check_export(tmp_path, model)
-
-
-@pytest.mark.parametrize("change", ["other widths", "fewer layers", "another scale", "from the future"])
-def test_export_of_another_base_raises(change, tmp_path):
-    _, record = written(different_members(family_model("llama"), 1), tmp_path)
-    changes = {"other widths": {"intermediate_size": 40}, "fewer layers": {"num_hidden_layers": 1}}.get(change, {})
-    if change == "from the future":
-        (tmp_path / "adapter_config.json").write_text(json.dumps(record | {"unheard_of": 1}))
-    if change == "another scale":
-        (tmp_path / "adapter_config.json").write_text(json.dumps(record | {"alpha_pattern": {"q_proj": 99}}))
+    by_weight = [name.removesuffix(".weight") for name in record.get("target_parameters") or ()]
+    if "target_parameters" in changes:
+        changes = changes | {"target_modules": [*record["target_modules"], *by_weight]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(record | changes))
     with pytest.raises(ValueError, match="PEFT does not load"):
-        check_export(tmp_path, family_model("llama", **changes))
+        check_export(tmp_path, family_model(family, **of_base))
 
 
 def test_export_names_the_base(tmp_path, monkeypatch):
@@ -263,19 +224,7 @@ def test_export_names_the_base(tmp_path, monkeypatch):
     ids = torch.tensor([[3, 4, 5]])
     expected = bank.policy(0)(ids)
     torch.testing.assert_close(AutoPeftModelForCausalLM.from_pretrained(exported_to)(ids).logits.detach(), expected)
-
-
-def test_export_without_source_names_no_base():
     assert json.loads(different_members(tiny_model("llama"), 1).peft_files(0)[1])["base_model_name_or_path"] is None
-
-
-SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64}
-T5 = T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=64)
-
-
-def test_encoder_decoder_raises():
-    with pytest.raises(ValueError, match="T5ForConditionalGeneration"):
-        different_members(T5ForConditionalGeneration(T5), 1)
 
 
 def with_an_adapter():
@@ -291,19 +240,6 @@ def damaged():
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "rule"),
-    [
-        (with_an_adapter, "already has PEFT adapters"),
-        (damaged, "contain NaN"),
-        (lambda: tiny_model("llama").to("meta"), "has no weights"),
-    ],
-)
-def test_invalid_base_raises(make, rule):
-    with pytest.raises(ValueError, match=f"LlamaForCausalLM {rule}"):
-        different_members(make(), 1)
-
-
 @pytest.mark.parametrize("part", [None, "lm_head"])
 def test_all_zero_logits_are_supported(part):
     model = family_model("llama")
@@ -316,41 +252,27 @@ def test_all_zero_logits_are_supported(part):
     )
 
 
-def test_context_limit_of_longrope():
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 2, "long_factor": [4.0] * 2}
-    config = Phi3Config(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        original_max_position_embeddings=24,
-        rope_parameters=rope | {"original_max_position_embeddings": 24},
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    bank = different_members(Phi3ForCausalLM(config), 2)
-    assert bank.base.context == 24
-    short, longest = (5, 6, 7), tuple(range(3, 20))
-    batch = sampled_batch(bank, tokens=7, prompts=(short, longest, short))  # at most 24 tokens
-    for row in range(len(batch)):
-        alone = bank.log_probs(batch.select(torch.tensor([row])))
-        torch.testing.assert_close(alone, bank.log_probs(batch)[[row]], rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match=r"25 tokens, .* context is 24.*longrope"):
-        bank.sample(make_rows([0], tokens=8, prompts=(longest,) * 3))
+ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 
 
-def test_context_limit_of_temperature_tuning():
-    bank = different_members(family_model("llama4_text", no_rope_layers=[1, 0], floor_scale=25), 2)
+@pytest.mark.parametrize(
+    ("family", "cause", "changes"),
+    [
+        ("phi3", "longrope", {"rope_parameters": ROPE | {"original_max_position_embeddings": 24}}),
+        ("llama4_text", "floor_scale", {"no_rope_layers": [1, 0], "floor_scale": 25}),
+    ],
+)
+def test_context_limits_of_frequencies_and_of_temperature_tuning(family, cause, changes):
+    if family == "phi3":
+        changes |= {"original_max_position_embeddings": 24}
+    bank = different_members(family_model(family, **changes), 2)
     assert bank.base.context == 24
     longest = tuple(range(3, 20))
     batch = sampled_batch(bank, tokens=7, prompts=((5, 6, 7), longest, (8, 9)))  # at most 24 tokens
     for row in range(len(batch)):
         alone = bank.log_probs(batch.select(torch.tensor([row])))
         torch.testing.assert_close(alone, bank.log_probs(batch)[[row]], rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match=r"25 tokens, .* context is 24.*floor_scale"):
+    with pytest.raises(ValueError, match=rf"25 tokens, .* context is 24.*{cause}"):
         bank.sample(make_rows([0], tokens=8, prompts=(longest,) * 3))
 
 
@@ -359,12 +281,54 @@ def test_unused_floor_scale_sets_no_limit(changes):
     assert different_members(family_model("llama4_text", floor_scale=25, **changes), 1).base.context == 128
 
 
-def test_members_beyond_memory_raise():
-    with pytest.raises(ValueError, match="90000000 members"):
-        different_members(tiny_model("llama"), 90_000_000)
-
-
-@pytest.mark.parametrize("rank", [0, -1, "8", None, 2.5])
+@pytest.mark.parametrize("rank", [0, -1, "8", None, 2.5, 100_000])
 def test_invalid_rank_raises(rank):
-    with pytest.raises(ValueError, match=r"lora_config\.r must be a whole number of at least 1, got"):
+    message = "at most 48, .* got 100000" if rank == 100_000 else "a whole number of at least 1, got"
+    with pytest.raises(ValueError, match=rf"lora_config\.r must be {message}"):
         different_members(tiny_model("llama"), 1, lora_config=LoraConfig(r=rank, target_modules="all-linear"))
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+LLAMA = LlamaConfig(**SMALL, pad_token_id=0)
+T5 = T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=64)
+UNSUPPORTED = {
+    "BertForMaskedLM": lambda: BertForMaskedLM(BertConfig(**SMALL)),
+    "LlamaModel": lambda: LlamaModel(LLAMA),
+    "LlamaForSequenceClassification": lambda: LlamaForSequenceClassification(LLAMA),
+    "T5ForConditionalGeneration": lambda: T5ForConditionalGeneration(T5),
+    "actor_network.*BaseModel": lambda: BaseModel(tiny_model(), None, "tiny"),
+    "actor_network.*PeftModel": lambda: get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"])),
+    "actor_network.*OptimizedModule": lambda: torch.compile(tiny_model()),
+    "actor_network.*DataParallel": lambda: nn.DataParallel(tiny_model()),
+    "LlamaForCausalLM already has PEFT adapters": with_an_adapter,
+    "LlamaForCausalLM contain NaN": damaged,
+    "LlamaForCausalLM has no weights": lambda: tiny_model("llama").to("meta"),
+}
+
+
+@pytest.mark.parametrize("message", UNSUPPORTED)
+def test_unsupported_models_raise(message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        GRPO(actor_network=UNSUPPORTED[message](), pad_token_id=0)
+
+
+@pytest.mark.parametrize("pad", ["0", -1, 0.5, True])
+def test_invalid_pad_token_raises(pad):
+    with pytest.raises(ValueError, match="pad_token_id"):
+        GRPO(actor_network=tiny_model(), pad_token_id=pad)
+
+
+@pytest.mark.parametrize("device", ["mps", "gpu", "cuda:99", "", 7.5])
+def test_unavailable_device_raises(device):
+    with pytest.raises(ValueError, match="device") as caught:
+        GRPO(actor_network=tiny_model(), pad_token_id=0, device=device)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("context", [64, 512])
+def test_blockwise_attention_with_padding_raises(context):
+    """DeepSeek-V4 compresses blocks of 4 and of 128 tokens, counted from the first, padding included."""
+    model = family_model("deepseek_v4", num_hidden_layers=4, max_position_embeddings=context)
+    assert {4, 128} <= set(model.config.compress_rates.values())
+    with pytest.raises(ValueError, match="Padding"):
+        different_members(model, 1)

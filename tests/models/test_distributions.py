@@ -92,41 +92,6 @@ def test_temperature_zero_takes_the_most_likely_action(space):
         assert bool((other[0] <= scored + 1e-5).all())
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 2.5])
-def test_log_probs_entropies_and_gradients_match_torch(temperature):
-    random = torch.Generator().manual_seed(0)
-    outputs = torch.randn(7, 5, generator=random, requires_grad=True)
-    heat = torch.full((7,), temperature)
-    cases = [
-        (spaces.Discrete(5), lambda o: [laws.Categorical(logits=o / temperature)], torch.arange(7) % 5),
-        (
-            spaces.MultiDiscrete([2, 3]),
-            lambda o: [
-                laws.Categorical(logits=o[:, :2] / temperature),
-                laws.Categorical(logits=o[:, 2:] / temperature),
-            ],
-            torch.stack([torch.arange(7) % 2, torch.arange(7) % 3], 1),
-        ),
-        (
-            spaces.MultiBinary(5),
-            lambda o: [laws.Independent(laws.Bernoulli(logits=o / temperature), 1)],
-            torch.randint(0, 2, (7, 5), generator=random),
-        ),
-    ]
-    for space, reference, actions in cases:
-        parts = reference(outputs)
-        chosen = [actions] if len(parts) == 1 else list(actions.unbind(1))
-        expected = sum(part.log_prob(a.float() if a.ndim == 2 else a) for part, a in zip(parts, chosen, strict=True))
-        entropy = sum(part.entropy() for part in parts)
-        law = distribution_for(space)
-        got = law.evaluate_actions(law.at_temperature(outputs, heat), actions, entropy_gradient=True)
-        for one, other in zip(got, (expected, entropy), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-            weights = torch.arange(7.0)
-            slopes = [torch.autograd.grad((weights * x).sum(), outputs, retain_graph=True)[0] for x in (one, other)]
-            torch.testing.assert_close(slopes[0], slopes[1], rtol=1e-4, atol=1e-5)
-
-
 def test_gaussian_at_a_temperature_is_proportional_to_a_power():
     law = distribution_for(spaces.Box(-np.inf, np.inf, (1,)))
     outputs, points = torch.tensor([[0.3, -0.5]]), torch.linspace(-20, 20, 40_001)[:, None]

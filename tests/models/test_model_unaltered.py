@@ -6,7 +6,7 @@ import torch
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.testing.samplers import different_members, make_rows
 from tests.tiny_batches import grpo_loss, same_state, sampled_batch
-from tests.tiny_models import ARCHITECTURES, tiny_model
+from tests.tiny_models import DISTINCT, tiny_model
 
 HYPERPARAMETERS = {0: Hyperparameters(lr=1e-2), 1: Hyperparameters(lr=1e-3)}
 IDS = torch.tensor([[3, 4, 5, 6]])
@@ -38,7 +38,7 @@ def logits(model):
     return values
 
 
-@pytest.fixture(params=ARCHITECTURES)
+@pytest.fixture(params=DISTINCT)
 def unusual(request):
     """Return a model with mixed modes, some frozen parameters and a user hook."""
     model = tiny_model(request.param).train()
@@ -114,57 +114,6 @@ def test_exceptions_restore_the_model(unusual):
     )
 
 
-def test_two_banks_on_one_model_are_independent():
-    model = tiny_model("llama")
-    one, other = different_members(model, 2), different_members(model, 3, std=0.4)
-    controls = [different_members(tiny_model("llama"), 2), different_members(tiny_model("llama"), 3, std=0.4)]
-    for seed in range(2):
-        for bank, control in zip((one, other), controls, strict=True):
-            batch, twin = sampled_batch(bank, seed=seed), sampled_batch(control, seed=seed)
-            assert torch.equal(batch.actions, twin.actions)
-            assert (
-                bank.update(batch, grpo_loss(batch), HYPERPARAMETERS).reports
-                == control.update(twin, grpo_loss(twin), HYPERPARAMETERS).reports
-            )
-    for bank, control in zip((one, other), controls, strict=True):
-        assert all(same_state(bank.state(slot), control.state(slot)) for slot in range(bank.size))
-
-
-def test_bank_inside_the_loss_of_another():
-    model = tiny_model("llama")
-    bank, inner, control = (
-        different_members(model, 2),
-        different_members(model, 3, std=0.4),
-        different_members(model, 2),
-    )
-    batch, inner_batch = sampled_batch(bank), sampled_batch(inner)
-    expected = inner.log_probs(inner_batch)
-    loss = grpo_loss(batch)
-
-    def nested(rows, log_probs, entropies):
-        assert torch.equal(inner.log_probs(inner_batch), expected)
-        return loss(rows, log_probs, entropies)
-
-    assert bank.update(batch, nested, HYPERPARAMETERS).reports == control.update(batch, loss, HYPERPARAMETERS).reports
-
-
-def test_bank_scores_inside_its_own_loss():
-    bank, control = (different_members(tiny_model("llama"), 2, micro_batch_tokens=40) for _ in range(2))
-    batch = sampled_batch(bank)
-    expected, reference = bank.log_probs(batch), bank.reference_log_probs(batch)
-    loss = grpo_loss(batch)
-
-    def nested(rows, log_probs, entropies):
-        assert torch.equal(bank.log_probs(batch), expected)
-        assert torch.equal(bank.reference_log_probs(batch), reference)
-        return loss(rows, log_probs, entropies)
-
-    assert (
-        bank.update(batch, nested, {0: HYPERPARAMETERS[0]}).reports
-        == control.update(batch, loss, {0: HYPERPARAMETERS[0]}).reports
-    )
-
-
 def test_adapters_apply_only_in_passes_of_the_bank():
     """A loss function that runs the base gets its logits without adapters."""
     model = tiny_model("llama").eval()
@@ -179,20 +128,6 @@ def test_adapters_apply_only_in_passes_of_the_bank():
 
     bank.update(batch, loss, HYPERPARAMETERS)
     torch.testing.assert_close(seen[0], expected)
-
-
-def test_model_is_prepared_once_per_update(monkeypatch):
-    monkeypatch.setenv("EVOGRPO_SLOW", "1")  # only transformers' own pass needs hooks
-    model = tiny_model("llama")
-    bank = different_members(model, 2, micro_batch_tokens=1)
-    batch = sampled_batch(bank)
-    hooked = []
-    register = torch.nn.Module.register_forward_hook
-    monkeypatch.setattr(
-        torch.nn.Module, "register_forward_hook", lambda self, hook: [hooked.append(self), register(self, hook)][1]
-    )
-    bank.update(batch, grpo_loss(batch), HYPERPARAMETERS)
-    assert len(hooked) == len(bank.targets)
 
 
 def test_dropout_of_the_base_is_off():

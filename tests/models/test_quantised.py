@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from evogrpo import GRPO
-from evogrpo.algorithms.rollout.collect import collect
 from evogrpo.models.language.compatibility import is_quantised
 from evogrpo.models.language.loading import (
     DEVICES,
@@ -25,9 +24,9 @@ from evogrpo.models.language.loading import (
 )
 from evogrpo.models.language.lora import check_export
 from evogrpo.models.language.sizing import base_bytes, bytes_of
-from evogrpo.testing.policy_banks import assert_states_agree
-from tests.tiny_models import tiny_model, tiny_tokenizer
-from tests.tiny_training import randomise_adapter, tiny_agent, tiny_env, tiny_population
+from tests.distributed.parting import learn_both_ways, store
+from tests.tiny_models import tiny_model
+from tests.tiny_training import randomise_adapter, tiny_agent, tiny_population
 
 LR = 1e-2
 
@@ -44,8 +43,7 @@ KINDS = [pytest.param("int8", marks=needs("torchao"))]
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base in a folder."""
     folder = tmp_path_factory.mktemp("base")
-    tiny_model().save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    store(tiny_model(), folder)
     return folder
 
 
@@ -61,20 +59,10 @@ def base(kind: Any, stored: Path) -> PreTrainedModel:
 
 def test_population_equals_separate_agents(base: PreTrainedModel) -> None:
     """Members on a quantised base; fast_llama is not used."""
-    options: dict[str, Any] = {"actor_network": base, "lr": LR, "beta": 0.05, "group_size": 2, "update_epochs": 2}
-    env, together, before = tiny_env(), tiny_population(3, **options), fingerprint(base)
-    with together.members.bank.base.working():
-        assert not together.members.bank.base.uses_fast_llama
-    found = together.collect(env, step=0, samples_per_step=6, block=3)
-    together.learn(found.experience, step=0)
-    for agent in together:
-        own = tiny_agent(**options)
-        own.index = agent.index
-        alone = collect(own.members, [own.learner(0)], env, samples_per_step=6, block=3).experience
-        rows = found.experience["default"].select_members([agent.slot])
-        assert torch.equal(rows.actions, alone["default"].actions)
-        own.learn_together(own.members, [own.learner(0)], alone)
-        assert_states_agree(agent.state(), own.state(), lr=LR)
+    before, bank = fingerprint(base), tiny_population(1, actor_network=base).members.bank
+    with bank.base.working():
+        assert not bank.base.uses_fast_llama
+    learn_both_ways(base, base)
     assert fingerprint(base) == before
 
 

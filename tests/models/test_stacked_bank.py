@@ -1,7 +1,15 @@
-"""StackedBank: conformance for several spaces and members of different architectures."""
+"""StackedBank: conformance, acting, references, devices, and layouts of items by member."""
 
+import numpy as np
+import pytest
+import torch
+
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.models.networks.architecture import NetworkConfig
+from evogrpo.randomness import generator
 from evogrpo.testing.policy_banks import PolicyBankTestCase
-from tests.tiny_networks import CASES, acted_batch
+from tests.models.test_devices import DEVICES
+from tests.tiny_networks import CASES, acted_batch, observe, stacked
 
 
 class StackedBankTestCase(PolicyBankTestCase):
@@ -32,3 +40,101 @@ class TestImages(StackedBankTestCase):
 
 class TestModule(StackedBankTestCase):
     case = CASES["module"]
+
+
+def ask(case, bank, member_ids, *, seed=0, **settings):
+    """Act with the same observations and uniform numbers in row i of every call."""
+    rngs = [generator(seed, "test rows", row) for row in range(len(member_ids))]
+    seen = stacked([observe(case.observations, rng) for rng in rngs])
+    uniforms = np.stack([rng.random(bank.distribution.uniforms_per_action) for rng in rngs]).astype(np.float32)
+    settings = {"uniforms": uniforms} | settings
+    return bank.act(seen, np.asarray(member_ids, dtype=np.int64), **settings)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("member_ids", [[1, 1, 2], [0, 1, 2] * 3, [0] + [1] * 30 + [2] * 2])
+def test_rows_act_independently_of_other_members(name, member_ids):
+    """With missing members, ragged and unsorted rows, each row acts as in a bank of its member alone."""
+    case = CASES[name]
+    bank = case.bank(3)
+    acted = ask(case, bank, member_ids)
+    for slot in set(member_ids):
+        alone = case.bank(1)
+        alone.load_state(0, bank.state(slot))
+        apart = ask(case, alone, [0] * len(member_ids))
+        of_member = np.array(member_ids) == slot
+        np.testing.assert_allclose(acted.actions[of_member], apart.actions[of_member], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(acted.log_probs[of_member], apart.log_probs[of_member], rtol=1e-4, atol=1e-4)
+
+
+def test_shapes_and_dtypes_of_actions():
+    expected = {
+        "discrete": ((), np.int64),
+        "architectures": ((2, 2), np.int64),
+        "box": ((2,), np.float64),
+        "images": ((2, 2), np.int8),
+    }
+    for name, (shape, dtype) in expected.items():
+        case = CASES[name]
+        acted = ask(case, case.bank(2), [0, 0, 1])
+        assert (acted.actions.shape, acted.actions.dtype) == ((3, *shape), dtype)
+        assert (acted.log_probs.shape, acted.log_probs.dtype) == ((3,), np.float32)
+        greedy = ask(case, case.bank(2), [0, 0, 1], uniforms=None)
+        assert (greedy.actions.shape, greedy.actions.dtype) == ((3, *shape), dtype)
+
+
+def test_acting_uses_current_weights():
+    """No stale weights or layouts after learning, inheriting and rebuilding."""
+    case = CASES["discrete"]
+    bank = case.bank(2)
+    rows = [0] * 20 + [1] * 20
+    first = ask(case, bank, rows)
+    batch = acted_batch(case, bank, range(2))
+    bank.update(batch, lambda r, log_probs, e: log_probs.sum(1), {0: Hyperparameters(lr=0.1, max_grad_norm=1e6)})
+    second = ask(case, bank, rows)
+    assert (second.log_probs[:20] != first.log_probs[:20]).all()
+    assert (second.log_probs[20:] == first.log_probs[20:]).all()
+    bank.inherit([1, 1])
+    third = ask(case, bank, rows)
+    np.testing.assert_array_equal(third.log_probs[20:], first.log_probs[20:])
+    alike = ask(case, bank, [0] * 40)
+    np.testing.assert_allclose(alike.log_probs[:20], third.log_probs[:20], rtol=1e-5, atol=1e-6)
+    bank.rebuild(0, NetworkConfig(hidden=(20, 6)), generator(0, "test"))
+    np.testing.assert_allclose(ask(case, bank, rows).log_probs, third.log_probs, rtol=1e-4, atol=1e-5)
+    bank.load_state(0, case.bank(3).state(2))
+    assert (ask(case, bank, rows).log_probs[:20] != third.log_probs[:20]).any()
+
+
+@pytest.mark.parametrize("name", ["architectures", "images", "box"])
+def test_policy_module_matches_acting(name):
+    case = CASES[name]
+    bank = case.bank(3)
+    rngs = [generator(0, "test rows", row) for row in range(4)]
+    seen = stacked([observe(case.observations, rng) for rng in rngs])
+    for slot in range(3):
+        outputs = bank.outputs(slot, seen)
+        assert not outputs.requires_grad
+        expected = bank.act(seen, np.full(4, slot), uniforms=None)
+        actions, log_probs = bank.distribution.sample(outputs.numpy(), None, None, None)
+        np.testing.assert_allclose(actions, expected.actions, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(log_probs, expected.log_probs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CASES)
+def test_devices_agree(name, device):
+    case = CASES[name]
+    here, there = case.bank(3), case.bank(3, device=device)
+    batch = acted_batch(case, here, range(3))
+    for one, other in (
+        (here.log_probs(batch), there.log_probs(batch)),
+        (here.entropies(batch), there.entropies(batch)),
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    rows = [0] * 5 + [1] * 2 + [2] * 3
+    acted = [ask(case, bank, rows) for bank in (here, there)]
+    np.testing.assert_allclose(acted[0].log_probs, acted[1].log_probs, rtol=1e-3, atol=1e-3)
+    steps = dict.fromkeys(range(3), Hyperparameters(lr=1e-3))
+    reports = [bank.update(batch, lambda r, log_probs, e: log_probs.sum(1), steps).reports for bank in (here, there)]
+    for slot in range(3):
+        assert reports[0][slot].grad_norm == pytest.approx(reports[1][slot].grad_norm, rel=1e-2)

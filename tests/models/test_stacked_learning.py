@@ -1,7 +1,6 @@
 """StackedBank: learning against separate torch.optim.AdamW runs and finite differences, passes and references."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -152,21 +151,6 @@ def test_any_split_into_passes_gives_the_same_gradient(name, passes):
         assert_gradients_agree(one, other)
 
 
-def test_entropies_have_no_gradient_by_default():
-    case = CASES["discrete"]
-    bank = case.bank(2)
-    batch = acted_batch(case, bank, [0, 1])
-    for wants_entropies in (True, False):
-        seen = []
-
-        def loss_fn(rows, log_probs, entropies, seen=seen):
-            seen.append(entropies)
-            return log_probs.sum(1) + entropies.sum(1)
-
-        bank.update(batch, loss_fn, {0: Hyperparameters(lr=1e-30)}, entropy_gradient=wants_entropies)
-        assert seen[0].requires_grad is wants_entropies
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_non_finite_weights_are_reported_and_do_not_affect_others(bad):
     """The gradient is finite, but the weights after the step are not."""
@@ -214,46 +198,17 @@ def test_out_of_memory_halves_the_pass(monkeypatch):
         assert reports[slot].step == 1
 
 
-def test_cost_counts_environment_steps():
-    case = CASES["discrete"]
-    bank = case.bank(3)
-    batch = acted_batch(case, bank, range(3))
-    expected = {slot: int(batch.action_mask[batch.member_ids == slot].sum()) for slot in range(3)}
-    assert bank.cost(batch) == expected
-    assert bank.cost(batch.select_members([2])) == {2: expected[2]}
-    assert bank.cost(batch.flatten_actions()) == expected
-
-
-def test_flattened_actions_have_equal_log_probs():
+def test_flattened_actions_have_equal_log_probs_and_costs():
+    """The cost is the number of environment steps."""
     for case in CASES.values():
         bank = case.bank(3)
         batch = acted_batch(case, bank, range(3))
-        mask = batch.action_mask
-        apart = bank.log_probs(batch.flatten_actions())
-        torch.testing.assert_close(apart[:, 0], bank.log_probs(batch)[mask], rtol=1e-4, atol=1e-4)
-
-
-def test_own_references_change_only_on_request():
-    case = replace(CASES["architectures"], own_reference=True)
-    bank = case.bank(3)
-    batch = acted_batch(case, bank, range(3))
-    policy, first = bank.log_probs(batch), bank.reference_log_probs(batch)
-    for slot in (0, 2):
-        bank.mix_reference(slot, 1.0)
-    kept = bank.reference_log_probs(batch)
-    mine = torch.isin(batch.member_ids, torch.tensor([0, 2]))
-    torch.testing.assert_close(kept[mine], policy[mine])
-    assert torch.equal(kept[~mine], first[~mine])
-    state = bank.state(1)
-    bank.mix_reference(1, 0.25)
-    expected = 0.25 * state["weights"] + 0.75 * state["reference"]
-    torch.testing.assert_close(bank.state(1)["reference"], expected)
-
-
-def test_reference_changes_need_own_references():
-    bank = CASES["architectures"].bank(1)
-    with pytest.raises(ValueError, match="snapshot"):
-        bank.mix_reference(0, 0.5)
+        flat = batch.flatten_actions()
+        apart = bank.log_probs(flat)
+        torch.testing.assert_close(apart[:, 0], bank.log_probs(batch)[batch.action_mask], rtol=1e-4, atol=1e-4)
+        expected = {slot: int(batch.action_mask[batch.member_ids == slot].sum()) for slot in range(3)}
+        assert bank.cost(batch) == bank.cost(flat) == expected
+        assert bank.cost(batch.select_members([2])) == {2: expected[2]}
 
 
 def test_default_reference_is_the_initial_policy():

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
@@ -31,11 +32,9 @@ def liger(
     *,
     clip_low: float,
     clip_high: float,
-    beta: float,
-    delta: float | None,
-    max_completion_length: int,
+    **options: Any,
 ) -> Tensor:
-    """Return Liger's loss; `advantages` are `[n]`."""
+    """Return Liger's loss; `advantages` are `[n]`, `options` are beta, delta and max_completion_length."""
     name, level = NAMES[loss_type]
     counts = mask.to(log_probs.dtype)
     loss, _ = LigerFusedLinearGRPOFunction.ppo_loss_fn(
@@ -47,11 +46,9 @@ def liger(
         old_per_token_logps=old_log_probs,
         epsilon_low=clip_low,
         epsilon_high=1 + clip_high if loss_type == "cispo" else clip_high,  # it caps at the number itself
-        beta=beta,
         loss_type=name,
-        max_completion_length=max_completion_length,
         importance_sampling_level=level,
-        delta=delta,
+        **options,
     )
     return loss
 

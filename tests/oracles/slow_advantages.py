@@ -38,6 +38,11 @@ def of_completions(
     return result
 
 
+def outcome(rewards: Sequence[float], groups: Sequence[int], eps: float) -> list[float]:
+    """Return GRPO's advantage per completion."""
+    return of_completions("outcome", rewards, groups, groups, eps)
+
+
 def gdpo(
     components: Sequence[Sequence[float]],
     weights: Sequence[float],

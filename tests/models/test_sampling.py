@@ -1,0 +1,300 @@
+"""Sampling: distribution, options, ends of completions, independence of other rows, reports of finished rows."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from evogrpo.data import SamplingBatch, SamplingOptions
+from evogrpo.interruption import Stop
+from evogrpo.models.fast_llama import decode
+from evogrpo.models.language import sampling
+from evogrpo.testing.samplers import (
+    PROMPTS,
+    different_members,
+    example_replies,
+    make_rows,
+    next_turn,
+    with_robust_uniforms,
+)
+from tests.models.test_devices import DEVICES
+from tests.models.test_kv_caches import ending, ends_that_occur
+from tests.oracles.peft_members import PeftMember
+from tests.rounding import LOG_PROB
+from tests.tiny_batches import lora, rows_run, sampled_batch
+from tests.tiny_models import ARCHITECTURES, EOS, PAD, VOCABULARY, tiny_model
+
+MODEL = tiny_model("llama")
+FIELDS = ("actions", "present", "truncated")
+
+
+OPTIONS = {
+    "whole distribution": SamplingOptions(),
+    "top_k": SamplingOptions(top_k=5),
+    "top_p": SamplingOptions(top_p=0.6),
+    "min_p": SamplingOptions(min_p=0.2),
+    "repetition_penalty": SamplingOptions(repetition_penalty=1.8),
+    "all": SamplingOptions(top_k=20, top_p=0.8, min_p=0.01, repetition_penalty=0.6),
+}
+
+
+def one_prompt(prompt, uniforms, *, temperature=1.0, slot=0, **fields):
+    """Return rows of one member and one prompt with uniforms `[n, t]`."""
+    count = len(uniforms)
+    return SamplingBatch(
+        prompts=(tuple(prompt),),
+        prompt_ids=torch.zeros(count, dtype=torch.long),
+        member_ids=torch.full((count,), slot),
+        temperature=torch.full((count,), temperature),
+        uniforms=uniforms,
+        **fields,
+    )
+
+
+def test_remaining_rows_are_multiples_of_eight(monkeypatch):
+    monkeypatch.setattr(decode, "MAX_DISTINCT_SHARE", 0.0)  # each row is run by itself
+    bank = different_members(MODEL, 1)
+    counts = rows_run(bank, monkeypatch)
+    rollout = bank.sample(one_prompt(PROMPTS[0], torch.rand(45, 120, generator=torch.Generator().manual_seed(0))))
+    alive = [int(rollout.action_mask[:, step + 1].sum()) for step in range(len(counts))]
+    assert len(set(counts)) >= 3
+    assert set(counts) <= {45, 40, 32, 24, 16, *range(1, 9)}
+    assert all(living <= carried for carried, living in zip(counts, alive, strict=True))
+
+
+@torch.no_grad()
+def chances(member, tokens, options, temperature):
+    """Return the distribution of the next token by transformers."""
+    chain = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(options.repetition_penalty)])
+    chain.append(TemperatureLogitsWarper(temperature))
+    if options.top_k:
+        chain.append(TopKLogitsWarper(options.top_k))
+    if options.top_p < 1:
+        chain.append(TopPLogitsWarper(options.top_p))
+    if options.min_p:
+        chain.append(MinPLogitsWarper(options.min_p))
+    ids = torch.tensor([tokens])
+    return chain(ids, member.model(input_ids=ids).logits[:, -1].clone()).double().softmax(1)[0]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_token_frequencies_match_transformers(name):
+    """On a grid of uniforms, each token's frequency equals its probability: of the first token and of the next."""
+    options, bank, count = OPTIONS[name], different_members(MODEL, 2), 400
+    grid = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    for slot, temperature, first in ((0, 1.0, None), (1, 0.6, 0.3)):
+        member = PeftMember(MODEL, lora(), bank.peft_files(slot)[0], [EOS])
+        uniforms = grid[:, None] if first is None else torch.stack([torch.full_like(grid, first), grid], 1)
+        rows = one_prompt(PROMPTS[1], uniforms, temperature=temperature, slot=slot, options=options)
+        drawn = bank.sample(rows)
+        assert drawn.exact is (options == SamplingOptions()), "the trainer scores the whole distribution"
+        before = drawn.actions[0, :-1].tolist()
+        assert bool((drawn.actions[:, :-1] == torch.tensor(before, dtype=torch.long)).all())
+        expected = chances(member, (*PROMPTS[1], *before), options, temperature)
+        last = drawn.actions[:, -1]
+        frequency = last.bincount(minlength=VOCABULARY) / count
+        assert float((frequency - expected).abs().max()) <= 1 / count + 1e-4
+        torch.testing.assert_close(drawn.log_probs[:, -1].double(), expected[last].log(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_sampled_log_probs_equal_scored_ones(architecture):
+    bank = different_members(tiny_model(architecture), 3)
+    batch = sampled_batch(bank, tokens=8, min_new_tokens=3)
+    torch.testing.assert_close(bank.log_probs(batch), batch.sampler_log_probs, rtol=1e-4, atol=1e-4)
+    assert bool((batch.sampler_log_probs[batch.present] < 0).all())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "min_new_tokens", "penalty"),
+    [*((name, 0, 1.0) for name in ARCHITECTURES), ("llama", 4, 1.0), ("gpt2", 4, 1.0), ("llama", 0, 1.5)],
+)
+def test_greedy_decoding_equals_transformers_generate(architecture, min_new_tokens, penalty):
+    """A penalty may change the most likely token; the other options never do."""
+    bank = different_members(tiny_model(architecture), 2, eos_token_ids=[EOS, 40])
+    rows = make_rows([0, 1], tokens=12, greedy=True, min_new_tokens=min_new_tokens)
+    if penalty != 1.0:
+        rows = replace(rows, options=SamplingOptions(repetition_penalty=penalty, top_k=3, top_p=0.5, min_p=0.3))
+    rollout = bank.sample(rows)
+    for slot in range(2):
+        member = PeftMember(bank.base.model, lora(), bank.peft_files(slot)[0], [EOS, 40])
+        for prompt_id, prompt in enumerate(PROMPTS):
+            ids = torch.tensor([prompt])
+            with torch.no_grad():
+                whole = member.model.generate(
+                    input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12,
+                    min_new_tokens=min_new_tokens or None, repetition_penalty=penalty, eos_token_id=[EOS, 40],
+                    pad_token_id=PAD,
+                )  # fmt: skip
+            expected = whole[0, len(prompt) :].tolist()
+            for row in ((rows.member_ids == slot) & (rows.prompt_ids == prompt_id)).nonzero()[:, 0].tolist():
+                assert rollout.actions[row][rollout.present[row]].tolist() == expected
+    if penalty == 1.0:
+        assert torch.equal(rollout.log_probs, torch.zeros_like(rollout.log_probs))
+
+
+def test_greedy_and_sampled_rows_in_one_batch():
+    bank = different_members(MODEL, 3)
+    greedy, sampled = make_rows(range(3), greedy=True), with_robust_uniforms(bank, make_rows(range(3)))
+    cold = torch.arange(len(sampled.prompt_ids)) % 2 == 0
+    mixed = bank.sample(replace(sampled, temperature=torch.where(cold, 0.0, sampled.temperature)))
+    assert torch.equal(mixed.actions[cold], bank.sample(greedy).actions[cold])
+    assert torch.equal(mixed.actions[~cold], bank.sample(sampled).actions[~cold])
+
+
+def test_decoding_stops_when_all_rows_ended():
+    bank = different_members(MODEL, 3, eos_token_ids=range(1, 40))  # most tokens end a completion
+    rows = make_rows(range(3), tokens=40)
+    calls = []
+    handle = MODEL.base_model.register_forward_hook(lambda *_: calls.append(1))
+    rollout = bank.sample(rows)
+    handle.remove()
+    longest = int(rollout.present.sum(1).max())
+    assert longest < 40
+    assert len(calls) == longest  # the prompts, then one pass for each token but the last
+
+
+def test_no_eos_before_min_new_tokens():
+    """Forbidden end tokens raise the other probabilities in sampling and scoring."""
+    frequent = ends_that_occur(different_members(MODEL, 3))
+    bank = different_members(MODEL, 3, eos_token_ids=frequent)
+    batch = sampled_batch(bank, tokens=8, min_new_tokens=5)
+    ends = torch.isin(batch.actions, torch.tensor(frequent)) & batch.present
+    assert not ends[:, :5].any()
+    assert ends[:, 5].any()
+    scored = bank.log_probs(batch)
+    torch.testing.assert_close(scored, batch.sampler_log_probs, rtol=1e-4, atol=1e-4)
+    unaware = bank.log_probs(replace(batch, inputs=replace(batch.inputs, min_new_tokens=0)))
+    assert bool((scored[:, :5] > unaware[:, :5]).all())
+    late = batch.present[:, 5:]
+    torch.testing.assert_close(scored[:, 5:][late], unaware[:, 5:][late], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "shared", "device"),
+    [("llama", False, "cpu"), ("gemma2", True, "cpu"), *(("llama", True, device) for device in DEVICES)],
+)
+def test_results_do_not_depend_on_order_or_waves(architecture, shared, device, monkeypatch):
+    bank = different_members(tiny_model(architecture).to(device), 3)
+    bank.base.shares_prefix = shared
+    rows = make_rows(range(3), tokens=6)
+    expected, every = bank.sample(rows).to(torch.device("cpu")), torch.arange(len(rows))
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+    parts = ((sampling.CACHED_TOKENS, every[::3]), (1, order[:6]), (11 * 10, order))  # one wave, or several
+    for cached_tokens, some in parts:
+        monkeypatch.setattr(sampling, "CACHED_TOKENS", cached_tokens)
+        got = bank.sample(rows.select(some)).to(torch.device("cpu"))
+        for field in FIELDS:
+            assert torch.equal(getattr(got, field), getattr(expected, field)[some]), field
+        torch.testing.assert_close(got.log_probs, expected.log_probs[some], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("every", [5, 100])
+def test_check_interval_does_not_change_completions(every, monkeypatch):
+    bank = different_members(MODEL, 3)
+    rows = with_robust_uniforms(bank, make_rows(range(3), tokens=9))
+    expected = bank.sample(rows)
+    assert 0 < int(expected.truncated.sum()) < len(rows)
+    monkeypatch.setitem(sampling.CHECK_EVERY, "cpu", every)
+    actual = bank.sample(rows)
+    for field in FIELDS:
+        assert torch.equal(getattr(actual, field), getattr(expected, field))
+    torch.testing.assert_close(actual.log_probs, expected.log_probs, rtol=LOG_PROB, atol=LOG_PROB)
+
+
+def test_options_with_other_rows_and_further_turns():
+    bank, options = different_members(MODEL, 3), OPTIONS["all"]
+    rows = with_robust_uniforms(bank, replace(make_rows(range(3), tokens=8), options=options))
+    together = bank.sample(replace(rows, keep=True))
+    for row in (0, 7, 20):
+        alone = bank.sample(rows.select(torch.tensor([row])))
+        assert torch.equal(alone.actions[0][alone.present[0]], together.actions[row][together.present[row]])
+    second = with_robust_uniforms(bank, next_turn(rows, together, example_replies(rows, 0)))
+    assert second.options == options
+    kept = bank.sample(second)
+    again = bank.sample(replace(second, kept=None, kept_rows=None))
+    assert torch.equal(kept.actions, again.actions)
+    member = PeftMember(bank.base.model, lora(), bank.peft_files(0)[0], [EOS])
+    for row in (second.member_ids == 0).nonzero()[:3, 0].tolist():
+        assert second.history is not None
+        read = (*second.prompts[int(second.prompt_ids[row])], *second.history[row])
+        expected = chances(member, read, options, float(second.temperature[row]))
+        assert float(kept.log_probs[row, 0]) == pytest.approx(float(expected[kept.actions[row, 0]].log()), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("top_k", -1),
+        *(("top_p", value) for value in (0.0, 1.1, float("nan"), -0.5)),
+        *(("min_p", value) for value in (1.0, -0.1, float("nan"))),
+        *(("repetition_penalty", value) for value in (0.0, -1.0, float("inf"), float("nan"))),
+    ],
+)
+def test_options_out_of_range_raise(name, value):
+    with pytest.raises(ValueError, match=rf"^{name} must .*, got {value}: "):
+        SamplingOptions(**{name: value})
+
+
+def listen(bank, rows):
+    """Return a rollout and its reports: row, tokens and progress."""
+    told, parts = [], [0.0]
+
+    def on_finished(numbers, completions):
+        told.extend((*each, parts[-1]) for each in zip(numbers, completions, strict=True))
+
+    stop = Stop()
+    stop.listener = lambda work: parts.append(work.part)
+    return bank.sample(replace(rows, stop=stop), on_finished=on_finished), told
+
+
+def tokens_of(rollout):
+    return [row[present].tolist() for row, present in zip(rollout.actions, rollout.present, strict=True)]
+
+
+@pytest.mark.parametrize(("cached_tokens", "look_every"), [(sampling.CACHED_TOKENS, 1), (110, 8), (1, 1)])
+def test_every_row_is_reported_once_when_finished(cached_tokens, look_every, monkeypatch):
+    bank = ending(MODEL)
+    monkeypatch.setattr(sampling, "CACHED_TOKENS", cached_tokens)
+    monkeypatch.setattr("evogrpo.models.language.sampling.CHECK_EVERY", {"cpu": look_every})
+    rows = make_rows(range(3), tokens=12)
+    rows = rows.select(torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)))
+    alone = bank.sample(rows)
+    got, told = listen(bank, rows)
+    assert all(torch.equal(getattr(got, name), getattr(alone, name)) for name in (*FIELDS, "log_probs"))
+    assert sorted(row for row, *_ in told) == list(range(len(rows)))
+    assert {row: tokens for row, tokens, _ in told} == dict(enumerate(tokens_of(got)))
+    assert min(part for *_, part in told) < max(part for *_, part in told) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("most", [0.0, 0.5], ids=["row by row", "from common beginnings"])
+@pytest.mark.parametrize("moment", [1, 9])
+def test_reported_rows_survive_out_of_memory(moment, most, monkeypatch):
+    monkeypatch.setattr(decode, "MAX_DISTINCT_SHARE", most)
+    bank = ending(MODEL)
+    rows = make_rows(range(3), tokens=12)
+    expected, head, calls = bank.sample(rows), bank.base.head, []
+
+    def once(hidden):
+        calls.append(len(hidden))
+        if len(calls) == moment:
+            raise torch.OutOfMemoryError("this once")
+        return head(hidden)
+
+    bank.base.head = once
+    got, told = listen(bank, rows)
+    assert sorted(row for row, *_ in told) == list(range(len(rows)))
+    assert {row: tokens for row, tokens, _ in told} == dict(enumerate(tokens_of(got)))
+    assert torch.equal(got.actions, expected.actions)
+    assert torch.equal(got.truncated, expected.truncated)
+    ended = int((expected.present.sum(1) < moment).sum())
+    half = -(-(len(rows) - ended) // 2)
+    assert calls[moment] == half if most == 0.0 else calls[moment] <= half, "half of the rows not reported yet"
