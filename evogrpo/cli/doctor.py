@@ -257,6 +257,7 @@ def tasks(args: argparse.Namespace) -> int:
     from evogrpo.envs.control.classic import NATIVE_IDS
     from evogrpo.envs.text.tasks import TASKS
     from evogrpo.training.configuration.environment_tasks import preset_ids
+    from evogrpo.training.configuration.user_code import plugin_names
 
     console = make_console()
     console.print(Text.assemble(("Built in", "bold"), "   task: {name: NAME}"))
@@ -279,6 +280,8 @@ def tasks(args: argparse.Namespace) -> int:
     games = "   task: {parallel_env: MODULE}, or evogrpo train --parallel-env MODULE"
     console.print(HangingIndent(Text.assemble(("PettingZoo", "bold"), games)))
     console.print(Text("  MODULE has parallel_env, e.g. mpe2.simple_spread_v3; or MODULE:FUNCTION"))
+    console.print()
+    console.print(Text.assemble(("Plugins", "bold"), f"   {', '.join(plugin_names()) or 'none installed'}"))
     console.print()
     dataset = "   task: {dataset: {train: FILE}, reward: FILE.py:FUNCTION, form: agilerl}"
     console.print(HangingIndent(Text.assemble(("Your own", "bold"), dataset)))

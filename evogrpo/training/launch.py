@@ -19,7 +19,7 @@ from evogrpo.storage.lock import DirectoryLock, is_unused
 from evogrpo.synonyms import counterpart
 from evogrpo.training.configuration.reading import override, parse_config, parse_override, write_config
 from evogrpo.training.configuration.sections import CONFIG_FILE, AnyConfig
-from evogrpo.training.configuration.user_code import check_resumable
+from evogrpo.training.configuration.user_code import check_resumable, make_sampler
 from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.loop.trainer import Trainer
 from evogrpo.training.run_dir import RunDir, StoredRun, open_run
@@ -36,7 +36,7 @@ def free_run_dirs(name: str, folder: Path = Path("runs")) -> Iterator[Path]:
             yield path
 
 
-_RESUMABLE_KEYS = ("run_dir", "model", "device", "base_parts", "logging", "run_id")
+_RESUMABLE_KEYS = ("run_dir", "model", "device", "base_parts", "sampler", "logging", "run_id")
 """Keys that may change when a run is resumed."""
 
 
@@ -247,6 +247,8 @@ def _make_trainer(
     changed_data: Sequence[str] = (),
 ) -> Trainer:
     config = prepared.config
+    if config.sampler is not None:
+        population.sample_with(make_sampler(config.sampler, population))
     facts = {"task": config.task.label, "model": config.model}
     return Trainer(
         population,

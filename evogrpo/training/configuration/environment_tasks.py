@@ -19,7 +19,7 @@ from evogrpo.extras import require
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.safe_parsing import load_yaml
 from evogrpo.synonyms import unknown_name_error
-from evogrpo.training.configuration.user_code import load_module, load_named
+from evogrpo.training.configuration.user_code import load_module, load_named, load_plugin, plugin_names
 from evogrpo.validation import Flag, PositiveInt, Seed, Text, settings
 
 
@@ -66,7 +66,8 @@ class EnvironmentTask:
     """A registered Gymnasium environment; see `evogrpo.envs.control.gymnasium_groups.GymnasiumGroups`.
 
     Attributes:
-        env: Id of the environment, such as "CartPole-v1"; "module:Name-v0" imports the module that registers it.
+        env: Id of the environment, such as "CartPole-v1"; "module:Name-v0" imports the module that registers it. Or
+            the name of a plugin that creates it.
         env_kwargs: Keyword arguments of the environment.
         wrappers: Subclasses of `gymnasium.Wrapper`; the first one is innermost. Each is named "module:Class" or
             "path.py:Class"; for classes of gymnasium.wrappers the name of the class is enough. A wrapper with options
@@ -121,7 +122,7 @@ class EnvironmentTask:
             ValueError: If the environment does not exist or is not installed, or an argument is invalid.
         """
         try:
-            return self.groups(self.env, seed=seed)
+            return self.groups(load_plugin(self.env, "environment", gymnasium.registry) or self.env, seed=seed)
         except _CREATION_ERRORS as error:
             raise ValueError(f"task.env: {self.env!r} cannot be made: {error}") from error
 
@@ -176,6 +177,8 @@ def reward_threshold(env: str) -> float | None:
     Raises:
         ValueError: If the environment is not registered.
     """
+    if env in plugin_names():
+        return None
     try:
         return env_spec(env).reward_threshold
     except (gymnasium.error.Error, ImportError) as error:
@@ -188,7 +191,7 @@ class ParallelTask:
 
     Attributes:
         parallel_env: The function that creates the environment, as "module:function" or "path.py:function"; or a
-            module with a function `parallel_env`, such as "mpe2.simple_spread_v3". Its code is run.
+            module with a function `parallel_env`, such as "mpe2.simple_spread_v3"; or a plugin. Its code is run.
         policies: "shared": one policy for all agents; "prefix": one for all agents whose names agree before the last
             underscore; "independent": one for each agent.
         credit: Rewards that an agent's action is credited with: "team" = those of all agents, "agent" = its own.
@@ -271,6 +274,8 @@ class ParallelTask:
         """Import the function that creates the environment."""
         if ":" in self.parallel_env:
             return load_named(self.parallel_env, "parallel environment")
+        if (plugin := load_plugin(self.parallel_env, "parallel environment")) is not None:
+            return plugin
         if self.parallel_env.endswith(".py"):
             raise ValueError(
                 f"task.parallel_env must name a function of the file, got {self.parallel_env!r}. Write "

@@ -3,7 +3,7 @@
 import csv
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields
 from pathlib import Path
 from typing import IO, Any, ClassVar, Literal
@@ -21,7 +21,7 @@ from evogrpo.extras import require
 from evogrpo.synonyms import close_match
 from evogrpo.text import number_text, pluralize
 from evogrpo.training.configuration.sections import DATASET_SUFFIXES
-from evogrpo.training.configuration.user_code import load_named
+from evogrpo.training.configuration.user_code import load_named, load_plugin, plugin_names
 from evogrpo.validation import (
     Flag,
     Float,
@@ -161,7 +161,7 @@ class BuiltinTask(QuestionTask):
     """A task that comes with evogrpo.
 
     Attributes:
-        name: Name of the task; `evogrpo tasks` lists them.
+        name: Name of the task, or of a plugin: a function as `Task.build`. `evogrpo tasks` lists them.
         validation_size: Number of questions for selection.
         test_size: Number of questions for the final test.
         system_prompt: System message before each question; null = that of the chat template.
@@ -177,7 +177,7 @@ class BuiltinTask(QuestionTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_unknown("task", [self.name], TASKS)
+        self._build()  # raises ValueError for an unknown name
 
     @property
     def label(self) -> str:
@@ -186,7 +186,7 @@ class BuiltinTask(QuestionTask):
 
     def environment(self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None) -> HuggingFaceGym:
         """Build the task's environment."""
-        return TASKS[self.name].build(
+        return self._build()(
             tokenizer,
             seed=seed,
             validation_size=self.validation_size,
@@ -194,6 +194,14 @@ class BuiltinTask(QuestionTask):
             conversation_template=_conversation_template(self.system_prompt, None),
             **self.gym_options(max_prompt_length),
         )
+
+    def _build(self) -> Callable[..., HuggingFaceGym]:
+        """Return the function that builds the task."""
+        plugin = load_plugin(self.name, "task", TASKS)
+        if plugin is not None:
+            return plugin
+        refuse_unknown("task", [self.name], [*TASKS, *plugin_names()])
+        return TASKS[self.name].build
 
 
 @settings

@@ -395,7 +395,7 @@ _PATHS: Mapping[str, Callable[[str, Path], str]] = {
     **dict.fromkeys(("task.dataset.train", "task.dataset.validation", "task.dataset.test"), _absolute_file),
     **dict.fromkeys(("task.reward", "task.parallel_env", "task.score"), _absolute_reference),
     **dict.fromkeys(("task.wrappers", "task.wrappers.name"), _absolute_reference),
-    **dict.fromkeys(("strategy", "strategy.name"), _absolute_reference),
+    **dict.fromkeys(("strategy", "strategy.name", "sampler", "sampler.name"), _absolute_reference),
     **dict.fromkeys(("strategy.mutation", "strategy.mutation.name"), _absolute_reference),
     "population.like": _absolute,
     "agent.adapter": _absolute,

@@ -14,7 +14,7 @@ from evogrpo.evolution.shared_experience import SharedExperience, shared_experie
 from evogrpo.evolution.strategies import BUILT_IN, Replay, Strategy, Tournament
 from evogrpo.extras import require
 from evogrpo.models.devices import Precision
-from evogrpo.training.configuration.user_code import named_strategy, strategy_record
+from evogrpo.training.configuration.user_code import named_sampler, named_strategy, strategy_record
 from evogrpo.training.exports import CompletionsFormat
 from evogrpo.training.schedule import Schedule
 from evogrpo.validation import WHOLE, Flag, NonNegativeInt, PositiveInt, Seed, Text, plain, settings
@@ -82,6 +82,18 @@ def _strategy(value: Any) -> Strategy:
     return named_strategy({"name": "tournament", **value})
 
 
+def _sampler(value: Any) -> Any:
+    """Return the name and settings of a sampler, whose code is imported; None stays."""
+    if value is None:
+        return None
+    values = {"name": value} if isinstance(value, str) else value
+    if not isinstance(values, Mapping) or not isinstance(values.get("name"), str):
+        raise ValueError(f"must be a name, or a mapping of name and settings, got {value!r:.80}")
+    named_sampler(values["name"])
+    return dict(values)
+
+
+_SAMPLER_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]})
 _STRATEGY_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string", "examples": list(BUILT_IN)}, {"type": "object"}]})
 TaskT = TypeVar("TaskT", bound=TaskSection)
 AgentT = TypeVar("AgentT", bound=AgentSection)
@@ -160,10 +172,13 @@ class Config(Generic[TaskT, AgentT]):
         search_space: Hyperparameters that may evolve, with their ranges.
         population: Number of members and their start.
         strategy: Rule of selection and mutation, with its settings: a name in `evogrpo.evolution.strategies`, or a
-            class as "path.py:Class" or "module:Class". Default: "tournament". Without search space and strategy it is
-            "narrowing", with shared experience and `fitness: both`.
+            class as "path.py:Class" or "module:Class", or a plugin. Default: "tournament". Without search space and
+            strategy it is "narrowing", with shared experience and `fitness: both`.
         experience: "own" if each member learns from its own samples, "shared", or settings of
             `evogrpo.evolution.SharedExperience`. Default: "shared" for the strategy "leader", otherwise "own".
+        sampler: Another engine that samples completions, with its settings: a function as "path.py:function" or
+            "module:function", or a plugin. It is called as `function(population, **settings)` at the start and on
+            resume; null = the bank.
         fitness: "validation", "rollouts" or "both", or settings of `FitnessConfig`. Default: "both" for the strategy
             "leader", otherwise "validation".
         agent: Settings that all members share.
@@ -186,6 +201,7 @@ class Config(Generic[TaskT, AgentT]):
     population: PopulationConfig = field(default_factory=PopulationConfig)
     strategy: Annotated[Strategy, PlainValidator(_strategy), _STRATEGY_SCHEMA] = field(default_factory=Tournament)
     experience: Annotated[SharedExperience | None, BeforeValidator(shared_experience)] = None
+    sampler: Annotated[Mapping[str, Any] | None, PlainValidator(_sampler), _SAMPLER_SCHEMA] = None
     fitness: Annotated[FitnessConfig, BeforeValidator(FitnessConfig.of)] = field(default_factory=FitnessConfig)
     agent: AgentT
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -1,21 +1,29 @@
-"""User code that a configuration names: reward functions and strategies."""
+"""User code that a configuration names: functions and classes by reference, and installed plugins by name."""
 
 import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evogrpo.evolution.mutation import Mutation, definition_of
 from evogrpo.evolution.strategies import BUILT_IN, Strategy, strategy_from_json
 from evogrpo.safe_parsing import dump_json, load_json
-from evogrpo.synonyms import close_match
+from evogrpo.synonyms import close_match, unknown_name_error
 from evogrpo.text import USER_MODULE_PREFIX, reference_to
+
+if TYPE_CHECKING:
+    from evogrpo.algorithms.population import Population
+    from evogrpo.models.bank import Sampler
+
+PLUGINS = "evogrpo.plugins"
+"""Group of the entry points by which installed packages add strategies, samplers, environments and tasks."""
 
 
 def load_named(reference: str, what: str, category: str = "function") -> Callable[..., Any]:
@@ -120,6 +128,64 @@ def user_line(error: BaseException) -> str:
     return f" ({user_frames[-1].filename}, line {user_frames[-1].lineno})" if user_frames else ""
 
 
+def plugin_names() -> list[str]:
+    """Return the names of all installed plugins; none is imported."""
+    return sorted({each.name for each in importlib.metadata.entry_points(group=PLUGINS)})
+
+
+def load_plugin(name: str, what: str, built_in: Collection[str] = ()) -> Callable[..., Any] | None:
+    """Import the installed plugin of a name; None if there is none.
+
+    Args:
+        name: Name of its entry point.
+        what: Its purpose, for messages, such as "strategy".
+        built_in: Names that a plugin must not have.
+
+    Raises:
+        ValueError: If the plugin has a built-in name, several packages have one of this name, or it cannot be imported.
+    """
+    found = {each.value: each for each in importlib.metadata.entry_points(group=PLUGINS, name=name)}
+    if not found:
+        return None
+    if name in built_in:
+        raise ValueError(
+            f"The plugin {name!r} ({', '.join(found)}) has the name of a built-in {what}. Rename or uninstall it."
+        )
+    if len(found) > 1:
+        raise ValueError(f"Several plugins are called {name!r}: {', '.join(found)}. Uninstall all but one.")
+    ((value, plugin),) = found.items()
+    loaded: list[Any] = []
+    _load(lambda: loaded.append(plugin.load()), f"the plugin {name!r} ({value})")
+    if not callable(loaded[0]):
+        raise ValueError(f"The plugin {name!r} ({value}) must be a class or a function, to be used as a {what}.")
+    return loaded[0]  # type: ignore[no-any-return]  # callable, as just checked
+
+
+def named_sampler(name: str) -> "Callable[..., Sampler]":
+    """Import the factory of a sampler: a plugin, `path.py:function` or `module:function`.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    factory = load_named(name, "sampler") if ":" in name else load_plugin(name, "sampler")
+    if factory is None:
+        error = unknown_name_error("sampler", name, plugin_names())
+        raise ValueError(f'{error}. For a sampler of your own, write "module:function".')
+    return factory
+
+
+def make_sampler(values: Mapping[str, Any], population: "Population") -> "Sampler":
+    """Call the factory of a sampler with the population and the settings beside its name.
+
+    Raises:
+        ValueError: If there is no such factory, or it raises an exception.
+    """
+    name, options = str(values["name"]), {key: value for key, value in values.items() if key != "name"}
+    factory, made = named_sampler(name), list["Sampler"]()
+    _load(lambda: made.append(factory(population, **options)), f"the sampler {name!r}")
+    return made[0]
+
+
 def strategy_record(strategy: Strategy) -> dict[str, Any]:
     """Return a strategy's name and settings; the name is that of a built-in strategy, or `module:Class`."""
     kind = type(strategy)
@@ -128,7 +194,7 @@ def strategy_record(strategy: Strategy) -> dict[str, Any]:
 
 
 def named_strategy(values: Mapping[str, Any]) -> Strategy:
-    """Build the strategy that a configuration names; user code is imported.
+    """Build the strategy that a configuration or a caller names; user code is imported.
 
     Raises:
         ValueError: If there is no such class, or a setting is unknown or invalid.
@@ -141,21 +207,22 @@ def named_strategy(values: Mapping[str, Any]) -> Strategy:
         custom_mutation = load_named(str(mutation["name"]), "mutation")
     if mutation is not None:
         values = {**values, "mutation": mutation}
-    strategy = strategy_from_json(
-        values, load_named(name, "strategy", "class") if ":" in name else None, custom_mutation
-    )
+    own = load_named(name, "strategy", "class") if ":" in name else load_plugin(name, "strategy", BUILT_IN)
+    if own is None and name not in BUILT_IN:
+        raise unknown_name_error("strategy", name, [*BUILT_IN, *plugin_names()])
+    strategy = strategy_from_json(values, own, custom_mutation)
     check_strategy(strategy)
     return strategy
 
 
 def chosen_strategy(strategy: Strategy | type[Strategy] | str) -> Strategy:
-    """Return the strategy for an instance, a class, or the name of a built-in strategy.
+    """Return the strategy for an instance, a class, or a name as in a configuration.
 
     Raises:
         ValueError: If the argument is none of these.
     """
     if isinstance(strategy, str | Mapping):
-        return strategy_from_json({"name": strategy} if isinstance(strategy, str) else strategy)
+        return named_strategy({"name": strategy} if isinstance(strategy, str) else strategy)
     instance = strategy() if isinstance(strategy, type) else strategy
     check_strategy(instance)
     return instance

@@ -126,6 +126,7 @@ class PreparedLanguage:
         return {
             "model": f"{self.model} on {self.device} in {config.precision}{self._sharding_text()}",
             **({"adapters": f"train {trained}"} if trained else {}),
+            **({} if config.sampler is None else {"sampler": config.sampler["name"]}),
             "task": f"{config.task.label}: {sizes_text(self.env)} questions{reserved}",
             "population": f"{pluralize(config.population.size, 'member')}, each a LoRA adapter of "
             f"rank {self.lora.r}" + (f" that starts from {config.agent.adapter}" if config.agent.adapter else ""),

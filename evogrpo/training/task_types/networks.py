@@ -217,6 +217,8 @@ class NetworkTask:
             raise ValueError(f"base_parts must be left out {key}, as {none}, got {config.base_parts}")
         if config.precision != "auto":
             raise ValueError(f"precision must be left out {key}, as {none}, got {config.precision!r}")
+        if config.sampler is not None:
+            raise ValueError(f"sampler must be left out {key}: small networks act in the environment directly")
         if config.logging.completions:
             raise ValueError(f"logging.completions must be 0 {key}, got {config.logging.completions}")
 
