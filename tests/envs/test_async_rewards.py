@@ -4,7 +4,6 @@ import asyncio
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -32,75 +31,64 @@ async def lengths(completions, **_):
     return [float(len(text)) for text in completions]
 
 
+class Judge:
+    async def __call__(self, completions, **_):
+        return [1.0] * len(completions)
+
+
 def plain(completions, **_):
     return [10.0] * len(completions)
 
 
-def test_async_and_other_functions_can_be_combined():
-    result = earned(lengths, plain)
+def test_async_objects_and_other_functions_can_be_combined():
+    result = earned(lengths, plain, Judge())
     assert result.components["lengths"].tolist() == [1.0, 2.0]
-    assert result.rewards.tolist() == [11.0, 12.0]
+    assert result.rewards.tolist() == [12.0, 13.0]
 
 
-def test_async_functions_run_concurrently():
-    """Each function waits for the other to start."""
-    begun = [asyncio.Event(), asyncio.Event()]
+def test_async_functions_and_their_calls_run_concurrently():
+    """Each call waits for all others to start."""
+    waiting = []
+
+    async def meet(count):
+        waiting.append(None)
+        while len(waiting) < count:
+            await asyncio.sleep(0.01)
+
+    async def single(completion, answer, question):
+        await meet(5)
+        return float(completion)
 
     async def first(completions, **_):
-        begun[0].set()
-        await begun[1].wait()
+        await meet(7)
         return [1.0] * len(completions)
 
     async def second(completions, **_):
-        begun[1].set()
-        await begun[0].wait()
+        await meet(7)
         return [2.0] * len(completions)
 
+    assert earned(single, form="agilerl", texts=tuple("01234"), timeout=10.0).rewards.tolist() == [0, 1, 2, 3, 4]
     assert earned(first, second, timeout=10.0).rewards.tolist() == [3.0, 3.0]
 
 
-def test_calls_for_single_completions_run_concurrently():
-    waiting = []
-
-    async def reward(completion, answer, question):
-        waiting.append(completion)
-        while len(waiting) < 5:
-            await asyncio.sleep(0.01)
-        return float(completion)
-
-    result = earned(reward, form="agilerl", texts=tuple("01234"), timeout=10.0)
-    assert result.rewards.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
-
-
-def test_the_event_loop_is_reused():
-    """A client that belongs to an event loop can serve several calls."""
+def test_the_event_loop_is_reused_also_inside_a_running_one():
+    """A client that belongs to an event loop can serve several calls, in a notebook too."""
     loops = []
 
     async def reward(completions, **_):
         loops.append(asyncio.get_running_loop())
         return [0.0] * len(completions)
 
-    earned(reward, times=3)
+    async def notebook():
+        return earned(reward, times=3)
+
+    asyncio.run(notebook())
     assert loops[0] is loops[1] is loops[2]
 
 
-def test_rewards_work_inside_a_running_event_loop():
-    async def notebook():
-        return earned(lengths).rewards.tolist()
-
-    assert asyncio.run(notebook()) == [1.0, 2.0]
-
-
-class Judge:
-    async def __call__(self, completions, **_):
-        return [1.0] * len(completions)
-
-
-def test_objects_with_async_call_are_async():
-    assert earned(Judge()).rewards.tolist() == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit(), StopIteration()]
+)
 def test_all_exceptions_become_reward_errors(error):
     async def rude(completions, **_):
         raise error
@@ -128,27 +116,18 @@ def test_slow_functions_are_cancelled_and_excluded():
     assert stopped.wait(5)
 
 
-def test_blocked_event_loops_are_reported():
-    async def blocking(completions, **_):
-        time.sleep(4)
-        return [1.0] * len(completions)
-
-    began = time.monotonic()
-    with pytest.raises(RewardError, match="'blocking' was cancelled"):
-        earned(blocking, texts=("a",), timeout=0.2)
-    assert time.monotonic() - began < 3.5
-
-
-def test_programs_with_a_blocked_event_loop_exit():
+def test_programs_with_a_blocked_event_loop_report_it_and_exit():
     program = """if True:
         import time
         from tests.envs.test_async_rewards import earned
         async def blocking(completions, **_):
             time.sleep(600)
+        began = time.monotonic()
         try:
             earned(blocking, texts=("a",), timeout=0.2)
         except ValueError as error:
-            print(error)
+            print(error, time.monotonic() - began < 30)
     """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert "'blocking'" in result.stdout
+    assert "'blocking' was cancelled" in result.stdout
+    assert result.stdout.endswith("True\n")

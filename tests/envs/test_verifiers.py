@@ -1,5 +1,6 @@
 """Verifier workers: reward functions that hang, crash or misbehave."""
 
+import contextlib
 import functools
 import gc
 import os
@@ -7,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -22,38 +22,54 @@ from evogrpo.envs.text.reward_functions import RewardError, RewardInputs, make_r
 from evogrpo.envs.text.verifier_pool import VerifierPool, make_reward_runner
 from evogrpo.training.configuration.user_code import load_named
 from tests.envs import verifier_functions as functions
+from tests.envs.verifier_functions import KINDS, batched, patient, patient_single, single
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals and process groups as on POSIX systems")
+SINGLE = (single, patient_single)  # functions in AgileRL's form
+BATCHED = (
+    *(batched, patient, functions.company, functions.meeting, functions.light, functions.noisy, functions.kinds),
+    *(functions.arrays, functions.invalid),
+)
 
 
-class Verified:
-    """Reward functions with their own pool."""
+def rewards_of(*given):
+    return [make_rewards(f, None, None)[0] if f in SINGLE else make_rewards(None, f, None)[0] for f in given]
 
-    def __init__(self, *functions, form="trl", timeout=None, workers=2):
-        self.rewards = (
-            make_rewards(None, list(functions), None) if form == "trl" else make_rewards(*functions, None, None)
-        )
-        self.runner = make_reward_runner(self.rewards, timeout, workers)
-        assert isinstance(self.runner, VerifierPool)
 
-    def __call__(self, *texts, on_error="raise", columns=None):
-        rows = [{"prompt": "p", "question": "q", "answer": "a", **(columns or {})}] * len(texts)
-        inputs = RewardInputs(rows=rows, texts=texts, token_ids=[[1, 2]] * len(texts))
-        return compute_rewards(self.rewards, inputs, on_error, self.runner)
+def run(given, texts, runner, *, on_error="raise", **columns):
+    """Return the rewards of completions, from a pool that has these functions among others."""
+    rows = [{"prompt": "p", "question": "q", "answer": "a", **columns}] * len(texts)
+    inputs = RewardInputs(rows=rows, texts=texts, token_ids=[[1, 2]] * len(texts))
+    return compute_rewards(rewards_of(*given), inputs, on_error, runner)
+
+
+@pytest.fixture(scope="module")
+def call():
+    """Return a function that calls reward functions in a pool of two worker processes."""
+
+    @functools.cache
+    def pool(timeout):
+        return make_reward_runner(rewards_of(*BATCHED, *SINGLE), timeout, 2)
+
+    yield lambda function, *texts, timeout=None, **options: run([function], texts, pool(timeout), **options)
+    for timeout in (None, 0.6):
+        pool(timeout).close()
 
 
 @pytest.fixture
-def verified():
-    made = []
+def one_worker():
+    """Return a function that starts a worker process with reward functions of any module."""
+    with contextlib.ExitStack() as stack:
 
-    def make(*functions, **options):
-        made.append(Verified(*functions, **options))
-        return made[-1]
+        def one_worker(*functions):
+            rewards = make_rewards(None, functions, None)
+            runner = make_reward_runner(rewards, None, 1)
+            stack.callback(runner.close)
+            inputs = {"rows": [{"prompt": "p"}], "token_ids": [[1]]}
+            return lambda text: compute_rewards(rewards, RewardInputs(texts=[text], **inputs), "raise", runner)
 
-    yield make
-    for each in made:
-        each.runner.close()
+        yield one_worker
 
 
 def has_ended(pid, within=5.0):
@@ -70,50 +86,42 @@ def has_ended(pid, within=5.0):
     return False
 
 
-def test_results_equal_those_in_process(verified):
-    texts = [str(number) for number in range(len(functions.KINDS))]
-    scores = verified(functions.kinds)(*texts)
-    rows = [{"prompt": "p"}] * len(texts)
-    expected = compute_rewards(
-        make_rewards(None, [functions.kinds], None),
-        RewardInputs(rows=rows, texts=texts, token_ids=[[1, 2]] * 8),
-        "raise",
-    )
+# ---- results
+
+
+def test_results_equal_those_in_process(call):
+    texts = [str(number) for number in range(len(KINDS))]
+    here = make_reward_runner(rewards_of(functions.kinds), None, 0)
+    scores, expected = call(functions.kinds, *texts), run([functions.kinds], texts, here)
     np.testing.assert_array_equal(scores.rewards, expected.rewards)
     assert scores.steps == expected.steps
-    assert scores.steps["kinds"][6] == functions.KINDS[6]
-    assert verified(functions.arrays, workers=1)("a", "b", "c").rewards.tolist() == [0.0, 1.0, 2.0]
+    assert scores.steps["kinds"][6] == KINDS[6]
 
 
-@pytest.mark.parametrize("function", [functions.wrong, functions.texts, functions.not_finite, functions.short])
-def test_invalid_rewards_are_refused(verified, function):
-    with pytest.raises(RewardError, match=f"'{function.__name__}' must return"):
-        verified(function, workers=1)("x", "y")
+@pytest.mark.parametrize("kind", functions.INVALID)
+def test_invalid_rewards_are_refused(call, kind):
+    with pytest.raises(RewardError, match="'invalid' must return"):
+        call(functions.invalid, kind, kind)
 
 
-def test_completions_are_split_and_returned_in_order(verified):
+def test_completions_are_split_and_returned_in_order(call):
     texts = ["x" * number for number in range(11)]
-    both = verified(functions.batched, functions.sizes, workers=3)
     for _ in range(2):
-        scores = both(*texts)
-        assert scores.components["batched"].tolist() == list(range(11))
-        assert set(scores.components["sizes"]) == {4.0, 3.0}
-    assert verified(functions.single, form="agilerl")(*texts).rewards.tolist() == list(range(11))
+        assert call(batched, *texts).rewards.tolist() == list(range(11))
+        assert set(call(functions.company, *texts).rewards) == {5.0, 6.0}
+    assert call(single, *texts).rewards.tolist() == list(range(11))
+    assert call(functions.arrays, "a", "b").rewards.tolist() == [0.0, 0.0]  # one completion for each worker
 
 
-def test_workers_run_in_parallel(verified):
-    scores = verified(functions.processes)("a", "b")  # a call takes longer than the start of a worker
-    assert len(set(scores.rewards)) == 2
-    assert os.getpid() not in scores.rewards
+def test_workers_run_in_parallel_without_torch(call, tmp_path):
+    pids = set(call(functions.meeting, "a", "b", place=str(tmp_path / "calls")).rewards)
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+    assert call(functions.light, "x").rewards.tolist() == [0.0]
 
 
-def test_workers_do_not_import_torch(verified):
-    assert "torch" in sys.modules or __import__("torch")
-    assert verified(functions.light)("x").rewards.tolist() == [0.0]
-
-
-def test_printed_text_is_not_a_reply(verified, capfd):
-    assert verified(functions.noisy)("x", "y").rewards.tolist() == [1.0, 1.0]
+def test_printed_text_is_not_a_reply(call, capfd):
+    assert call(functions.noisy, "x", "y").rewards.tolist() == [1.0, 1.0]
     errors = ""
     deadline = time.monotonic() + 20
     while errors.count("more") < 2 and time.monotonic() < deadline:  # replies have another pipe
@@ -124,116 +132,96 @@ def test_printed_text_is_not_a_reply(verified, capfd):
     assert errors.count("more") == 2
 
 
-@pytest.mark.parametrize(
-    ("function", "form", "text"), [(functions.batched, "trl", "hang"), (functions.single, "agilerl", "spin")]
-)
-def test_hanging_calls_are_killed(verified, function, form, text):
+def test_async_functions_run_concurrently_in_a_worker(call):
+    assert call(patient, "a", "bb").rewards.tolist() == [1.0, 2.0]
     began = time.monotonic()
-    slow = verified(function, form=form, timeout=0.5)
-    with pytest.raises(RewardError, match=rf"'{function.__name__}' took longer than 0.5 s .* completion '{text}'"):
-        slow("a", text, "bb")
-    assert slow("a", "bb").rewards.tolist() == [1.0, 2.0]
-    assert time.monotonic() - began < 10
+    assert call(patient_single, *["abc"] * 120).rewards.tolist() == [3.0] * 120
+    assert time.monotonic() - began < 6  # 12 s sequentially
 
 
-def test_hanging_calls_can_be_excluded(verified):
-    slow = verified(functions.batched, timeout=0.5)
-    with pytest.warns(UserWarning, match=r"2 of 5 completions excluded; the first: .*took longer than 0.5 s"):
-        scores = slow("a", "hang", "bb", "hang", "ccc", on_error="exclude")
+# ---- calls that hang, and workers that die
+
+
+@pytest.mark.parametrize(
+    ("function", "text", "timeout", "failure"),
+    [
+        (batched, "hang", 0.6, "took longer than 0.6 s and was stopped"),
+        (single, "spin", 0.6, "took longer than 0.6 s and was stopped"),
+        (batched, "exit", None, r"ended its worker process \(exit code 3\)"),
+        (batched, "killed", None, r"ended its worker process \(signal 9.*\)"),
+        (batched, "close", None, r"ended its worker process \(it closed its pipe\)"),
+    ],
+)
+def test_hanging_and_dead_workers_are_reported_and_replaced(call, function, text, timeout, failure):
+    with pytest.raises(RewardError, match=rf"'{function.__name__}' {failure} .* completion '{text}'"):
+        call(function, "a", text, "bb", timeout=timeout)
+    assert call(function, "a", "bb", timeout=timeout).rewards.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "text"), [(batched, "hang"), (patient, "hang"), (patient_single, "wait"), (batched, "killed")]
+)
+def test_hanging_and_crashing_calls_can_be_excluded(call, function, text):
+    reason = "ended its worker process" if text == "killed" else "took longer than"
+    with pytest.warns(UserWarning, match=rf"2 of 5 completions excluded; the first: .*{reason}"):
+        scores = call(function, "a", text, "bb", text, "ccc", timeout=0.6, on_error="exclude")
     np.testing.assert_array_equal(scores.rewards, [1, np.nan, 2, np.nan, 3])
 
 
-def test_child_processes_are_killed_too(verified, tmp_path):
+def test_child_processes_are_killed_too(call, tmp_path):
     place = tmp_path / "pids"
-    with pytest.raises(RewardError, match="took longer than 1 s"):
-        verified(functions.batched, timeout=1.0)(f"child {place}")
+    with pytest.raises(RewardError, match="took longer than"):
+        call(batched, f"child {place}", timeout=0.6)
     assert all(has_ended(int(pid)) for pid in place.read_text().split())
 
 
-def test_messages_show_completions_escaped(verified):
+def test_failures_do_not_wait_for_hanging_calls_and_are_escaped(call):
+    began = time.monotonic()
+    with pytest.raises(RewardError, match="raised RuntimeError"):
+        call(single, "hang", "raise")
+    assert time.monotonic() - began < 10
     with pytest.raises(RewardError) as caught:
-        verified(functions.batched, workers=1)("\x1b[31m\u202ex" * 100, "raise")
+        call(batched, "\x1b[31m\u202ex" * 100, "raise")
     message = str(caught.value)
     assert message.isprintable()
     assert re.search(r"raised RuntimeError: 'no \\x1b\[31m' \(.*verifier_functions.py, line \d+\) .* 'raise'", message)
 
 
-def test_failures_do_not_wait_for_hanging_calls(verified):
-    began = time.monotonic()
-    with pytest.raises(RewardError, match="raised RuntimeError"):
-        verified(functions.single, form="agilerl", timeout=30.0)("hang", "raise")
-    assert time.monotonic() - began < 10
-
-
-@pytest.mark.parametrize(
-    ("text", "ending"),
-    [("exit", "exit code 3"), ("killed", "signal 9.*")],
-)
-def test_dead_workers_are_reported_and_replaced(verified, text, ending):
-    frail = verified(functions.batched)
-    with pytest.raises(RewardError, match=rf"'batched' ended its worker process \({ending}\) .* completion '{text}'"):
-        frail("a", text)
-    with pytest.warns(UserWarning, match="1 of 3 completions excluded"):
-        scores = frail("a", text, "bb", on_error="exclude")
-    np.testing.assert_array_equal(scores.rewards, [1, np.nan, 2])
-    assert frail("a", "bb").rewards.tolist() == [1.0, 2.0]
-
-
-def test_workers_that_die_while_idle_are_replaced(verified):
-    frail = verified(functions.batched, workers=1)
-    assert frail("later").rewards.tolist() == [5.0]
+def test_workers_that_die_while_idle_are_replaced(one_worker):
+    frail = one_worker(batched)
+    assert frail("later").rewards == [5.0]
     time.sleep(0.6)
-    assert frail("a").rewards.tolist() == [1.0]
+    assert frail("a").rewards == [1.0]
 
 
-def test_workers_that_close_their_pipe_are_killed(verified):
-    with pytest.raises(RewardError, match=r"ended its worker process \(it closed its pipe\) .* 'close'"):
-        verified(functions.batched)("close")
+# ---- functions
 
 
-def test_async_functions_run_concurrently_in_a_worker(verified):
-    began = time.monotonic()
-    assert verified(functions.patient)("a", "bb").rewards.tolist() == [1.0, 2.0]
-    single = verified(functions.patient_single, form="agilerl")
-    assert single(*["abc"] * 120).rewards.tolist() == [3.0] * 120
-    assert time.monotonic() - began < 6  # 12 s sequentially
-
-
-@pytest.mark.parametrize(
-    ("function", "form", "text"), [(functions.patient, "trl", "hang"), (functions.patient_single, "agilerl", "wait")]
-)
-def test_hanging_async_functions_are_excluded(verified, function, form, text):
-    slow = verified(function, form=form, timeout=0.6)
-    with pytest.warns(UserWarning, match=r"1 of 3 completions excluded; the first: .*took longer than"):
-        scores = slow("a", text, "bb", on_error="exclude")
-    np.testing.assert_array_equal(scores.rewards, [1, np.nan, 2])
-
-
-def test_lambdas_and_closures_are_sent_with_their_code(verified):
+def test_lambdas_and_closures_are_sent_with_their_code(one_worker):
     factor = 2.0
 
     def inner(completions, **_):
         return [factor * len(text) for text in completions]
 
-    for function in (inner, lambda completions, **_: inner(completions), functools.partial(inner)):
-        assert verified(function, workers=1)("ab").rewards.tolist() == [4.0]
+    assert one_worker(inner, lambda completions, **_: inner(completions), functools.partial(inner))("ab").rewards == [
+        12.0
+    ]
 
 
-def test_functions_that_cannot_be_pickled_are_refused():
+def test_what_cannot_be_pickled_is_refused(call):
     lock = threading.Lock()
-    with pytest.raises(ValueError, match="'inner' cannot be sent to a worker process"):
-        make_reward_runner(make_rewards(None, [lambda_with(lock)], None), None, 1)
 
-
-def lambda_with(lock):
     def inner(completions, **_):
         with lock:
             return []
 
-    return inner
+    with pytest.raises(ValueError, match="'inner' cannot be sent to a worker process"):
+        make_reward_runner(make_rewards(None, [inner], None), None, 1)
+    with pytest.raises(RewardError, match="'batched' cannot be sent its arguments, TypeError: cannot pickle"):
+        call(batched, "x", lock=lock)
 
 
-def test_functions_in_files_are_loaded(verified, tmp_path):
+def test_functions_in_files_are_loaded(one_worker, tmp_path):
     path = tmp_path / "my_rewards.py"
     (tmp_path / "beside.py").write_text("VALUE = 7.0\n")
     path.write_text(
@@ -241,78 +229,67 @@ def test_functions_in_files_are_loaded(verified, tmp_path):
         "        return [VALUE] * len(completions)\njudge = Judge()\ndef other(completions, **_):\n"
         "    return [VALUE + 1] * len(completions)\n"
     )
-    scores = verified(load_named(f"{path}:judge", "reward function"), load_named(f"{path}:other", "reward function"))(
-        "x"
-    )
-    assert scores.rewards.tolist() == [15.0]
+    named = (load_named(f"{path}:{name}", "reward function") for name in ("judge", "other"))
+    assert one_worker(*named)("x").rewards == [15.0]
 
 
-def test_import_errors_in_workers_are_reported(tmp_path):
+def test_import_errors_in_workers_are_reported(one_worker, tmp_path):
     path = tmp_path / "picky.py"
     path.write_text(
         "import os\nif 'EVOGRPO_VERIFIER' in os.environ:\n    raise OSError('no display')\n"
         "def f(completions, **_):\n    return [0.0]\n"
     )
     with pytest.raises(ValueError, match=r"cannot load the reward functions: OSError: no display \(.*picky.py, line 3"):
-        Verified(load_named(f"{path}:f", "reward function"))
+        one_worker(load_named(f"{path}:f", "reward function"))
 
 
-def test_columns_that_cannot_be_pickled_are_reported(verified):
-    with pytest.raises(RewardError, match="'batched' cannot be sent its arguments, TypeError: cannot pickle"):
-        verified(functions.batched)("x", columns={"lock": threading.Lock()})
+# ---- settings and environments
 
 
 @pytest.mark.parametrize(
-    ("function", "timeout", "workers", "message"),
+    ("timeout", "workers", "message"),
     [
-        (functions.batched, 0, 1, "reward_timeout .* 0"),
-        (functions.batched, float("nan"), 1, "reward_timeout"),
-        (functions.batched, None, -1, "reward_workers .* -1"),
-        (functions.batched, 1.0, 0, "reward_timeout .*reward_workers .*'batched'"),
+        (0, 1, "reward_timeout .* 0"),
+        (float("nan"), 1, "reward_timeout"),
+        (None, -1, "reward_workers .* -1"),
+        (1.0, 0, "reward_timeout .*reward_workers .*'batched'"),
     ],
 )
-def test_invalid_settings_are_refused(function, timeout, workers, message):
+def test_invalid_settings_are_refused(timeout, workers, message):
     with pytest.raises(ValueError, match=message):
-        make_reward_runner(make_rewards(None, [function], None), timeout, workers)
+        make_reward_runner(rewards_of(batched), timeout, workers)
 
 
-def test_a_timeout_uses_workers_for_synchronous_functions():
-    runner = make_reward_runner(make_rewards(None, [functions.batched], None), 5.0, None)
-    assert isinstance(runner, VerifierPool)
+@pytest.mark.parametrize(
+    ("function", "timeout", "in_workers"), [(batched, 5.0, True), (batched, None, False), (patient, 5.0, False)]
+)
+def test_a_timeout_uses_workers_for_synchronous_functions(function, timeout, in_workers):
+    runner = make_reward_runner(rewards_of(function), timeout, None)
+    assert isinstance(runner, VerifierPool) == in_workers
     runner.close()
-    for function, timeout in ((functions.batched, None), (functions.patient, 5.0)):
-        runner = make_reward_runner(make_rewards(None, [function], None), timeout, None)
-        assert not isinstance(runner, VerifierPool)
-        runner.close()
 
 
-def test_environments_score_in_workers(tokenizer, encode):
+def test_environments_score_in_workers_that_end_with_them(tokenizer, encode):
     rows = [{"question": f"{a}?", "answer": "a"} for a in "abcdefgh"]
-    env = HuggingFaceGym(rows, None, tokenizer, reward_fn=functions.single, reward_timeout=1.0, reward_workers=2)
-    episodes = env.open("train", [0, 1])
-    scores = episodes.score(single_turn_conversations([0, 1, 1], [encode(text) for text in ("a", "bb", "ccc")]))
-    assert scores.rewards.tolist() == [1.0, 2.0, 3.0]
+    env = HuggingFaceGym(rows, None, tokenizer, reward_fn=single, reward_timeout=1.0, reward_workers=2)
     with pytest.raises(RewardError, match="'single' took longer than 1 s and was stopped for the completion 'hang'"):
-        episodes.score(single_turn_conversations([0, 1], [encode("hang"), encode("a")]))
-    processes = [worker.process for worker in env._runner._workers]
-    assert processes
-    env.close()
-    assert all(process.poll() is not None for process in processes)
-
-
-def test_workers_end_with_the_environment(tokenizer):
-    rows = [{"question": f"{a}?", "answer": "a"} for a in "abcdefgh"]
-    env = HuggingFaceGym(rows, None, tokenizer, reward_fn=functions.single, reward_workers=1)
-    (worker,) = env._runner._workers
-    del env
-    gc.collect()
-    assert worker.process.poll() is not None
+        env.open("train", [0, 1]).score(single_turn_conversations([0, 1], [encode("hang"), encode("a")]))
+    for last in (False, True):
+        said = single_turn_conversations([0, 1, 1], [encode(text) for text in ("a", "bb", "ccc")])
+        assert env.open("train", [0, 1]).score(said).rewards.tolist() == [1.0, 2.0, 3.0]
+        processes = [worker.process for worker in env._runner._workers if worker.process is not None]
+        assert processes
+        if last:
+            del env
+            gc.collect()
+        else:
+            env.close()
+        assert all(process.poll() is not None for process in processes)
 
 
 PROGRAM = """
-import os, signal, sys, time, warnings
+import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # the test runner may ignore Ctrl-C, and children inherit that
-from evogrpo.envs import HuggingFaceGym
 from evogrpo.envs.text.verifier_pool import make_reward_runner
 from evogrpo.envs.text.reward_functions import RewardInputs, make_rewards
 from evogrpo.envs.text.prompt_batch import compute_rewards
@@ -323,52 +300,24 @@ def reward(completions, **_):
         time.sleep(600)
     return [float(len(text)) for text in completions]
 
-def main(text, timeout):
-    rewards = make_rewards(None, [reward], None)
-    runner = make_reward_runner(rewards, timeout, 1)
+rewards = make_rewards(None, [reward], None)  # no main guard is needed
+runner = make_reward_runner(rewards, 300.0, 1)
+for text in ("abc", "hang"):
     inputs = RewardInputs(rows=[{"prompt": "p"}], texts=[text], token_ids=[[1]])
     print(compute_rewards(rewards, inputs, "raise", runner).rewards.tolist(), flush=True)
 """
 
 
-def program(tmp_path, ending):
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_workers_end_with_a_script_that_is_stopped_during_a_reward(tmp_path, end):
     path = tmp_path / "program.py"
-    path.write_text(PROGRAM + textwrap.dedent(ending))
-    return subprocess.Popen(
-        [sys.executable, str(path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-
-
-def test_scripts_need_no_main_guard(tmp_path):
-    process = program(tmp_path, 'main("abc", 20.0)')
-    output, errors = process.communicate(timeout=120)
-    assert (process.returncode, output) == (0, "[3.0]\n"), errors
-
-
-def hanging(process):
-    """Wait until the reward function hangs; return the worker's process id."""
+    path.write_text(PROGRAM)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, str(path)], **pipes, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert process.stdout.readline() == "[3.0]\n"
     line = process.stderr.readline()
     assert line.startswith("worker "), line + process.stderr.read()
-    return int(line.split()[1])
-
-
-def test_ctrl_c_ends_a_script_with_a_hanging_reward(tmp_path):
-    process = program(tmp_path, 'if __name__ == "__main__": main("abc", 20.0); main("hang", None)')
-    assert process.stdout.readline() == "[3.0]\n"
-    worker = hanging(process)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(end)
     _, errors = process.communicate(timeout=15)
-    assert errors.strip().endswith("KeyboardInterrupt")
-    assert has_ended(worker)
-
-
-def test_workers_end_with_a_killed_program(tmp_path):
-    process = program(tmp_path, 'if __name__ == "__main__": main("hang", None)')
-    worker = hanging(process)
-    process.kill()
-    process.communicate(timeout=15)
-    assert has_ended(worker)
+    assert end == signal.SIGKILL or errors.strip().endswith("KeyboardInterrupt")
+    assert has_ended(int(line.split()[1]))

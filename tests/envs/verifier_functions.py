@@ -64,12 +64,11 @@ async def patient_single(completion, answer, question):
     return act(completion)
 
 
-def sizes(completions, **_):
-    return [len(completions)] * len(completions)
-
-
-def processes(completions, **_):
-    time.sleep(1.0)
+def meeting(completions, place, **_):
+    """Wait until two processes have called; return the number of this one."""
+    note(place[0], os.getpid())
+    while len(set(Path(place[0]).read_text().splitlines())) < 2:
+        time.sleep(0.01)
     return [os.getpid()] * len(completions)
 
 
@@ -95,20 +94,11 @@ def arrays(completions, **_):
     return np.arange(len(completions))
 
 
-def wrong(completions, **_):
-    return "ab"
+INVALID = {"text": "ab", "texts": ["1.0"], "no number": [float("nan")], "too many": [1.0, 2.0]}
 
 
-def short(completions, **_):
-    return [1.0]
-
-
-def texts(completions, **_):
-    return ["1.0"] * len(completions)
-
-
-def not_finite(completions, **_):
-    return [float("nan")] * len(completions)
+def invalid(completions, **_):
+    return INVALID[completions[0]]
 
 
 def variety(completion, answer, question):
@@ -124,10 +114,10 @@ def hangs_at_first(completion, answer, question):
     return float(len(completion))
 
 
-def note(place, *completions):
-    """Append the completions of a call to a file that all workers share."""
+def note(place, *values):
+    """Append a line to a file that all workers share."""
     with Path(place).open("a") as calls:
-        calls.write(json.dumps(completions) + "\n")
+        calls.write(json.dumps(values) + "\n")
 
 
 def noted(completions, place, **_):
