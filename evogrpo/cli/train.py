@@ -9,19 +9,23 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.resources import as_file, files
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import evogrpo
-from evogrpo.evolution.strategies import Fixed
-from evogrpo.training.configuration.reading import load_config, override, parse_config
-from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.console import make_console, working
+
+if TYPE_CHECKING:
+    from evogrpo.training.configuration.sections import AnyConfig
 
 
 def demo(args: argparse.Namespace) -> int:
     """Train the packaged demo configuration."""
     overrides = _overrides(args)
 
-    def read() -> AnyConfig:
+    def read() -> "AnyConfig":
+        from evogrpo.evolution.strategies import Fixed
+        from evogrpo.training.configuration.reading import load_config
+
         with as_file(files("evogrpo.training.configuration") / "demo.yaml") as path:
             config = load_config(path, overrides)
         if not args.fixed:
@@ -56,13 +60,19 @@ def train(args: argparse.Namespace) -> int:
         raise ValueError(f"{path} is not a file. To train on an environment, write --env {path}.")
     if not path.exists() and path.with_suffix(".yaml").exists():
         raise ValueError(f"{path} is not a file. Did you mean {path.with_suffix('.yaml')}?")
-    return _read_and_start(partial(load_config, path, overrides[1:]), args, path.stem)
+
+    def read() -> "AnyConfig":
+        from evogrpo.training.configuration.reading import load_config
+
+        return load_config(path, overrides[1:])
+
+    return _read_and_start(read, args, path.stem)
 
 
 def replay(args: argparse.Namespace) -> int:
     """Train one agent with the schedule that a run has found."""
 
-    def read() -> AnyConfig:
+    def read() -> "AnyConfig":
         from evogrpo.training.replay import HyperparameterSchedule
 
         return HyperparameterSchedule.read(args.source).config(_overrides(args))
@@ -83,8 +93,10 @@ def _overrides(args: argparse.Namespace) -> list[str]:
     return [*args.overrides, *(f"{key}={value}" for key, value in options.items() if value is not None)]
 
 
-def _environment_config(key: str, name: str, overrides: list[str], args: argparse.Namespace) -> AnyConfig:
+def _environment_config(key: str, name: str, overrides: list[str], args: argparse.Namespace) -> "AnyConfig":
     """Return the packaged configuration for an environment."""
+    from evogrpo.training.configuration.reading import load_config, override, parse_config
+
     if key == "env":
         from evogrpo.training.configuration.environment_tasks import (
             named_wrapper,
@@ -103,7 +115,7 @@ def _environment_config(key: str, name: str, overrides: list[str], args: argpars
         return load_config(path, [*overrides, f"task.{key}={name}"])
 
 
-def _read_and_start(read: Callable[[], AnyConfig], args: argparse.Namespace, name: str) -> int:
+def _read_and_start(read: "Callable[[], AnyConfig]", args: argparse.Namespace, name: str) -> int:
     """Read a configuration and start its run."""
     with _show_imports():
         config = read()

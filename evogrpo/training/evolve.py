@@ -14,11 +14,10 @@ from evogrpo.envs.protocol import GroupEnvironment, SupportsPreflight
 from evogrpo.evolution.fitness import FitnessBy, FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
 from evogrpo.evolution.strategies import Strategy, Tournament, default_measures
-from evogrpo.training.configuration.sections import LoggingConfig
+from evogrpo.training.configuration.sections import CompletionsFormat, LoggingConfig
 from evogrpo.training.configuration.user_code import chosen_strategy
 from evogrpo.training.console import console_for
 from evogrpo.training.display import RunDisplay
-from evogrpo.training.exports import CompletionsFormat
 from evogrpo.training.forecast import check_memory
 from evogrpo.training.loop.run import Run
 from evogrpo.training.loop.trainer import Callback, Trainer

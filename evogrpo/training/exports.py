@@ -3,13 +3,13 @@
 import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from evogrpo.reporting.records import Example, MemberReport, StepReport
 from evogrpo.storage.atomic_files import make_folder, replace_file
+from evogrpo.training.configuration.sections import CompletionsFormat
 
 COMPLETIONS = "completions"
-CompletionsFormat = Literal["jsonl", "parquet"]
 
 
 class CompletionsLog:

@@ -9,16 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+import evogrpo
 from evogrpo.algorithms.population import Population
 from evogrpo.config.objective import without_effect
 from evogrpo.distributed import processes
 from evogrpo.envs.fingerprint import fingerprint_of
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.safe_parsing import read_yaml_file
+from evogrpo.storage.atomic_files import replace_file
 from evogrpo.storage.lock import DirectoryLock, is_unused
 from evogrpo.synonyms import counterpart
-from evogrpo.training.configuration.reading import override, parse_config, parse_override, write_config
-from evogrpo.training.configuration.sections import CONFIG_FILE, AnyConfig
+from evogrpo.training.configuration.reading import override, parse_config, parse_override
+from evogrpo.training.configuration.sections import CONFIG_FILE, CONFIG_HEAD, AnyConfig
 from evogrpo.training.configuration.user_code import check_resumable, make_sampler
 from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.loop.trainer import Trainer
@@ -109,7 +113,10 @@ def start(prepared: PreparedRun, run_dir: Path) -> Trainer:
     folder = RunDir(run_dir, config.logging, config=config.to_json())
     trainer = _make_trainer(prepared, prepared.population(), config.schedule, config.strategy, folder)
     if processes().is_rank_zero:
-        write_config(dataclasses.replace(config, run_id=folder.run_id), run_dir)
+        head = f"{CONFIG_HEAD} {evogrpo.__version__} for `evogrpo resume`.\n"
+        values = dataclasses.replace(config, run_id=folder.run_id).to_json()
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+        replace_file(run_dir / CONFIG_FILE, (head + text).encode("utf-8"))
     return trainer
 
 

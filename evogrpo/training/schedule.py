@@ -5,10 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from evogrpo.config.objective import without_effect
 from evogrpo.config.search_space import MAX_SAMPLES, check_group_size
-from evogrpo.evolution.fitness import ROLLOUTS, FitnessConfig
-from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.text import pluralize
 from evogrpo.validation import (
     MAX_COUNT,
@@ -23,9 +20,11 @@ from evogrpo.validation import (
 )
 from evogrpo.warnings import warn
 
-if TYPE_CHECKING:  # a configuration is checked before torch is imported
+if TYPE_CHECKING:  # a configuration is checked before torch and numpy are imported
     from evogrpo.algorithms.population import Population
     from evogrpo.envs.protocol import GroupEnvironment, Split
+    from evogrpo.evolution.fitness import FitnessConfig
+    from evogrpo.evolution.shared_experience import SharedExperience
 
 LIMITS = ("generations", "max_timesteps", "max_tokens", "max_seconds", "target_fitness", "test_questions")
 """Fields of `Schedule` that a resumed run may change."""
@@ -168,6 +167,8 @@ class Schedule:
             population: The members.
             shared: Members also learn from each other's samples.
         """
+        from evogrpo.config.objective import without_effect
+
         if "objective" in population.algorithm.unused_options:
             return  # an algorithm of the user may not use the objective
         found = without_effect(
@@ -186,17 +187,19 @@ def check_run(
     population: "Population",
     env: "GroupEnvironment",
     schedule: Schedule,
-    fitness: FitnessConfig,
-    experience: SharedExperience | None,
+    fitness: "FitnessConfig",
+    experience: "SharedExperience | None",
 ) -> None:
     """Raise ValueError if the parts of a run do not fit together."""
+    from evogrpo.evolution.fitness import ROLLOUTS
+
     # 1. Members, environment and schedule.
     population.check(env)
     schedule.check_held_out(env)
     schedule.check_counted(plays=population.plays)
     # 2. Shared experience.
     if experience is not None:
-        SharedExperience.check_size(len(population))
+        experience.check_size(len(population))
         if getattr(population.members.settings, "normalise_observations", False):
             raise ValueError(
                 "normalise_observations must be False with shared experience, as each member would normalise by its "

@@ -8,28 +8,16 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Union, get_type_hints
 
-import yaml
 from pydantic import BaseModel, ConfigDict, create_model
 
-import evogrpo
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
-from evogrpo.config.objective import default_space
 from evogrpo.config.search_space import HyperparameterConfig
-from evogrpo.evolution.fitness import FitnessConfig
-from evogrpo.evolution.founders import warm_start_founders
-from evogrpo.evolution.shared_experience import SharedExperience
-from evogrpo.evolution.strategies import default_measures
-from evogrpo.evolution.strategies.narrowing import Narrowing
-from evogrpo.reporting.lineage import best_hyperparameters
 from evogrpo.safe_parsing import load_yaml, read_yaml_file
-from evogrpo.storage.atomic_files import replace_file
 from evogrpo.synonyms import close_match, counterpart
 from evogrpo.training.configuration.sections import (
     AUTO_KEYS,
     AUTO_SEARCH_SPACE,
     AUTO_SIZES,
-    CONFIG_FILE,
-    CONFIG_HEAD,
     DATASET_SUFFIXES,
     AnyConfig,
     Config,
@@ -60,9 +48,14 @@ def parse_config(values: Mapping[str, Any]) -> AnyConfig:
     # 1. Sections that need no torch. A section that is null has its defaults.
     values, auto = _without_auto({name: value for name, value in values.items() if value is not None})
     search = _is_search(values, auto)
-    sections = build(_sections_model(), {**values, "schedule": _schedule(values, search=search)}, misplaced=_misplaced)
+    given = any(name in values for name in ("experience", "fitness"))
+    sections = build(
+        _sections_model(evolution=given), {**values, "schedule": _schedule(values, search=search)}, misplaced=_misplaced
+    )
     parsed = {name: getattr(sections, name) for name in sections.model_fields_set} | {"auto": auto}
     if "strategy" in parsed:
+        from evogrpo.evolution.strategies import default_measures
+
         shared, fitness = default_measures(parsed["strategy"])
         parsed = {"experience": shared, "fitness": fitness} | parsed
     # The defaults of these sections depend on the task type.
@@ -71,6 +64,8 @@ def parse_config(values: Mapping[str, Any]) -> AnyConfig:
     with_path("hyperparameters", lambda: space.first({}, set_values))
     population = parsed.setdefault("population", PopulationConfig())
     if population.like is not None and not population.founders:
+        from evogrpo.reporting.lineage import best_hyperparameters
+
         founders = with_path("population.like", lambda: best_hyperparameters(population.like))
         parsed["population"] = replace(population, founders=tuple(each.to_json() for each in founders))
     # 2. Task and agent; their task type has the defaults of the other sections.
@@ -102,6 +97,8 @@ def parse_config(values: Mapping[str, Any]) -> AnyConfig:
     parsed["auto"] = open_sizes | (auto & {AUTO_SEARCH_SPACE}) if open_sizes else frozenset()
     if "schedule.samples_per_step" in auto:  # a valid number that is replaced before it is used
         parsed["schedule"] = replace(parsed["schedule"], samples_per_step=parsed["hyperparameters"].group_size)
+    from evogrpo.evolution.founders import warm_start_founders
+
     # 4. The configuration, with the first founder's hyperparameters, and checks across sections.
     config = Config(**parsed)
     if config.founders:
@@ -115,9 +112,21 @@ def parse_config(values: Mapping[str, Any]) -> AnyConfig:
 
 
 @cache
-def _sections_model(task: Any = Any, agent: Any = Any) -> type[BaseModel]:
-    """Return a model of a configuration file with these types of task and agent sections."""
-    hints: dict[str, Any] = {**get_type_hints(Config, include_extras=True), "task": task, "agent": agent}
+def _sections_model(task: Any = Any, agent: Any = Any, *, evolution: bool = True) -> type[BaseModel]:
+    """Return a model of a configuration file.
+
+    Args:
+        task: Type of the task section.
+        agent: Type of the agent section.
+        evolution: The model checks `experience` and `fitness`, whose types import numpy.
+    """
+    types: dict[str, Any] = dict.fromkeys(("Strategy", "SharedExperience", "FitnessConfig"), Any)
+    if evolution:
+        from evogrpo.evolution.fitness import FitnessConfig
+        from evogrpo.evolution.shared_experience import SharedExperience
+
+        types |= {"SharedExperience": SharedExperience, "FitnessConfig": FitnessConfig}
+    hints = get_type_hints(Config, localns=types, include_extras=True) | {"task": task, "agent": agent}
     fields: dict[str, Any] = {
         field.name: (hints[field.name], ... if field.name == "task" else None)
         for field in dataclasses.fields(Config)
@@ -128,11 +137,13 @@ def _sections_model(task: Any = Any, agent: Any = Any) -> type[BaseModel]:
 
 def configuration_schema() -> dict[str, Any]:
     """Return the JSON schema of configuration files, for editors."""
+    from evogrpo.evolution.strategies import BUILT_IN
     from evogrpo.training.task_types import TASK_TYPES
 
     kinds = TASK_TYPES.values()
     tasks, agents = [task for kind in kinds for task in kind.tasks], {kind.agent: None for kind in kinds}
     schema = json_schema(_sections_model(Union[tuple(tasks)], Union[tuple(agents)]))  # noqa: UP007 (of a sequence)
+    schema["properties"]["strategy"]["anyOf"][0]["examples"] = list(BUILT_IN)
     definitions = {
         "hyperparameters": schema["$defs"]["Hyperparameters"]["properties"],
         "population": schema["$defs"]["PopulationConfig"]["properties"],
@@ -260,6 +271,10 @@ def _search_defaults(space: HyperparameterConfig, first: Hyperparameters, schedu
     Selection uses training rewards, and the best member is chosen on the validation set. If a step has too few groups
     to rank members by training rewards, both use the validation set.
     """
+    from evogrpo.evolution.fitness import FitnessConfig
+    from evogrpo.evolution.shared_experience import SharedExperience
+    from evogrpo.evolution.strategies import Narrowing
+
     usable_space = space.for_samples_per_step(schedule.samples_per_step)
     largest = int(usable_space["group_size"].bounds[1]) if "group_size" in usable_space else first.group_size
     enough_starts = schedule.late_starts(largest) > 1
@@ -289,6 +304,8 @@ def _complete_space(
         set_values: Hyperparameters that the configuration sets.
         search: The configuration sets neither search space nor strategy; see `_is_search`.
     """
+    from evogrpo.config.objective import default_space
+
     auto, space = parsed["auto"] - {"hyperparameters.lr"}, parsed["search_space"]
     # An `auto` group size is searched unless it is chosen before the run.
     open_names = (name.partition(".") for name in auto - (AUTO_SIZES if kind.chooses_sizes else frozenset()))
@@ -410,10 +427,3 @@ def absolute_paths(values: Any, folder: Path, path: str = "") -> Any:
     if isinstance(values, list):
         return [absolute_paths(each, folder, path) for each in values]
     return _PATHS[path](values, folder) if path in _PATHS and isinstance(values, str) else values
-
-
-def write_config(config: AnyConfig, run_dir: Path) -> None:
-    """Write a resolved configuration to a run directory atomically."""
-    head = f"{CONFIG_HEAD} {evogrpo.__version__} for `evogrpo resume`.\n"
-    text = yaml.safe_dump(config.to_json(), sort_keys=False, allow_unicode=True)
-    replace_file(run_dir / CONFIG_FILE, (head + text).encode("utf-8"))

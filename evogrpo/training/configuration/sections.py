@@ -1,24 +1,28 @@
-"""Configuration of a run and its sections, as frozen records."""
+"""Configuration of a run and its sections, as frozen records.
+
+Strategies and fitness import numpy, so they are imported on first use: a wrong key is reported before.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import MAX_MEMBERS, HyperparameterConfig, check_group_size
-from evogrpo.evolution.fitness import FitnessConfig
-from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
-from evogrpo.evolution.strategies import BUILT_IN, Replay, Strategy, Tournament
 from evogrpo.extras import require
 from evogrpo.models.devices import Precision
-from evogrpo.training.configuration.user_code import named_sampler, named_strategy, strategy_record
-from evogrpo.training.exports import CompletionsFormat
 from evogrpo.training.schedule import Schedule
 from evogrpo.validation import WHOLE, Flag, NonNegativeInt, PositiveInt, Seed, Text, plain, settings
 
+if TYPE_CHECKING:
+    from evogrpo.config.objective import Objective
+    from evogrpo.evolution.fitness import FitnessConfig
+    from evogrpo.evolution.shared_experience import SharedExperience
+    from evogrpo.evolution.strategies import Replay, Strategy
+
+CompletionsFormat = Literal["jsonl", "parquet"]
 CONFIG_FILE = "config.yaml"
 """Name of the file in a run directory."""
 CONFIG_HEAD = "# The resolved configuration of this run, written by evogrpo"
@@ -68,13 +72,15 @@ class AgentSection(Protocol):
     """Agent section: a frozen dataclass of settings that all members share."""
 
     @property
-    def objective(self) -> Objective:
+    def objective(self) -> "Objective":
         """Loss, advantages and their settings."""
         ...
 
 
-def _strategy(value: Any) -> Strategy:
+def _strategy(value: Any = "tournament") -> "Strategy":
     """Return a strategy from its name, or from its name and settings."""
+    from evogrpo.training.configuration.user_code import named_strategy
+
     if isinstance(value, str):
         value = {"name": value}
     if not isinstance(value, Mapping):
@@ -86,6 +92,8 @@ def _sampler(value: Any) -> Any:
     """Return the name and settings of a sampler, whose code is imported; None stays."""
     if value is None:
         return None
+    from evogrpo.training.configuration.user_code import named_sampler
+
     values = {"name": value} if isinstance(value, str) else value
     if not isinstance(values, Mapping) or not isinstance(values.get("name"), str):
         raise ValueError(f"must be a name, or a mapping of name and settings, got {value!r:.80}")
@@ -93,8 +101,20 @@ def _sampler(value: Any) -> Any:
     return dict(values)
 
 
+def _experience(value: Any) -> "SharedExperience | None":
+    from evogrpo.evolution.shared_experience import shared_experience
+
+    return shared_experience(value)
+
+
+def _fitness(value: Any = "validation") -> "FitnessConfig":
+    from evogrpo.evolution.fitness import FitnessConfig
+
+    return FitnessConfig.of(value)
+
+
+_STRATEGY_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]})
 _SAMPLER_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]})
-_STRATEGY_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string", "examples": list(BUILT_IN)}, {"type": "object"}]})
 TaskT = TypeVar("TaskT", bound=TaskSection)
 AgentT = TypeVar("AgentT", bound=AgentSection)
 
@@ -199,16 +219,18 @@ class Config(Generic[TaskT, AgentT]):
     hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
     search_space: HyperparameterConfig = field(default_factory=HyperparameterConfig)
     population: PopulationConfig = field(default_factory=PopulationConfig)
-    strategy: Annotated[Strategy, PlainValidator(_strategy), _STRATEGY_SCHEMA] = field(default_factory=Tournament)
-    experience: Annotated[SharedExperience | None, BeforeValidator(shared_experience)] = None
+    strategy: Annotated["Strategy", PlainValidator(_strategy), _STRATEGY_SCHEMA] = field(default_factory=_strategy)
+    experience: Annotated["SharedExperience | None", BeforeValidator(_experience)] = None
     sampler: Annotated[Mapping[str, Any] | None, PlainValidator(_sampler), _SAMPLER_SCHEMA] = None
-    fitness: Annotated[FitnessConfig, BeforeValidator(FitnessConfig.of)] = field(default_factory=FitnessConfig)
+    fitness: Annotated["FitnessConfig", BeforeValidator(_fitness)] = field(default_factory=_fitness)
     agent: AgentT
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     run_id: Text | None = None
     auto: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
+        from evogrpo.evolution.strategies import Replay
+
         if isinstance(self.strategy, Replay):
             self._check_replay(self.strategy)
         samples, size = self.schedule.samples_per_step, self.hyperparameters.group_size
@@ -222,7 +244,7 @@ class Config(Generic[TaskT, AgentT]):
         except ValueError as error:
             raise ValueError(f"agent.objective: {error}") from error
 
-    def _check_replay(self, replay: Replay) -> None:
+    def _check_replay(self, replay: "Replay") -> None:
         """Check that the run begins with the first stage of the schedule that it replays."""
         first = replay.stages[0]
         expected = (first.hyperparameters, first.samples_per_step, first.generations[0])
@@ -258,6 +280,8 @@ class Config(Generic[TaskT, AgentT]):
 
     def to_json(self) -> dict[str, Any]:
         """Return every field as plain values; `parse_config` reads them back."""
+        from evogrpo.training.configuration.user_code import strategy_record
+
         return {
             **{field.name: plain(getattr(self, field.name)) for field in fields(self) if field.name != "auto"},
             "hyperparameters": self.hyperparameters.to_json(),
