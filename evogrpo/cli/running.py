@@ -41,7 +41,7 @@ from evogrpo.text import (
     relative_path,
     score_text,
 )
-from evogrpo.training.configuration.sections import AnyConfig
+from evogrpo.training.configuration.sections import Config
 from evogrpo.training.configuration.user_code import strategy_record, user_line
 from evogrpo.training.console import (
     clean_warnings,
@@ -63,7 +63,7 @@ from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types import TASK_TYPES, PreparedRun, task_type_of
 
 
-def start_run(config: AnyConfig, args: argparse.Namespace, name: str) -> int:
+def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
     """Start a run; with `--dry-run`, only print its plan and cost."""
     console = make_console()
     requested_dir = args.run_dir or (None if config.run_dir is None else Path(config.run_dir).expanduser())
@@ -228,7 +228,7 @@ def show_plan(console: Console, prepared: PreparedRun, run_dir: Path, *, preset:
     console.print()
 
 
-def process_layout(config: AnyConfig, count: int) -> dict[str, str]:
+def process_layout(config: Config, count: int) -> dict[str, str]:
     """Describe the work of several processes; empty for one process."""
     if count == 1:
         return {}
@@ -254,7 +254,7 @@ def show_forecast(console: Console, prepared: PreparedRun, *, skip_memory_check:
     check_memory(need, allowed=skip_memory_check, remedy="--skip-memory-check")
 
 
-def _starting_values(config: AnyConfig) -> dict[str, Value]:
+def _starting_values(config: Config) -> dict[str, Value]:
     """Return the starting values of evolving and non-default hyperparameters."""
     names = list(config.search_space) or ["lr", "clip_coef", "group_size"]
     values = config.hyperparameters.to_json()
@@ -307,7 +307,7 @@ def _range_text(parameter: RLParameter) -> str:
     return f"[{number_text(low)}, {number_text(high)}]{words}"
 
 
-def _schedule_text(config: AnyConfig) -> str:
+def _schedule_text(config: Config) -> str:
     """Describe the limits that end the run."""
     schedule, ends = config.schedule, []
     if schedule.generations is not None:

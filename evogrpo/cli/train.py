@@ -15,14 +15,14 @@ import evogrpo
 from evogrpo.training.console import make_console, working
 
 if TYPE_CHECKING:
-    from evogrpo.training.configuration.sections import AnyConfig
+    from evogrpo.training.configuration.sections import Config
 
 
 def demo(args: argparse.Namespace) -> int:
     """Train the packaged demo configuration."""
     overrides = _overrides(args)
 
-    def read() -> "AnyConfig":
+    def read() -> "Config":
         from evogrpo.evolution.strategies import Fixed
         from evogrpo.training.configuration.reading import load_config
 
@@ -61,7 +61,7 @@ def train(args: argparse.Namespace) -> int:
     if not path.exists() and path.with_suffix(".yaml").exists():
         raise ValueError(f"{path} is not a file. Did you mean {path.with_suffix('.yaml')}?")
 
-    def read() -> "AnyConfig":
+    def read() -> "Config":
         from evogrpo.training.configuration.reading import load_config
 
         return load_config(path, overrides[1:])
@@ -72,7 +72,7 @@ def train(args: argparse.Namespace) -> int:
 def replay(args: argparse.Namespace) -> int:
     """Train one agent with the schedule that a run has found."""
 
-    def read() -> "AnyConfig":
+    def read() -> "Config":
         from evogrpo.training.replay import HyperparameterSchedule
 
         return HyperparameterSchedule.read(args.source).config(_overrides(args))
@@ -93,7 +93,7 @@ def _overrides(args: argparse.Namespace) -> list[str]:
     return [*args.overrides, *(f"{key}={value}" for key, value in options.items() if value is not None)]
 
 
-def _environment_config(key: str, name: str, overrides: list[str], args: argparse.Namespace) -> "AnyConfig":
+def _environment_config(key: str, name: str, overrides: list[str], args: argparse.Namespace) -> "Config":
     """Return the packaged configuration for an environment."""
     from evogrpo.training.configuration.reading import load_config, override, parse_config
 
@@ -115,7 +115,7 @@ def _environment_config(key: str, name: str, overrides: list[str], args: argpars
         return load_config(path, [*overrides, f"task.{key}={name}"])
 
 
-def _read_and_start(read: "Callable[[], AnyConfig]", args: argparse.Namespace, name: str) -> int:
+def _read_and_start(read: "Callable[[], Config]", args: argparse.Namespace, name: str) -> int:
     """Read a configuration and start its run."""
     with _show_imports():
         config = read()

@@ -9,7 +9,7 @@ from evogrpo.envs.protocol import SPLITS, GroupEnvironment
 from evogrpo.evolution.strategies import Leader
 from evogrpo.models.devices import device_memory
 from evogrpo.text import count_text, pluralize
-from evogrpo.training.configuration.sections import AnyConfig
+from evogrpo.training.configuration.sections import Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Rounds:
     validation: int
 
     @classmethod
-    def of(cls, config: AnyConfig, env: GroupEnvironment) -> "Rounds":
+    def of(cls, config: Config, env: GroupEnvironment) -> "Rounds":
         """Compute the numbers of a configured run."""
         schedule, size = config.schedule, config.population.size
         validation = limited(env.size("validation"), schedule.validation_questions)
@@ -47,7 +47,7 @@ class Rounds:
         groups = ", ".join(f"{pluralize(count, 'group')} of {group}" for group, count in self.groups.items())
         return f"{groups} per member and learning step"
 
-    def steps_row(self, config: AnyConfig, held_out: str) -> str:
+    def steps_row(self, config: Config, held_out: str) -> str:
         """Return the row on learning steps and evaluations."""
         if self.learning_steps is None or self.evaluated is None:
             return "until a limit of the schedule is reached"
@@ -59,7 +59,7 @@ class Rounds:
         )
 
 
-def samples_row(config: AnyConfig, samples: str) -> str:
+def samples_row(config: Config, samples: str) -> str:
     """Return the row on completions or episodes per learning step."""
     size, each, most = config.population.size, config.schedule.samples_per_step, config.agent.objective.dynamic_sampling
     times = "once" if most == 1 else f"up to {most} times"
@@ -75,7 +75,7 @@ def sizes_text(env: GroupEnvironment) -> str:
     return ", ".join(f"{split} {count_text(env.size(split))}" for split in SPLITS)
 
 
-def possible(config: AnyConfig, name: str) -> list[int]:
+def possible(config: Config, name: str) -> list[int]:
     """Return the possible values of an integer hyperparameter: its start, and its ladder or bounds."""
     space = config.search_space.for_samples_per_step(config.schedule.samples_per_step)
     values = {int(getattr(config.hyperparameters, name))}

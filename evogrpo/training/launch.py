@@ -12,19 +12,16 @@ from typing import Any
 import yaml
 
 import evogrpo
-from evogrpo.algorithms.population import Population
 from evogrpo.config.objective import without_effect
 from evogrpo.distributed import processes
 from evogrpo.envs.fingerprint import fingerprint_of
-from evogrpo.evolution.strategies import Strategy
 from evogrpo.safe_parsing import read_yaml_file
 from evogrpo.storage.atomic_files import replace_file
 from evogrpo.storage.lock import DirectoryLock, is_unused
 from evogrpo.synonyms import counterpart
 from evogrpo.training.configuration.reading import override, parse_config, parse_override
-from evogrpo.training.configuration.sections import CONFIG_FILE, CONFIG_HEAD, AnyConfig
+from evogrpo.training.configuration.sections import CONFIG_FILE, CONFIG_HEAD, Config
 from evogrpo.training.configuration.user_code import check_resumable, make_sampler
-from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.loop.trainer import Trainer
 from evogrpo.training.run_dir import RunDir, StoredRun, open_run
 from evogrpo.training.schedule import LIMITS, Schedule
@@ -78,6 +75,29 @@ def locked_run_dir(name: str, wanted: Path | None = None) -> Iterator[DirectoryL
                 place.rmdir()
 
 
+def make_trainer(prepared: PreparedRun, run_dir: RunDir | None = None, **resumed: Any) -> Trainer:
+    """Make the trainer of a configured run.
+
+    Args:
+        prepared: The prepared configuration.
+        run_dir: Run directory; None = no records.
+        resumed: Arguments of `Trainer` that a stored run replaces: population, schedule, strategy and so on.
+    """
+    config = prepared.config
+    facts = {"task": config.task.label, "model": config.model}
+    options = {
+        "schedule": config.schedule,
+        "strategy": config.strategy,
+        "experience": config.experience,
+        "fitness": config.fitness,
+        "description": {name: fact for name, fact in facts.items() if fact is not None},
+    }
+    population = resumed["population"] if "population" in resumed else prepared.population()
+    if config.sampler is not None:
+        population.sample_with(make_sampler(config.sampler, population))
+    return Trainer(env=prepared.env, run_dir=run_dir, **{**options, **resumed, "population": population})
+
+
 def rehearse(prepared: PreparedRun) -> None:
     """Run the checks of `start` without writing anything or loading the weights of a base model.
 
@@ -87,7 +107,7 @@ def rehearse(prepared: PreparedRun) -> None:
     config = prepared.config
     check_resumable(config.strategy)
     if config.model is None:
-        _make_trainer(prepared, prepared.population(), config.schedule, config.strategy, None)
+        make_trainer(prepared)
         return
     config.schedule.check_held_out(prepared.env)
     fingerprint_of(prepared.env)
@@ -111,7 +131,7 @@ def start(prepared: PreparedRun, run_dir: Path) -> Trainer:
     """
     config = prepared.config
     folder = RunDir(run_dir, config.logging, config=config.to_json())
-    trainer = _make_trainer(prepared, prepared.population(), config.schedule, config.strategy, folder)
+    trainer = make_trainer(prepared, folder)
     if processes().is_rank_zero:
         head = f"{CONFIG_HEAD} {evogrpo.__version__} for `evogrpo resume`.\n"
         values = dataclasses.replace(config, run_id=folder.run_id).to_json()
@@ -133,7 +153,7 @@ class Resumable:
     """
 
     saved: StoredRun
-    config: AnyConfig
+    config: Config
     schedule: Schedule
     ignored: tuple[str, ...]
     ended: str | None
@@ -175,7 +195,7 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
     return Resumable(saved=saved, config=config, schedule=schedule, ignored=ignored, ended=ended)
 
 
-def _check_unchanged(saved: StoredRun, config: AnyConfig, path: Path, *, allow_changed_data: bool) -> tuple[str, ...]:
+def _check_unchanged(saved: StoredRun, config: Config, path: Path, *, allow_changed_data: bool) -> tuple[str, ...]:
     """Check that a stored configuration still describes the same experiment.
 
     Args:
@@ -239,35 +259,14 @@ def resume(prepared: PreparedRun, resumable: Resumable, run_dir: Path, *, allow_
     saved = resumable.saved
     changed = saved.check_data(prepared.env, allowed=allow_changed_data)
     population, run_state = prepared.restore(saved)
-    strategy = saved.strategy(prepared.config.strategy)
-    folder = saved.run_dir(run_dir, prepared.config.logging)
-    return _make_trainer(prepared, population, resumable.schedule, strategy, folder, run_state, changed)
-
-
-def _make_trainer(
-    prepared: PreparedRun,
-    population: Population,
-    schedule: Schedule,
-    strategy: Strategy,
-    run_dir: RunDir | None,
-    run_state: RunState | None = None,
-    changed_data: Sequence[str] = (),
-) -> Trainer:
-    config = prepared.config
-    if config.sampler is not None:
-        population.sample_with(make_sampler(config.sampler, population))
-    facts = {"task": config.task.label, "model": config.model}
-    return Trainer(
-        population,
-        prepared.env,
-        schedule=schedule,
-        strategy=strategy,
-        fitness=config.fitness,
-        run_dir=run_dir,
+    return make_trainer(
+        prepared,
+        saved.run_dir(run_dir, prepared.config.logging),
+        population=population,
+        schedule=resumable.schedule,
+        strategy=saved.strategy(prepared.config.strategy),
         run_state=run_state,
-        changed_data=changed_data,
-        experience=config.experience,
-        description={name: fact for name, fact in facts.items() if fact is not None},
+        changed_data=changed,
     )
 
 

@@ -19,14 +19,13 @@ from evogrpo.safe_parsing import read_yaml_file
 from evogrpo.storage.atomic_files import make_folder, write_synced
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import override, parse_config
-from evogrpo.training.configuration.sections import CONFIG_FILE, AnyConfig
+from evogrpo.training.configuration.sections import CONFIG_FILE, Config
 from evogrpo.training.console import console_for
 from evogrpo.training.display import RunDisplay
 from evogrpo.training.evolve import evolve
 from evogrpo.training.forecast import check_memory
-from evogrpo.training.launch import start
+from evogrpo.training.launch import make_trainer, start
 from evogrpo.training.loop.run import Run
-from evogrpo.training.loop.trainer import Trainer
 from evogrpo.training.run_dir import JOURNAL
 from evogrpo.training.schedule import LIMITS
 from evogrpo.training.task_types import task_type_of
@@ -132,7 +131,7 @@ class HyperparameterSchedule:
         make_folder(path.absolute().parent)
         write_synced(path, text.encode("utf-8"))
 
-    def config(self, overrides: Sequence[str] = ()) -> AnyConfig:
+    def config(self, overrides: Sequence[str] = ()) -> Config:
         """Return the configuration of a run of one agent with this schedule; all other settings are the run's.
 
         Args:
@@ -212,10 +211,7 @@ def replay(
     config = replace(schedule.config(overrides), run_dir=None if run_dir is None else str(run_dir))
     prepared = task_type_of(config.task).prepare(config)
     check_memory(prepared.forecast().need, allowed=skip_memory_check)
-    if run_dir is not None:
-        trainer = start(prepared, Path(run_dir))
-    else:
-        trainer = Trainer(prepared.population(), prepared.env, schedule=config.schedule, strategy=config.strategy)
+    trainer = make_trainer(prepared) if run_dir is None else start(prepared, Path(run_dir))
     console = console_for(progress)
     display = None if console is None else RunDisplay(console, trainer)
     return Run(trainer, display, one_thread=prepared.one_thread)

@@ -26,12 +26,12 @@ from evogrpo.training.configuration.environment_tasks import (
     without_packaged_limits,
 )
 from evogrpo.training.configuration.reading import parse_config
-from evogrpo.training.configuration.sections import AnyConfig, LoggingConfig, PopulationConfig
+from evogrpo.training.configuration.sections import Config, LoggingConfig, PopulationConfig
 from evogrpo.training.configuration.user_code import chosen_strategy
 from evogrpo.training.console import console_for
 from evogrpo.training.display import RunDisplay
 from evogrpo.training.forecast import check_memory
-from evogrpo.training.launch import start
+from evogrpo.training.launch import make_trainer, start
 from evogrpo.training.loop.run import AfterGeneration, Run
 from evogrpo.training.loop.trainer import Callback, Trainer
 from evogrpo.training.run_dir import RunDir
@@ -159,7 +159,7 @@ def _check_env(env: object, total_timesteps: object) -> None:
 
 def _configured(
     env: "str | MakesEnv | GymnasiumGroups", total_timesteps: int | None, *, preset: bool, settings: Mapping[str, Any]
-) -> AnyConfig:
+) -> Config:
     """Return the packaged configuration with preset and settings applied."""
     if flag("preset", preset) and not isinstance(env, str):
         raise ValueError("a preset is that of a registered environment: give its id, or leave preset out")
@@ -214,7 +214,7 @@ def _name(env: "str | MakesEnv | GymnasiumGroups") -> str:
 
 
 def _environment(
-    env: "str | MakesEnv | GymnasiumGroups", config: AnyConfig, settings: Mapping[str, Any]
+    env: "str | MakesEnv | GymnasiumGroups", config: Config, settings: Mapping[str, Any]
 ) -> GymnasiumGroups:
     if isinstance(env, str):
         made: GymnasiumGroups = config.task.environment(seed=config.task_seed)
@@ -231,16 +231,7 @@ def _evolution(prepared: PreparedNetworks, run_dir: str | Path | None, *, regist
     config = prepared.config
     if registered and run_dir is not None:
         return start(replace(prepared, config=replace(config, run_dir=str(run_dir))), Path(run_dir))
-    return Trainer(
-        prepared.population(),
-        prepared.env,
-        schedule=config.schedule,
-        strategy=config.strategy,
-        experience=config.experience,
-        fitness=config.fitness,
-        run_dir=None if run_dir is None else RunDir(run_dir, config.logging),
-        description={"task": config.task.label},
-    )
+    return make_trainer(prepared, None if run_dir is None else RunDir(run_dir, config.logging))
 
 
 _EVALUATION = (

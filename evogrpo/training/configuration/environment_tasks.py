@@ -133,19 +133,9 @@ class EnvironmentTask:
             env: Id of the environment, or a callable that creates one.
             seed: Seed of the starts and of their order.
         """
+        options = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "env"}
         return GymnasiumGroups(
-            env,
-            env_kwargs=self.env_kwargs,
-            wrappers=[named_wrapper(each) for each in self.wrappers],
-            max_episode_steps=self.max_episode_steps,
-            vectorization=self.vectorization,
-            num_envs=self.num_envs,
-            reseed_noise=self.reseed_noise,
-            recreate_env=self.recreate_env,
-            train_size=self.train_size,
-            validation_size=self.validation_size,
-            test_size=self.test_size,
-            seed=seed,
+            env, **{**options, "wrappers": [named_wrapper(each) for each in self.wrappers], "seed": seed}
         )
 
 
@@ -247,20 +237,10 @@ class ParallelTask:
             ValueError: If the environment does not exist or is not installed, or an argument is invalid.
         """
         require("task.parallel_env", "pettingzoo")
-        make = self._maker()
+        make, of_agents = self._maker(), ("parallel_env", "policies", "credit", "agent_ids")
+        options = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in of_agents}
         try:
-            return PettingZooGroups(
-                make,
-                env_kwargs=self.env_kwargs,
-                max_episode_steps=self.max_episode_steps,
-                num_envs=self.num_envs,
-                score=self._score(),
-                recreate_env=self.recreate_env,
-                train_size=self.train_size,
-                validation_size=self.validation_size,
-                test_size=self.test_size,
-                seed=seed,
-            )
+            return PettingZooGroups(make, **{**options, "score": self._score(), "seed": seed})
         except (ImportError, TypeError, AssertionError) as error:  # PettingZoo checks arguments by `assert`
             raise ValueError(f"task.parallel_env: {self.parallel_env!r} cannot be made: {error}") from error
 

@@ -147,13 +147,8 @@ class QuestionTask(ABC):
 
     def gym_options(self, max_prompt_length: int | None) -> dict[str, Any]:
         """Return the arguments of HuggingFaceGym that all tasks share."""
-        return {
-            "chat_template_kwargs": self.chat_template_kwargs,
-            "max_prompt_length": max_prompt_length,
-            "on_reward_error": self.on_reward_error,
-            "reward_timeout": self.reward_timeout,
-            "reward_workers": self.reward_workers,
-        }
+        options = {each.name: getattr(self, each.name) for each in fields(QuestionTask) if each.name != "seed"}
+        return {**options, "max_prompt_length": max_prompt_length}
 
 
 @settings

@@ -19,7 +19,6 @@ from evogrpo.training.configuration.sections import (
     AUTO_SEARCH_SPACE,
     AUTO_SIZES,
     DATASET_SUFFIXES,
-    AnyConfig,
     Config,
     LoggingConfig,
     PopulationConfig,
@@ -28,7 +27,7 @@ from evogrpo.training.schedule import Schedule
 from evogrpo.validation import build, dotted, json_schema, plain
 
 if TYPE_CHECKING:
-    from evogrpo.training.task_types import AnyTaskType
+    from evogrpo.training.task_types import TaskType
 
 DEFAULT_SCHEDULE = {"generations": 10, "steps_per_generation": 4}
 """Schedule of a configuration without the section `schedule`."""
@@ -39,7 +38,7 @@ SEARCH_SAMPLES = 16
 T = TypeVar("T")
 
 
-def parse_config(values: Mapping[str, Any]) -> AnyConfig:
+def parse_config(values: Mapping[str, Any]) -> Config:
     """Build a configuration from plain values; sections that need no torch are checked before its import.
 
     Raises:
@@ -294,7 +293,7 @@ def _schedule(values: Mapping[str, Any], *, search: bool) -> Any:
 
 
 def _complete_space(
-    parsed: Mapping[str, Any], kind: "AnyTaskType", set_values: Mapping[str, Any], *, search: bool
+    parsed: Mapping[str, Any], kind: "TaskType", set_values: Mapping[str, Any], *, search: bool
 ) -> HyperparameterConfig:
     """Return the search space of the configuration, with default ranges for `auto` hyperparameters.
 
@@ -334,7 +333,7 @@ def with_path(path: str, make: Callable[[], T]) -> T:
         raise ValueError(f"{path}: {error}") from error
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> AnyConfig:
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read a configuration file and apply overrides.
 
     Relative paths in the file are relative to its folder; those in overrides, and `run_dir`, are relative to the

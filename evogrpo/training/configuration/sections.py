@@ -5,7 +5,7 @@ Strategies and fitness import numpy, so they are imported on first use: a wrong 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
@@ -17,7 +17,6 @@ from evogrpo.training.schedule import Schedule
 from evogrpo.validation import WHOLE, Flag, NonNegativeInt, PositiveInt, Seed, Text, plain, settings
 
 if TYPE_CHECKING:
-    from evogrpo.config.objective import Objective
     from evogrpo.evolution.fitness import FitnessConfig
     from evogrpo.evolution.shared_experience import SharedExperience
     from evogrpo.evolution.strategies import Replay, Strategy
@@ -39,42 +38,6 @@ AUTO_KEYS = {
 """Keys of sizes that may be `auto`, by section."""
 AUTO_SIZES = frozenset(f"{section}.{key}" for section, keys in AUTO_KEYS.items() for key in keys)
 """Dotted names of these sizes."""
-
-
-class TaskSection(Protocol):
-    """Task section: a frozen dataclass.
-
-    Attributes:
-        key: Key that selects this type of task.
-        description: Description of the key.
-    """
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-    key: ClassVar[str]
-    description: ClassVar[str]
-
-    @property
-    def seed(self) -> int | None:
-        """Seed of the splits and of the order of questions or reset seeds; None = the run's seed."""
-        ...
-
-    @property
-    def label(self) -> str:
-        """Short description of the task."""
-        ...
-
-    def facts(self) -> dict[str, str]:
-        """Return rows of the printed plan: user code that is executed, and how rewards are computed."""
-        ...
-
-
-class AgentSection(Protocol):
-    """Agent section: a frozen dataclass of settings that all members share."""
-
-    @property
-    def objective(self) -> "Objective":
-        """Loss, advantages and their settings."""
-        ...
 
 
 def _strategy(value: Any = "tournament") -> "Strategy":
@@ -115,8 +78,6 @@ def _fitness(value: Any = "validation") -> "FitnessConfig":
 
 _STRATEGY_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]})
 _SAMPLER_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]})
-TaskT = TypeVar("TaskT", bound=TaskSection)
-AgentT = TypeVar("AgentT", bound=AgentSection)
 
 
 @settings
@@ -172,12 +133,12 @@ class PopulationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Generic[TaskT, AgentT]):
+class Config:
     """Resolved configuration of a run.
 
     Attributes:
         model: Base model: "smollm2-135m", a local folder, a .gguf file or a hub id; null for small networks.
-        task: Questions and reward functions, or an environment.
+        task: Questions and reward functions, or an environment; see `evogrpo.training.task_types.TaskType`.
         schedule: Length and cost of the run.
         device: Such as "cpu" or "cuda"; null = a GPU if there is one for language models, the CPU for small networks.
         precision: Precision of the base model's weights: "float32", "bfloat16", or "auto". "auto" selects bfloat16 if
@@ -209,7 +170,7 @@ class Config(Generic[TaskT, AgentT]):
     """
 
     model: Text | None = None
-    task: TaskT
+    task: Any
     schedule: Schedule
     device: Text | None = None
     precision: Precision = "auto"
@@ -223,7 +184,7 @@ class Config(Generic[TaskT, AgentT]):
     experience: Annotated["SharedExperience | None", BeforeValidator(_experience)] = None
     sampler: Annotated[Mapping[str, Any] | None, PlainValidator(_sampler), _SAMPLER_SCHEMA] = None
     fitness: Annotated["FitnessConfig", BeforeValidator(_fitness)] = field(default_factory=_fitness)
-    agent: AgentT
+    agent: Any
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     run_id: Text | None = None
     auto: frozenset[str] = frozenset()
@@ -289,7 +250,3 @@ class Config(Generic[TaskT, AgentT]):
             "strategy": strategy_record(self.strategy),
             "experience": "own" if self.experience is None else plain(self.experience),
         }
-
-
-AnyConfig = Config[Any, Any]
-"""Configuration of any task type."""

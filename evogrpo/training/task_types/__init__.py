@@ -21,7 +21,7 @@ from evogrpo.training.configuration.question_tasks import (
     QuestionTask,
     ReasoningTask,
 )
-from evogrpo.training.configuration.sections import AgentT, AnyConfig, Config, TaskSection, TaskT
+from evogrpo.training.configuration.sections import Config
 from evogrpo.training.forecast import Forecast, Need
 from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.run_dir import StoredRun
@@ -35,7 +35,7 @@ class PreparedRun(Protocol):
     """Run whose configuration was checked against the machine, the task and the members."""
 
     @property
-    def config(self) -> AnyConfig:
+    def config(self) -> Config:
         """The configuration."""
         ...
 
@@ -66,13 +66,15 @@ class PreparedRun(Protocol):
         ...
 
 
-class TaskType(Protocol[TaskT, AgentT]):
+class TaskType(Protocol):
     """Type of run: everything above the members that depends on what they are.
 
     Attributes:
         word: Name in journals and checkpoints; see `evogrpo.reporting.records`.
-        tasks: Task sections of this type.
-        agent: Agent section.
+        tasks: Task sections of this type: settings with `key` (that selects the section), `description` (of the key),
+            `seed` (None = the run's), `label` (a short description of the task) and `facts()` (rows of the printed
+            plan: user code that is executed, and how rewards are computed).
+        agent: Agent section: settings that all members share, among them `objective`.
         model: Default base model; None if members have none.
         objective: Defaults of an objective given in part.
         hyperparameters: Defaults of the first member that differ from those of `Hyperparameters`.
@@ -83,8 +85,8 @@ class TaskType(Protocol[TaskT, AgentT]):
     """
 
     word: str
-    tasks: Sequence[type[TaskT]]
-    agent: type[AgentT]
+    tasks: Sequence[type[Any]]
+    agent: type[Any]
     model: str | None
     objective: Objective
     hyperparameters: Mapping[str, Any]
@@ -93,11 +95,11 @@ class TaskType(Protocol[TaskT, AgentT]):
     completions: int
     chooses_sizes: bool
 
-    def check(self, config: Config[TaskT, AgentT]) -> None:
+    def check(self, config: Config) -> None:
         """Raise ValueError if sections do not fit together."""
         ...
 
-    def prepare(self, config: Config[TaskT, AgentT]) -> PreparedRun:
+    def prepare(self, config: Config) -> PreparedRun:
         """Check a configuration against the device, the members and the task.
 
         Raises:
@@ -109,9 +111,7 @@ class TaskType(Protocol[TaskT, AgentT]):
         """Estimate the memory of a run without a configuration."""
         ...
 
-    def record(
-        self, config: Config[TaskT, AgentT], best: Path, folder: Path, episodes: int
-    ) -> Sequence[RecordedEpisode]:
+    def record(self, config: Config, best: Path, folder: Path, episodes: int) -> Sequence[RecordedEpisode]:
         """Record videos of the best member, stored in `best`, on the first test episodes.
 
         Raises:
@@ -128,10 +128,6 @@ class TaskType(Protocol[TaskT, AgentT]):
         ...
 
 
-AnyTaskType = TaskType[Any, Any]
-"""Task type with any sections."""
-
-
 class LanguageTask:
     """Task type of language models, whose packages are imported on use; see `TaskType`."""
 
@@ -146,11 +142,11 @@ class LanguageTask:
     completions = 16
     chooses_sizes = False
 
-    def check(self, config: Config[QuestionTask, LanguageAgent]) -> None:
+    def check(self, config: Config) -> None:
         """Raise ValueError for limits on environment steps."""
         config.schedule.check_counted(plays=False)
 
-    def prepare(self, config: Config[QuestionTask, LanguageAgent]) -> PreparedRun:
+    def prepare(self, config: Config) -> PreparedRun:
         """Check a configuration against the device, the model's architecture and tokenizer, and the task."""
         from evogrpo.training.task_types.language import prepare
 
@@ -162,9 +158,7 @@ class LanguageTask:
 
         return need(population, env, schedule)
 
-    def record(
-        self, config: Config[QuestionTask, LanguageAgent], best: Path, folder: Path, episodes: int
-    ) -> tuple[RecordedEpisode, ...]:
+    def record(self, config: Config, best: Path, folder: Path, episodes: int) -> tuple[RecordedEpisode, ...]:
         """Raise ValueError, as language models have no videos."""
         raise ValueError("Language models have no videos.")
 
@@ -184,17 +178,17 @@ class LanguageTask:
 
 _NETWORKS = NetworkTask(word="networks", tasks=(EnvironmentTask,), algorithm=GRPO, chooses_sizes=True)
 _TEAMS = NetworkTask(word="joint", tasks=(ParallelTask,), algorithm=MultiAgentGRPO, chooses_sizes=False)
-TASK_TYPES: Mapping[str, AnyTaskType] = {kind.word: kind for kind in (LanguageTask(), _NETWORKS, _TEAMS)}
-_TASKS: Mapping[str, type[TaskSection]] = {task.key: task for kind in TASK_TYPES.values() for task in kind.tasks}
-_KIND_OF: Mapping[type[TaskSection], AnyTaskType] = {task: kind for kind in TASK_TYPES.values() for task in kind.tasks}
+TASK_TYPES: Mapping[str, TaskType] = {kind.word: kind for kind in (LanguageTask(), _NETWORKS, _TEAMS)}
+_TASKS: Mapping[str, type[Any]] = {task.key: task for kind in TASK_TYPES.values() for task in kind.tasks}
+_KIND_OF: Mapping[type[Any], TaskType] = {task: kind for kind in TASK_TYPES.values() for task in kind.tasks}
 
 
-def task_type_of(task: TaskSection) -> AnyTaskType:
+def task_type_of(task: object) -> TaskType:
     """Return the type of a task section."""
     return _KIND_OF[type(task)]
 
 
-def select_task(section: object) -> tuple[type[TaskSection], AnyTaskType]:
+def select_task(section: object) -> tuple[type[Any], TaskType]:
     """Return the class and the type of a task section, which follow from the key that is set.
 
     Raises:

@@ -37,7 +37,7 @@ from evogrpo.models.language.sizing import (
     sampling_bytes,
 )
 from evogrpo.text import count_text, number_text, pluralize, shorten
-from evogrpo.training.configuration.question_tasks import LanguageAgent, QuestionTask
+from evogrpo.training.configuration.question_tasks import LanguageAgent
 from evogrpo.training.configuration.sections import Config
 from evogrpo.training.configuration.user_code import user_line
 from evogrpo.training.forecast import (
@@ -60,9 +60,6 @@ from evogrpo.validation import plain
 if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedModel
-
-LanguageConfig = Config[QuestionTask, LanguageAgent]
-
 
 FLOAT = 4  # bytes of a float32
 SAVINGS = "population.size, agent.micro_batch_tokens or agent.max_output_tokens, or take a smaller model"
@@ -109,7 +106,7 @@ class PreparedLanguage:
 
     one_thread: ClassVar[bool] = False
 
-    config: LanguageConfig
+    config: Config
     model: str
     outline: BaseModel
     env: HuggingFaceGym
@@ -247,13 +244,13 @@ class PreparedLanguage:
         return f", {layout}" + (f" ({requested} do not divide {processes().size})" if parts != requested else "")
 
 
-def _member_tokens(config: Config[QuestionTask, LanguageAgent], groups: int, longest: int) -> int:
+def _member_tokens(config: Config, groups: int, longest: int) -> int:
     """Return the most tokens of one member's learning step: sampling, updates, and the reference where beta is used."""
     completions = config.schedule.samples_per_step * config.agent.max_output_tokens
     epochs = max(possible(config, "update_epochs"))
     splits = math.ceil(config.schedule.samples_per_step / min(possible(config, "batch_size"))) - 1
     # Dynamic sampling may resample all groups.
-    sampling = (1 + config.agent.objective.dynamic_sampling) * (groups * longest + completions)
+    sampling: int = (1 + config.agent.objective.dynamic_sampling) * (groups * longest + completions)
     # A group that is split between two optimizer steps runs its prompt twice.
     updates = epochs * ((groups + splits) * longest + completions)
     if config.experience is not None:  # plus one pass over others' samples for their effective sample size
@@ -312,7 +309,7 @@ def _millions_text(count: int) -> str:
     return f"{count / 1e6:.1f} M" if count >= 1e5 else count_text(count)
 
 
-def prepare(config: LanguageConfig) -> PreparedLanguage:
+def prepare(config: Config) -> PreparedLanguage:
     """Check a configuration against the device, the model's architecture and tokenizer, and the task."""
     assert config.model is not None  # it has a default
     device = available_device(config.device)

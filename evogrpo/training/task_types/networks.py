@@ -30,7 +30,7 @@ from evogrpo.models.networks.networks import ObservationEncoder
 from evogrpo.spaces import leaf_spaces
 from evogrpo.text import count_text, duration_text, pluralize
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask, NetworkAgent, ParallelTask
-from evogrpo.training.configuration.sections import AUTO_KEYS, AUTO_SEARCH_SPACE, AUTO_SIZES, AnyConfig
+from evogrpo.training.configuration.sections import AUTO_KEYS, AUTO_SEARCH_SPACE, AUTO_SIZES, Config
 from evogrpo.training.forecast import (
     Forecast,
     Need,
@@ -93,7 +93,7 @@ class PreparedNetworks:
         sizes: Text on sizes that were chosen; None if the configuration gives all.
     """
 
-    config: AnyConfig
+    config: Config
     env: GymnasiumGroups | PettingZooGroups
     mapping: PolicyMapping
     device: str
@@ -208,7 +208,7 @@ class NetworkTask:
     rows_are_samples: bool = False
     completions: int = 0
 
-    def check(self, config: AnyConfig) -> None:
+    def check(self, config: Config) -> None:
         """Raise ValueError for settings of language models."""
         key, none = f"where task.{config.task.key} is given", "small networks have no base model"
         if config.model is not None:
@@ -222,7 +222,7 @@ class NetworkTask:
         if config.logging.completions:
             raise ValueError(f"logging.completions must be 0 {key}, got {config.logging.completions}")
 
-    def prepare(self, config: AnyConfig) -> PreparedNetworks:
+    def prepare(self, config: Config) -> PreparedNetworks:
         """Check a configuration against the environment and the device."""
         return prepare_in(config, config.task.environment(seed=config.task_seed))
 
@@ -232,7 +232,7 @@ class NetworkTask:
         parameters = _parameters(members.banks.state(0))
         return _need(members.mapping, env, schedule, len(population), parameters, experience)
 
-    def record(self, config: AnyConfig, best: Path, folder: Path, episodes: int) -> tuple[RecordedEpisode, ...]:
+    def record(self, config: Config, best: Path, folder: Path, episodes: int) -> tuple[RecordedEpisode, ...]:
         """Record videos of the best member on the first test episodes."""
         with closing(config.task.environment(seed=config.task_seed)) as env:
             seeds = [env.reset_seed("test", start) for start in range(min(episodes, env.size("test")))]
@@ -249,7 +249,7 @@ class NetworkTask:
         return {"watch it": ("video", run_dir)}
 
 
-def prepare_in(config: AnyConfig, env: GymnasiumGroups | PettingZooGroups) -> PreparedNetworks:
+def prepare_in(config: Config, env: GymnasiumGroups | PettingZooGroups) -> PreparedNetworks:
     """Check a configuration against the device and an environment, and choose the sizes it leaves open.
 
     Raises:
@@ -298,7 +298,7 @@ def _need(
     )
 
 
-def _population(config: AnyConfig, env: GymnasiumGroups | PettingZooGroups, size: int, device: str) -> Population:
+def _population(config: Config, env: GymnasiumGroups | PettingZooGroups, size: int, device: str) -> Population:
     options = {"device": device, **config.agent.settings(), **config.founder_options()}
     if isinstance(env, GymnasiumGroups):
         return GRPO.population(size, env.observation_space, env.action_space, **options)
@@ -319,12 +319,12 @@ def _space(space: spaces.Space[Any]) -> str:
 
 
 def _choose_sizes(
-    config: AnyConfig,
+    config: Config,
     env: GymnasiumGroups | PettingZooGroups,
     mapping: PolicyMapping,
     parameters: int,
     device: str,
-) -> tuple[AnyConfig, str | None]:
+) -> tuple[Config, str | None]:
     """Return the configuration with its `auto` sizes set, and a description of them; None if there are none.
 
     The sizes are the largest that fit into memory and, by one measured step, into the time limit.
@@ -379,7 +379,7 @@ def _choose_sizes(
     return chosen, f"{words}{f', {reason}' if reason else ''}"
 
 
-def with_sizes(config: AnyConfig, sizes: Mapping[str, int]) -> AnyConfig:
+def with_sizes(config: Config, sizes: Mapping[str, int]) -> Config:
     """Return a configuration with its `auto` sizes set.
 
     Args:
@@ -417,7 +417,7 @@ def _sizes(env: GymnasiumGroups | PettingZooGroups, members: int, groups: int, g
     }
 
 
-def _work(config: AnyConfig) -> int:
+def _work(config: Config) -> int:
     return config.population.size * config.schedule.samples_per_step
 
 
@@ -434,7 +434,7 @@ class _Deadline(Stop):
 
 
 def _measured_step(
-    config: AnyConfig, env: GymnasiumGroups | PettingZooGroups, device: str, *, max_seconds: float
+    config: Config, env: GymnasiumGroups | PettingZooGroups, device: str, *, max_seconds: float
 ) -> float:
     """Measure one learning step on members that are then discarded; return its expected seconds.
 
