@@ -133,11 +133,15 @@ def start(prepared: PreparedRun, run_dir: Path) -> Trainer:
     folder = RunDir(run_dir, config.logging, config=config.to_json())
     trainer = make_trainer(prepared, folder)
     if processes().is_rank_zero:
-        head = f"{CONFIG_HEAD} {evogrpo.__version__} for `evogrpo resume`.\n"
-        values = dataclasses.replace(config, run_id=folder.run_id).to_json()
-        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-        replace_file(run_dir / CONFIG_FILE, (head + text).encode("utf-8"))
+        write_config(dataclasses.replace(config, run_id=folder.run_id), run_dir)
     return trainer
+
+
+def write_config(config: Config, run_dir: Path) -> None:
+    """Write a resolved configuration to a run directory atomically."""
+    head = f"{CONFIG_HEAD} {evogrpo.__version__} for `evogrpo resume`.\n"
+    text = yaml.safe_dump(config.to_json(), sort_keys=False, allow_unicode=True)
+    replace_file(run_dir / CONFIG_FILE, (head + text).encode("utf-8"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,9 @@ import torch
 from evogrpo.reporting.records import terms_of
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
-from evogrpo.training.configuration.reading import load_config, parse_config, write_config
+from evogrpo.training.configuration.reading import load_config, parse_config
 from evogrpo.training.configuration.sections import CONFIG_FILE
-from evogrpo.training.launch import read_resumable, resume, start
+from evogrpo.training.launch import read_resumable, resume, start, write_config
 from evogrpo.training.run_dir import open_run
 from evogrpo.training.task_types import TASK_TYPES, PreparedRun, TaskType, task_type_of
 

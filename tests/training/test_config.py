@@ -11,15 +11,14 @@ from evogrpo.config.objective import Objective
 from evogrpo.safe_parsing import load_yaml, read_yaml_file
 from evogrpo.training.configuration.question_tasks import BuiltinTask, DatasetTask, read_hub, read_rows
 from evogrpo.training.configuration.reading import (
-    CONFIG_FILE,
     absolute_paths,
     configuration_schema,
     load_config,
     override,
     parse_config,
-    write_config,
 )
-from evogrpo.training.configuration.sections import Config
+from evogrpo.training.configuration.sections import CONFIG_FILE, Config
+from evogrpo.training.launch import write_config
 
 MINIMAL = {"model": "smollm2-135m", "task": {"name": "two_digit_sums"}, "schedule": {"generations": 2}}
 OWN = {"dataset": {"train": "a.jsonl"}, "reward": "r.py:f", "form": "agilerl"}

@@ -250,7 +250,7 @@ def _member_tokens(config: Config, groups: int, longest: int) -> int:
     epochs = max(possible(config, "update_epochs"))
     splits = math.ceil(config.schedule.samples_per_step / min(possible(config, "batch_size"))) - 1
     # Dynamic sampling may resample all groups.
-    sampling: int = (1 + config.agent.objective.dynamic_sampling) * (groups * longest + completions)
+    sampling = (1 + config.agent.objective.dynamic_sampling) * (groups * longest + completions)
     # A group that is split between two optimizer steps runs its prompt twice.
     updates = epochs * ((groups + splits) * longest + completions)
     if config.experience is not None:  # plus one pass over others' samples for their effective sample size
@@ -260,7 +260,8 @@ def _member_tokens(config: Config, groups: int, longest: int) -> int:
     reference = (
         groups * longest + completions if config.hyperparameters.beta > 0 or "beta" in config.search_space else 0
     )
-    return sampling + updates + reference
+    total: int = sampling + updates + reference
+    return total
 
 
 def peak_memory(
