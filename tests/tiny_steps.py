@@ -1,7 +1,6 @@
 """Tiny agents and populations of small networks, environments for them, and runs."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from evogrpo.evolution import FitnessConfig, SharedExperience, Strategy
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.loop.trainer import Trainer
-from evogrpo.training.run_dir import RunDir, open_run
+from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
 
 STEP_SPACE = HyperparameterConfig(
@@ -79,28 +78,6 @@ def step_run(
     env = env or cart_pole()
     chosen = {"hp_config": STEP_SPACE, "update_epochs": 2, "evolve_network": LIMITS} | dict(options or {})
     return start_run(step_population(size, env, **chosen), env, folder, **(QUICK | settings))
-
-
-def resumed_step_run(
-    folder: Path,
-    *,
-    env: GymnasiumGroups | None = None,
-    strategy: Strategy | type[Strategy] | None = None,
-    **schedule: Any,
-) -> Trainer:
-    """Return a run as another process would load it: new bank, new environment."""
-    saved = open_run(folder, go_on=True)
-    population, run_state = saved.restore()
-    return Trainer(
-        population,
-        env or cart_pole(),
-        schedule=replace(saved.record.schedule, **schedule),
-        strategy=saved.strategy(strategy),
-        fitness=saved.record.fitness,
-        run_dir=saved.run_dir(folder),
-        run_state=run_state,
-        experience=saved.record.experience,
-    )
 
 
 def played(agent: GRPO, starts: int = 2, size: int = 4, steps: int = 20) -> tuple[Any, ...]:

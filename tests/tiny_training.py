@@ -19,7 +19,8 @@ from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.envs.text.templates import Tokenizer
 from evogrpo.evolution import Strategy
 from evogrpo.randomness import generator
-from evogrpo.storage.checkpoint import CheckpointError
+from evogrpo.reporting.records import StepReport
+from evogrpo.storage.checkpoint import CheckpointError, read_checkpoint
 from evogrpo.storage.journal import latest_generations, read_journal
 from evogrpo.training.loop.trainer import Trainer
 from evogrpo.training.run_dir import open_run
@@ -230,3 +231,20 @@ def without_run_id(record: Mapping[str, Any]) -> dict[str, Any]:
 def final_states(folder: Path) -> dict[str, Tensor]:
     """Return all members' train states in the newest checkpoint."""
     return open_run(folder).tensors
+
+
+def check_same_run(folder: Path, other: Path) -> None:
+    """Check that two finished runs have equal events, train states, strategy states and best members."""
+    assert events_of(folder) == events_of(other)
+    assert equal_states(final_states(folder), final_states(other))
+    assert open_run(folder).record.strategy_state == open_run(other).record.strategy_state
+    best, other_best = (read_checkpoint(path / "best", kind="agent") for path in (folder, other))
+    assert without_run_id(best[1]) == without_run_id(other_best[1])
+    assert equal_states(best[0], other_best[0])
+
+
+def stop_after(run: Trainer, steps: int) -> None:
+    """Run this many learning steps, then request a stop."""
+    for report in run.reports():
+        if isinstance(report, StepReport) and report.step + 1 == steps:
+            run.stop()

@@ -8,8 +8,8 @@ from gymnasium import spaces
 from evogrpo import GymnasiumGroups, PettingZooGroups
 from tests.envs import joint_probes
 from tests.tiny_steps import cart_pole, step_agent
+from tests.tiny_teams import team_population
 from tests.tiny_training import tiny_agent, tiny_env
-from tests.training.test_multi_agent_runs import members
 
 DISPLAYS = ("SDL_VIDEODRIVER", "DISPLAY", "WAYLAND_DISPLAY")
 SHORT = {"max_episode_steps": 3}  # rendered in real time
@@ -132,7 +132,7 @@ def test_a_team_is_rendered(display):
             return super().step(actions)
 
     env = PettingZooGroups(Seen, validation_size=4)
-    (member, *_) = members(env)
+    (member, *_) = team_population(3, env)
     Seen.modes.clear()
     watched = member.test(env, episodes=2, render=True)
     assert Seen.modes == ["human"] * len(Seen.modes) != []

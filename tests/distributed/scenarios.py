@@ -26,7 +26,7 @@ from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
 from tests.envs import joint_probes
 from tests.tiny_models import tiny_model
-from tests.tiny_steps import QUICK, STEP_SPACE, cart_pole, resumed_step_run, step_run
+from tests.tiny_steps import QUICK, STEP_SPACE, cart_pole, step_run
 from tests.tiny_training import finish, resumed_run, shared_model, tiny_env, tiny_run, variety
 
 
@@ -144,7 +144,7 @@ def go_on(folder: Path, generations: int) -> Trainer:
     """Resume a finished run with more generations."""
     if folder.name in ("words", "pair", "borrowed", "thinned"):
         return resumed_run(folder, model=base_of(folder), generations=generations)
-    return resumed_step_run(folder, generations=generations)
+    return resumed_run(folder, generations=generations)
 
 
 def perform(folder: str, *names: str) -> None:

@@ -8,13 +8,12 @@ import pyarrow.parquet
 import pytest
 
 from evogrpo import Objective, evolve
-from evogrpo.algorithms.learning.learning_step import learn
 from evogrpo.envs.protocol import SPLITS
 from evogrpo.reporting.records import Example
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.exports import CompletionsLog
-from tests.tiny_training import SPACE, finish, resumed_run, tiny_env, tiny_population, tiny_run, variety
+from tests.tiny_training import SPACE, finish, resumed_run, stop_after, tiny_env, tiny_population, tiny_run, variety
 
 STEPS = {"steps_per_generation": 2, "samples_per_step": 8, "generations": 2, "test_questions": 0}
 
@@ -36,12 +35,10 @@ def sometimes(completions, answer, **columns):
 
 def test_every_step_writes_completions_rewards_and_advantages(tmp_path):
     env = tiny_env(reward_funcs=[lengths, sometimes], reward_weights=[0.1, 2.0])
-    population = tiny_population(3, hp_config=SPACE, update_epochs=2)
-    before = {slot: population[slot].clone() for slot in range(3)}
+    population, same = (tiny_population(3, hp_config=SPACE, update_epochs=2) for _ in range(2))
     reports = list(evolve(population, env, run_dir=tmp_path / "run", completions=10, **STEPS))
-    assert sorted(path.name for path in (tmp_path / "run" / "completions").iterdir()) == [
-        f"step-{step:06d}.jsonl" for step in range(4)
-    ]
+    names = [f"step-{step:06d}.jsonl" for step in range(4)]
+    assert sorted(path.name for path in (tmp_path / "run" / "completions").iterdir()) == names
     questions = {
         row["prompt"]: row["answer"] for split in SPLITS for row in env.open(split, range(env.size(split))).rows
     }
@@ -60,50 +57,29 @@ def test_every_step_writes_completions_rewards_and_advantages(tmp_path):
             assert row["rewards/sometimes"] == (None if odd else pytest.approx(len(set(row["completion"])) / 8))
             total = 0.1 * row["rewards/lengths"] + 2.0 * (row["rewards/sometimes"] or 0.0)
             assert row["reward"] == pytest.approx(total)
-    # Replay the first step: the same rows with the members' advantages.
+    # Repeat the first step: the same rows with the members' advantages.
     first = rows_of(tmp_path / "run", 0)
     assert [sum(row["index"] == index for row in first) for index in range(3)] == [4, 3, 3]
-    collected = population_batch(before, env)
-    for slot, agent in before.items():
-        own = collected.experience["default"].select_members([slot])
-        report = learn(agent.members, [agent.learner(0)], {"default": moved(own)})[0]
-        mine = [row for row in first if row["index"] == slot]
-        assert [row["advantage"] for row in mine] == pytest.approx(report.advantages[: len(mine)], abs=1e-5)
+    learned = same.learn(same.collect(env, step=0, samples_per_step=8, block=4).experience, step=0)
+    for slot in range(3):
+        mine = [row["advantage"] for row in first if row["index"] == slot]
+        assert mine == pytest.approx(learned[slot].advantages[: len(mine)], abs=1e-5)
     assert any(row["advantage"] for row in first)
     assert [example.index for example in reports[-1].examples] == [m.index for m in reports[-1].members]
     assert {example.step for example in reports[-1].examples} == {3}
 
 
-def population_batch(agents, env):
-    population = tiny_population(3, hp_config=SPACE, update_epochs=2)
-    for slot, agent in agents.items():
-        population[slot].hyperparameters = agent.hyperparameters
-    return population.collect(env, step=0, samples_per_step=8, block=4)
-
-
-def moved(batch):
-    """Return one member's rows as those of the member in slot 0."""
-    return replace(batch, member_ids=batch.member_ids * 0)
-
-
 def test_nothing_is_written_if_disabled(tmp_path):
-    list(evolve(tiny_population(2), tiny_env(), run_dir=tmp_path / "run", completions=0, **STEPS))
-    assert not (tmp_path / "run" / "completions").exists()
+    list(evolve(tiny_population(2), tiny_env(), run_dir=tmp_path, completions=0, **STEPS | {"generations": 1}))
+    assert not (tmp_path / "completions").exists()
 
 
-def test_a_resumed_run_writes_the_same_tables(tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    finish(tiny_run(whole))
-    run = tiny_run(parts)
-    reports = run.reports()
-    for _ in range(4):
-        next(reports)
-    run.stop()
-    list(reports)
-    (parts / "completions" / "step-000003.jsonl").write_text("torn")  # as if killed during a step that is repeated
-    finish(resumed_run(parts))
-    for step in (0, 1, 2, 4, 5):
-        assert rows_of(whole, step) == rows_of(parts, step)
+def test_a_resumed_run_writes_the_same_tables(stored_language_run, tmp_path):
+    stop_after(tiny_run(tmp_path), 3)
+    (tmp_path / "completions" / "step-000003.jsonl").write_text("torn")  # as if killed during a step that is repeated
+    finish(resumed_run(tmp_path))
+    for step in range(6):
+        assert rows_of(tmp_path, step) == rows_of(stored_language_run.folder, step)
 
 
 def hostile(text="\x1b[31m\x7f\u202e\u2028\n{}<script>"):
@@ -175,7 +151,7 @@ def test_parquet_holds_the_same(tmp_path):
         ([1, True, "\ud800"], "string", ["1", "True", "?"]),
     ],
 )
-def test_the_size_of_a_table_is_bounded(tmp_path, logged, kind, stored):
+def test_logged_values_become_columns_of_their_type(tmp_path, logged, kind, stored):
     rows = [replace(hostile(), columns={"logged": value, "reward": 9, "rewards/f": 9}) for value in logged]
     CompletionsLog(tmp_path, form="parquet").write(0, rows)
     table = pyarrow.parquet.read_table(tmp_path / "step-000000.parquet")
@@ -185,30 +161,18 @@ def test_the_size_of_a_table_is_bounded(tmp_path, logged, kind, stored):
     assert table.column("rewards/f").to_pylist() == [0.5] * 3
 
 
-def test_invalid_settings_are_refused(tmp_path):
-    CompletionsLog(tmp_path).write(0, [hostile()])
-    row = json.loads((tmp_path / "step-000000.jsonl").read_text())
-    assert set(row) >= {each.name for each in fields(Example)} - {"rewards", "columns"}
-
-
-def test_parquet_without_its_package_is_refused_first(tmp_path):
+def test_tables_have_all_fields_of_examples_up_to_a_limit(tmp_path):
     CompletionsLog(tmp_path, limit=3).write(0, [hostile()] * 10)
-    assert (tmp_path / "step-000000.jsonl").read_text().count("\n") == 3
+    lines = (tmp_path / "step-000000.jsonl").read_text().splitlines()
+    assert len(lines) == 3
+    assert set(json.loads(lines[0])) >= {each.name for each in fields(Example)} - {"rewards", "columns"}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"completions": -1}, "completions must be at least 0, got -1"),
-        ({"completions_format": "csv"}, "completions_format must be one of jsonl, parquet, got 'csv'"),
-    ],
-)
-def test_settings_that_cannot_be_written_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        LoggingConfig(**options)
-
-
-def test_parquet_without_its_package_is_refused_up_front(monkeypatch):
+def test_settings_that_cannot_be_written_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match="completions must be at least 0, got -1"):
+        LoggingConfig(completions=-1)
+    with pytest.raises(ValueError, match="completions_format must be one of jsonl, parquet, got 'csv'"):
+        LoggingConfig(completions_format="csv")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ValueError, match=r"requires pyarrow.*pip install .*\[datasets\]"):
         LoggingConfig(completions_format="parquet")

@@ -12,7 +12,8 @@ from rich.text import Text
 
 from evogrpo import evolve, resume
 from evogrpo.reporting.records import LANGUAGE, GenerationReport
-from evogrpo.training.display import RunDisplay, generation_table, member_note, notebook_region
+from evogrpo.training.console import NOTEBOOK_WIDTH, console_for
+from evogrpo.training.display import NARROW, RunDisplay, generation_table, notebook_region
 from tests.tiny_models import tiny_model
 from tests.tiny_training import QUICK, SPACE, tiny_env, tiny_population, tiny_run
 
@@ -96,7 +97,6 @@ def test_leaving_the_loop_cleans_the_terminal(monkeypatch):
 
 def test_an_error_of_user_code_cleans_the_terminal(monkeypatch):
     terminal = on_a_terminal(monkeypatch)
-
     calls = iter(range(100))
 
     def broken(completion, answer, question):
@@ -109,15 +109,13 @@ def test_an_error_of_user_code_cleans_the_terminal(monkeypatch):
         next(run)
     assert terminal.getvalue().count("\x1b[?25l") == terminal.getvalue().count("\x1b[?25h") > 0
     assert sys.stdout is terminal
-    with pytest.raises(StopIteration):
-        next(run)
+    assert list(run) == []
 
 
-@pytest.mark.parametrize(("progress", "shown"), [(True, True), (False, False)])
-def test_progress_and_terminal_decide(monkeypatch, progress, shown):
+def test_a_terminal_shows_nothing_if_not_wanted(monkeypatch):
     terminal = on_a_terminal(monkeypatch)
-    list(quick_run(progress=progress))
-    assert ("Generation 2 of 2" in terminal.getvalue()) is shown
+    list(quick_run(progress=False))
+    assert terminal.getvalue() == ""
 
 
 def test_a_log_gets_lines_if_requested(capfd):
@@ -146,26 +144,19 @@ def test_the_bar_advances_in_every_part_of_a_run():
 
     run = tiny_run(None, env=tiny_env(reward_fn=looking), generations=2)
     display = RunDisplay(console, run)
-    fractions = [display._estimate.fraction()]
     run.callbacks.append(display)
     with display:
-        fractions += [display._estimate.fraction() for _ in run.reports()]
+        fractions = [0.0, *(display._estimate.fraction() for _ in run.reports())]
     within = {phase: fraction for phase, fraction, _ in heard}
+    parts = ["step 1/2", "step 2/2", "validating"]
     assert list(within) == [
         "measuring the untrained base",
-        "generation 1/2 · step 1/2",
-        "generation 1/2 · step 2/2",
-        "generation 1/2 · validating",
-        "generation 2/2 · step 1/2",
-        "generation 2/2 · step 2/2",
-        "generation 2/2 · validating",
+        *(f"generation {number}/2 · {part}" for number in (1, 2) for part in parts),
         "testing on 36 questions",
     ]
-    inside = list(within.values())
-    assert inside == sorted(set(inside))  # every part is further than the previous one
+    assert list(within.values()) == sorted(set(within.values()))  # every part is further than the previous one
     assert fractions == sorted(fractions)
-    assert fractions[0] == 0
-    assert inside[-1] <= fractions[-1] + 1e-9 <= 1 + 2e-9
+    assert max(within.values()) <= fractions[-1] + 1e-9 <= 1 + 2e-9
     assert all("rewarding" in shown for _, _, shown in heard)
     assert max(len(line) for _, _, shown in heard for line in shown.split("\n")) <= 80
 
@@ -173,7 +164,8 @@ def test_the_bar_advances_in_every_part_of_a_run():
 def test_the_star_marks_the_best_member():
     falling = iter(range(10**6, 0, -1))
     console = Console(file=io.StringIO(), width=140)
-    run = tiny_run(None, env=tiny_env(reward_fn=lambda completion, answer, question: float(next(falling))))
+    env = tiny_env(reward_fn=lambda completion, answer, question: float(next(falling)))
+    run = tiny_run(None, env=env, generations=2)
     display = RunDisplay(console, run)
     run.callbacks.append(display)
     with display:
@@ -185,19 +177,16 @@ def test_the_star_marks_the_best_member():
         assert f"★ is still #{run.run_state.best.index} of generation 1" in table
 
 
-@pytest.mark.parametrize("width", [140, 80])
-def test_a_member_with_constant_rewards_is_marked(width):
-    def score(completion, answer, question):
-        return 1.0
+@pytest.mark.parametrize(("width", "told"), [(140, "rewards equal in all groups"), (80, "equal")])
+def test_a_member_with_constant_rewards_is_marked(stored_language_run, width, told):
+    report = next(each for each in stored_language_run.reports if isinstance(each, GenerationReport))
 
-    (report,) = tiny_run(None, env=tiny_env(reward_fn=score), generations=1)
-    console = Console(file=io.StringIO(), width=width)
-    console.print(generation_table(report, [], width, LANGUAGE))
-    told = "rewards equal in all groups" if width == 140 else "equal"
-    assert console.file.getvalue().count(told) == len(report.members)
-    metrics = {"frac_reward_zero_std": 0.9}
-    learning = dataclasses.replace(report.members[0], metrics=metrics)
-    assert "equal" not in member_note(learning, report, short=width < 100)
+    def with_zero_std(share):
+        members = [dataclasses.replace(each, metrics={"frac_reward_zero_std": share}) for each in report.members]
+        return drawn(generation_table(dataclasses.replace(report, members=members), [], width, LANGUAGE), width)
+
+    assert with_zero_std(1.0).count(told) == len(report.members)
+    assert "equal" not in with_zero_std(0.9)
 
 
 def test_a_notebook_updates_and_clears_one_output(monkeypatch):
@@ -222,12 +211,18 @@ def test_a_notebook_updates_and_clears_one_output(monkeypatch):
 
 
 @pytest.mark.parametrize("width", [80, 100, 120, 200])
-def test_hyperparameter_names_stay_on_one_line(width):
-    console = Console(file=io.StringIO(), width=width)
-    run = tiny_run(None, generations=1)
+def test_hyperparameter_names_stay_on_one_line(stored_language_run, width):
     names = ["lr", "clip_coef", "update_epochs"]
-    for report in run.reports():
-        if isinstance(report, GenerationReport):
-            console.print(generation_table(report, names, width, LANGUAGE))
-    heading = next(line for line in console.file.getvalue().splitlines() if "slot" in line)
+    report = next(each for each in stored_language_run.reports if isinstance(each, GenerationReport))
+    shown = drawn(generation_table(report, names, width, LANGUAGE), width)
+    heading = next(line for line in shown.splitlines() if "slot" in line)
     assert heading.split()[3:6] == names
+
+
+def test_notebook_width_is_a_page_unless_jupyter_columns_is_set(monkeypatch):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.delenv("JUPYTER_COLUMNS", raising=False)
+    assert console_for(None).width == NOTEBOOK_WIDTH < NARROW
+    monkeypatch.setenv("JUPYTER_COLUMNS", "140")
+    assert console_for(True).width == 140
+    assert console_for(False) is None

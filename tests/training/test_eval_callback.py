@@ -8,7 +8,7 @@ from evogrpo import GRPO, EvalCallback, evolve, train
 from evogrpo.evolution import Fixed
 from evogrpo.training.loop.run import Run
 from tests.tiny_steps import QUICK, cart_pole, step_population
-from tests.tiny_training import equal_states, tiny_run
+from tests.tiny_training import equal_states
 from tests.training.test_front import SMALL
 
 
@@ -34,8 +34,7 @@ def test_evaluations_are_logged_and_the_best_is_saved(tmp_path):
         generations.append((run.trainer.run_state.timesteps, run.population.best.state()))
         return evaluation(run)
 
-    run = train("CartPole-v1", generations=3, callback=callback, lr=1e-2, **SMALL)
-    assert run.result.complete
+    train("CartPole-v1", generations=3, callback=callback, lr=1e-2, **SMALL)
     with np.load(tmp_path / "logs" / "evaluations.npz") as stored:
         assert stored["timesteps"].tolist() == [timesteps for timesteps, _ in generations]
         assert stored["results"].shape == stored["ep_lengths"].shape == (3, 3)
@@ -68,9 +67,8 @@ def test_the_file_equals_stable_baselines3s(told, tmp_path):
         np.load(tmp_path / "theirs" / "evaluations.npz") as expected,
         np.load(tmp_path / "ours" / "evaluations.npz") as stored,
     ):
-        assert (
-            set(stored) == set(expected) == {"timesteps", "results", "ep_lengths"} | ({"successes"} if told else set())
-        )
+        names = {"timesteps", "results", "ep_lengths"} | ({"successes"} if told else set())
+        assert set(stored) == set(expected) == names
         for name in expected:
             assert (stored[name].dtype, stored[name].shape) == (expected[name].dtype, expected[name].shape), name
 
@@ -80,6 +78,7 @@ def test_returns_equal_evaluate_policy():
     pytest.importorskip("stable_baselines3")
     from stable_baselines3.common.evaluation import evaluate_policy
     from stable_baselines3.common.monitor import Monitor
+    from stable_baselines3.common.vec_env import DummyVecEnv
 
     class Doubled(gymnasium.RewardWrapper):
         def reward(self, reward):
@@ -87,20 +86,10 @@ def test_returns_equal_evaluate_policy():
 
     evaluation = EvalCallback(Doubled(Monitor(limited())), n_eval_episodes=3, eval_freq=1, seed=5)
     run = train("CartPole-v1", generations=1, callback=evaluation, **SMALL)
-    mean, _ = evaluate_policy(run.best, Monitor(First(limited(), 5)), n_eval_episodes=3)
+    theirs = DummyVecEnv([lambda: Monitor(limited())])
+    theirs.seed(5)
+    mean, _ = evaluate_policy(run.best, theirs, n_eval_episodes=3)
     assert evaluation.last_mean_reward == mean  # the monitor's reward, not the wrapper's around it
-
-
-class First(gymnasium.Wrapper):
-    """Seeds its first reset."""
-
-    def __init__(self, env, seed):
-        super().__init__(env)
-        self.seed = seed
-
-    def reset(self, *, seed=None, options=None):
-        seed, self.seed = self.seed, None
-        return self.env.reset(seed=seed, options=options)
 
 
 def test_evaluates_at_its_frequency_and_stops_at_its_threshold():
@@ -128,22 +117,13 @@ def test_a_callback_in_a_loop_over_evolve_does_not_affect_training():
         assert equal_states(one.state(), other.state())
 
 
-class Endless(gymnasium.Env):
-    """CartPole's spaces; never ends by itself."""
-
-    def __init__(self):
-        made = gymnasium.make("CartPole-v1")
-        self.observation_space, self.action_space = made.observation_space, made.action_space
-
-    def reset(self, *, seed=None, options=None):
-        return np.zeros(4, np.float32), {}
-
-    def step(self, action):
-        return np.zeros(4, np.float32), 1.0, False, False, {}
-
-
 def test_an_environment_without_a_limit_uses_the_training_limit():
-    evaluation = EvalCallback(Endless, n_eval_episodes=2, eval_freq=1)
+    class Endless(gymnasium.Wrapper):
+        def step(self, action):
+            seen, *_ = super().step(action)
+            return seen, 1.0, False, False, {}
+
+    evaluation = EvalCallback(lambda: Endless(gymnasium.make("CartPole-v1").unwrapped), n_eval_episodes=2, eval_freq=1)
     train("CartPole-v1", generations=1, callback=evaluation, **SMALL)
     assert evaluation.evaluations_length == [[20, 20]]
 
@@ -165,11 +145,9 @@ def test_invalid_arguments_are_refused_at_construction(env, settings, rule):
         EvalCallback(env, **settings)
 
 
-def test_incompatible_members_are_refused():
+def test_incompatible_members_are_refused(stored_language_run):
     evaluation = EvalCallback("Pendulum-v1", eval_freq=1)
     with pytest.raises(ValueError, match="observation_space must equal"):
         train("CartPole-v1", generations=1, callback=evaluation, **SMALL)
-    run = tiny_run(None, generations=1)
-    list(run.reports())
     with pytest.raises(ValueError, match=r"evaluate it with agent.test"):
-        evaluation(Run(run))
+        evaluation(Run(stored_language_run.trainer))

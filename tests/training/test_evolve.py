@@ -1,28 +1,29 @@
-"""evolve: reports, records and saved members."""
+"""evolve: reports, records, saved members and results."""
 
 import dataclasses
+import itertools
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from peft import PeftModel
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from evogrpo import GRPO, HyperparameterConfig, RLParameter, Tournament, evolve
 from evogrpo.algorithms.rollout.evaluation import evaluate
-from evogrpo.evolution import Plan
+from evogrpo.evolution import Mutation, Plan, Stateless
 from evogrpo.reporting.records import GenerationReport, StepReport, TestReport
-from evogrpo.storage.journal import read_journal
 from evogrpo.storage.lock import LOCK
+from evogrpo.training.loop.run import Run
 from evogrpo.validation import dump
+from tests.stored_runs import STARTS
 from tests.tiny_models import tiny_model
 from tests.tiny_training import (
     QUESTIONS,
     SPACE,
+    equal_states,
     finish,
     shared_model,
+    state_of,
     tiny_env,
     tiny_population,
     tiny_run,
@@ -32,38 +33,25 @@ STEPS = {"steps_per_generation": 2, "samples_per_step": 8}
 SPENDING = {"samples_per_step": 8, "validation_questions": 6, "test_questions": 12}
 
 
-@dataclasses.dataclass(frozen=True)
-class Finished:
-    """A finished run."""
-
-    folder: Path
-    population: Any
-    reports: list[GenerationReport]
-    journal: list[dict[str, Any]]
-
-    def events(self, name: str) -> list[dict[str, Any]]:
-        return [event for event in self.journal if event["event"] == name]
+def generations_of(run):
+    return [report for report in run.reports if isinstance(report, GenerationReport)]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "run"
-    population = tiny_population(4, hp_config=SPACE, update_epochs=2)
-    reports = list(evolve(population, tiny_env(), run_dir=folder, generations=4, strategy=Tournament(z=0.0), **STEPS))
-    return Finished(folder, population, reports, read_journal(folder / "journal.jsonl"))
+def plain(value):
+    """Return a value as JSON stores it."""
+    return json.loads(json.dumps(value))
 
 
-def test_reports_are_numbered_and_frozen(run):
-    assert [report.generation for report in run.reports] == [1, 2, 3, 4]
-    assert [report.step for report in run.reports] == [2, 4, 6, 8]
-    assert [report.tokens for report in run.reports] == sorted({report.tokens for report in run.reports})
-    assert [report.seconds for report in run.reports] == sorted({report.seconds for report in run.reports})
-    assert run.reports[-1].plan is None
-    assert all(
-        isinstance(report.plan, Plan) and report.plan.generation == report.generation for report in run.reports[:-1]
-    )
-    for report in run.reports:
-        assert [member.slot for member in report.members] == [0, 1, 2, 3]
+def test_reports_are_numbered_and_frozen(any_stored_run):
+    reports = generations_of(any_stored_run)
+    assert [report.generation for report in reports] == [1, 2, 3]
+    assert [report.step for report in reports] == [2, 4, 6]
+    assert [report.tokens for report in reports] == sorted({report.tokens for report in reports})
+    assert [report.seconds for report in reports] == sorted({report.seconds for report in reports})
+    assert reports[-1].plan is None
+    assert all(isinstance(report.plan, Plan) and report.plan.generation == report.generation for report in reports[:-1])
+    for report in reports:
+        assert [member.slot for member in report.members] == [0, 1, 2]
         assert report.best.fitness == max(member.fitness for member in report.members)
         with pytest.raises(dataclasses.FrozenInstanceError):
             report.generation = 9
@@ -71,9 +59,10 @@ def test_reports_are_numbered_and_frozen(run):
             report.best.fitness = 1.0
 
 
-def test_reported_members_are_those_of_the_last_plan(run):
-    assert sum(len(report.plan.children) for report in run.reports[:-1]) > 0
-    for before, after in zip(run.reports, run.reports[1:], strict=False):
+def test_reported_members_are_those_of_the_last_plan(any_stored_run):
+    reports = generations_of(any_stored_run)
+    assert sum(len(report.plan.children) for report in reports[:-1]) > 0
+    for before, after in itertools.pairwise(reports):
         born = {child.slot: child for child in before.plan.children}
         for old, new in zip(before.members, after.members, strict=True):
             if new.slot in born:
@@ -84,107 +73,70 @@ def test_reported_members_are_those_of_the_last_plan(run):
             else:
                 assert (new.index, new.parent, new.born) == (old.index, old.parent, old.born)
                 assert new.hyperparameters == old.hyperparameters
-    indices = [birth.index for birth in run.population.lineage]
+    indices = [birth.index for birth in any_stored_run.trainer.population.lineage]
     assert indices == list(range(len(indices)))
 
 
-def test_the_journal_holds_every_event(run):
-    assert [event["event"] for event in run.journal] == [
-        "run",
-        "baseline",
-        *(["step", "step", "generation"] * 4),
-        "test",
-        "ended",
+def test_the_journal_holds_every_event(stored_language_run):
+    run = stored_language_run
+    assert [event["event"] for event in run.events()] == [
+        *("run", "baseline", *(["step", "step", "generation"] * 3), "test", "ended")
     ]
-    assert all(isinstance(event["time"], float) for event in run.journal)
     (opening,) = run.events("run")
-    assert set(opening) >= {
-        *("event", "time", "version", "seed", "population_size", "samples_per_step", "steps_per_generation"),
-        *("evolvable", "strategy", "members"),
-    }
-    assert opening["evolvable"] == json.loads(json.dumps(SPACE.to_json()))
+    assert opening["evolvable"] == plain(SPACE.to_json())
     assert opening["strategy"] == {"name": "tournament", **Tournament(z=0.0).to_json()}
-    assert [set(member) for member in opening["members"]] == [{"slot", "index", "parent", "hyperparameters"}] * 4
+    assert [set(member) for member in opening["members"]] == [{"slot", "index", "parent", "hyperparameters"}] * 3
     (baseline,) = run.events("baseline")
-    assert set(baseline) == {"event", "time", "fitness", "standard_error", "questions", "measure", "cost"}
     assert baseline["questions"] == 8
     for number, event in enumerate(run.events("step")):
         assert (event["step"], event["generation"]) == (number, number // 2 + 1)
         for member in event["members"]:
             assert set(member) >= {"slot", "index", "reward", "loss", "grad_norm", "clip_ratio/region_mean"}
             assert "kl" not in member  # beta is 0: not measured
-    for event, report in zip(run.events("generation"), run.reports, strict=True):
-        assert {key: event[key] for key in ("generation", "step", "seconds", "tokens")} == {
-            key: getattr(report, key) for key in ("generation", "step", "seconds", "tokens")
-        }
+    for event, report in zip(run.events("generation"), generations_of(run), strict=True):
+        for name in ("generation", "step", "seconds", "tokens"):
+            assert event[name] == getattr(report, name)
         assert event["best_index"] == report.best.index
-        assert event["plan"] == (None if report.plan is None else json.loads(json.dumps(dump(report.plan))))
-        assert event["members"] == json.loads(json.dumps([member.to_json() for member in report.members]))
-        assert all(
-            set(member)
-            >= {
-                *("slot", "index", "parent", "born", "hyperparameters", "fitness", "standard_error", "failed"),
-                *("tokens", "seconds", "changes", "reason"),
-            }
-            for member in event["members"]
-        )
-    (test,) = run.events("test")
-    names = ("questions", "index", "before", "after", "gain", "measure", "cost", "scores")
-    assert set(test) == {"event", "time", *names}
-    assert test["questions"] == 36
-    assert run.journal[-1]["reason"] == "4 generations"
+        assert event["plan"] == (None if report.plan is None else plain(dump(report.plan)))
+        assert event["members"] == plain([member.to_json() for member in report.members])
+    assert run.events("test")[0]["questions"] == 36
+    assert run.events()[-1]["reason"] == "3 generations"
 
 
-def test_the_base_is_measured_first(run):
+def test_the_base_is_measured_first(stored_language_run):
     env = tiny_env()
     scores = evaluate(tiny_population(1).members, [0], env, "validation")[0]
-    assert run.events("baseline")[0]["fitness"] == pytest.approx(scores.mean())
+    assert stored_language_run.events("baseline")[0]["fitness"] == pytest.approx(scores.mean())
     before = evaluate(tiny_population(1).members, [0], env, "test")[0]
-    assert run.events("test")[0]["before"]["fitness"] == pytest.approx(before.mean())
+    assert stored_language_run.events("test")[0]["before"]["fitness"] == pytest.approx(before.mean())
 
 
-def test_the_best_member_is_saved_with_the_state_of_its_fitness(run):
+def test_the_best_member_is_saved_with_the_state_of_its_fitness(stored_language_run):
+    run = stored_language_run
     fitness = {
-        (event["generation"], member["index"]): member["fitness"]
-        for event in run.events("generation")
-        for member in event["members"]
+        (report.generation, member.index): member.fitness for report in generations_of(run) for member in report.members
     }
     best = max(fitness.values())
     first = min(key for key, value in fitness.items() if value == best)
     kept = GRPO.load(run.folder / "best", actor_network=shared_model())
     assert kept.index == first[1]
-    assert kept.fitness.mean == best
-    assert kept.test(tiny_env()) == best
+    assert kept.test(tiny_env()) == kept.fitness.mean == best
     (test,) = run.events("test")
     assert test["index"] == kept.index
     assert test["after"]["fitness"] == pytest.approx(kept.test(tiny_env(), split="test"))
     PeftModel.from_pretrained(tiny_model(), run.folder / "best")  # also a standard adapter folder
 
 
-def test_only_the_newest_checkpoints_are_kept(run):
-    names = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
-    assert names == ["generation-0003", "generation-0004"]
-    names = [LOCK, "best", "checkpoints", "completions", "journal.jsonl", "tensorboard"]
-    assert sorted(path.name for path in run.folder.iterdir()) == names
+def test_only_the_newest_checkpoints_are_kept(stored_language_run):
+    folder = stored_language_run.folder
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert names == ["generation-0002", "generation-0003"]
+    names = [LOCK, "best", "checkpoints", "completions", "journal.jsonl"]
+    assert sorted(path.name for path in folder.iterdir()) == names
 
 
-def test_tensorboard_reads_the_logs(run):
-    logs = EventAccumulator(str(run.folder / "tensorboard"))
-    logs.Reload()
-    rewards = [(scalar.step, scalar.value) for scalar in logs.Scalars("reward/slot_2")]
-    journalled = [(event["step"], event["members"][2]["reward"]) for event in run.events("step")]
-    assert [step for step, _ in rewards] == [step for step, _ in journalled]
-    assert [value for _, value in rewards] == pytest.approx([value for _, value in journalled])
-    fitness = [(scalar.step, scalar.value) for scalar in logs.Scalars("fitness/slot_0")]
-    expected = [(report.step - 1, pytest.approx(report.members[0].fitness)) for report in run.reports]
-    assert fitness == expected
-    assert len(logs.Scalars("learning_rate/slot_3")) == 8  # of a step
-    assert len(logs.Scalars("lr/slot_3")) == 4  # of a generation
-    assert "loss_type/slot_3" not in logs.Tags()["scalars"]  # None and names are no scalars
-
-
-def test_examples_show_one_completion_of_every_member(run):
-    for report in run.reports:
+def test_examples_show_one_completion_of_every_member(stored_language_run):
+    for report in generations_of(stored_language_run):
         assert [example.index for example in report.examples] == [member.index for member in report.members]
         for example in report.examples:
             assert example.reward == pytest.approx(len(set(example.completion)) / 8)
@@ -210,11 +162,32 @@ def test_costs_are_recorded_and_equal_for_equal_group_sizes():
             assert all(member.seconds > 0 for member in report.members)
 
 
-def test_metrics_are_means_over_a_generations_steps(run):
-    for report, events in zip(run.reports, zip(*[iter(run.events("step"))] * 2, strict=True), strict=True):
+def test_metrics_are_means_over_a_generations_steps(any_stored_run):
+    pairs = zip(*[iter(any_stored_run.events("step"))] * 2, strict=True)
+    for report, events in zip(generations_of(any_stored_run), pairs, strict=True):
         for member in report.members:
             values = [event["members"][member.slot]["reward"] for event in events]
             assert member.metrics["reward"] == pytest.approx(sum(values) / 2)
+
+
+def test_a_finished_run_has_a_result(stored_language_run):
+    run, result = stored_language_run.trainer, stored_language_run.trainer.result
+    assert (result.complete, result.generations, result.steps) == (True, 3, 6)
+    assert result.reason == "3 generations"
+    assert result.run_dir == stored_language_run.folder
+    members = [member for report in generations_of(stored_language_run) for member in report.members]
+    best = max(members, key=lambda member: member.fitness)
+    assert (result.best.index, result.best.fitness.mean) == (best.index, best.fitness)
+    assert result.best.hyperparameters == best.hyperparameters
+    # Equal to the journal, and the paired difference recomputed from the best member.
+    assert result.test == TestReport.from_json(stored_language_run.events("test")[0])
+    questions = result.test.questions
+    after = evaluate(Run(run).best.members, [0], run.env, "test", questions=questions)
+    before = evaluate(run.population.members, [0], run.env, "test", questions=questions, base=True)
+    gains = (np.array(after) - np.array(before))[0]
+    assert result.test.gain.mean == pytest.approx(gains.mean())
+    assert result.test.gain.standard_error == pytest.approx(gains.std(ddof=1) / len(gains) ** 0.5)
+    assert result.test.beyond_noise == (abs(gains.mean()) > 2 * gains.std(ddof=1) / len(gains) ** 0.5)
 
 
 def test_a_run_without_a_folder_writes_nothing(tmp_path, monkeypatch):
@@ -248,47 +221,100 @@ def test_wrapped_members_evolve():
     assert population.best.wrapped.index == report.best.index
 
 
-def test_a_finished_run_has_a_result(tmp_path):
-    env = tiny_env()
-    run = evolve(tiny_population(2), env, run_dir=tmp_path / "run", generations=2, steps_per_generation=1, **SPENDING)
+def test_a_left_loop_continues_and_a_stopped_run_has_a_result():
+    run = evolve(tiny_population(2), tiny_env(), generations=3, steps_per_generation=1, **SPENDING)
     with pytest.raises(RuntimeError, match="no result"):
         _ = run.result
-    reports = list(run)
-    result = run.result
-    assert (result.complete, result.generations, result.steps) == (True, 2, 2)
-    assert result.reason == "2 generations"
-    assert result.run_dir == tmp_path / "run"
-    best = max((member for report in reports for member in report.members), key=lambda member: member.fitness)
-    assert (result.best.index, result.best.fitness.mean) == (best.index, best.fitness)
-    assert result.best.hyperparameters == best.hyperparameters
-    # Equal to the journal, and the paired difference recomputed from the best member's folder.
-    (test,) = [event for event in read_journal(tmp_path / "run" / "journal.jsonl") if event["event"] == "test"]
-    assert result.test == TestReport.from_json(test)
-    after = np.array(
-        evaluate(
-            GRPO.load(tmp_path / "run" / "best", actor_network=shared_model()).members, [0], env, "test", questions=12
-        )
-    )
-    before = np.array(evaluate(run.population.members, [0], env, "test", questions=12, base=True))
-    gains = (after - before)[0]
-    assert result.test.gain.mean == pytest.approx(gains.mean())
-    assert result.test.gain.standard_error == pytest.approx(gains.std(ddof=1) / len(gains) ** 0.5)
-    assert result.test.beyond_noise == (abs(gains.mean()) > 2 * gains.std(ddof=1) / len(gains) ** 0.5)
-    assert list(run) == []  # iterating again neither trains nor tests
-
-
-def test_a_left_loop_continues():
-    run = evolve(tiny_population(2), tiny_env(), generations=3, steps_per_generation=1, **SPENDING)
     for report in run:
         if report.generation == 1:
             break
-    assert [report.generation for report in run] == [2, 3]
+    for _ in run:
+        run.stop("enough")
+    assert (run.result.complete, run.result.reason, run.result.generations) == (False, "enough", 2)
+    assert run.result.test is None
     assert run.result.run_dir is None
 
 
-def test_a_stopped_run_has_a_result():
-    run = evolve(tiny_population(2), tiny_env(), generations=3, steps_per_generation=1, **SPENDING)
-    for _ in run:
-        run.stop("enough")
-    assert (run.result.complete, run.result.reason, run.result.generations) == (False, "enough", 1)
-    assert run.result.test is None
+class Watched(Stateless):
+    """A tournament that records every member's state at each plan."""
+
+    mutates = True
+
+    population = ()  # population to record
+
+    def __init__(self):
+        self.tournament = Tournament(z=0.0, mutation=Mutation(probability=1.0))
+        self.states = []
+
+    def plan(self, history, rng):
+        self.states.append([state_of(agent) for agent in self.population])
+        return self.tournament.plan(history, rng)
+
+    def to_json(self):
+        return self.tournament.to_json()
+
+
+@pytest.mark.parametrize("kind", STARTS)
+def test_the_elite_is_unchanged_and_children_copy_their_parents(kind):
+    watched = Watched()
+    run = STARTS[kind](None, size=4, generations=4, strategy=watched)
+    watched.population = run.population
+    copied = 0
+    for report in run.reports():
+        if not isinstance(report, GenerationReport) or report.plan is None:
+            continue
+        plan, before = report.plan, watched.states[-1]
+        assert plan.parents[report.best.slot] == report.best.slot
+        assert report.best.slot not in [child.slot for child in plan.children]
+        elite = run.population[report.best.slot]
+        assert (elite.index, elite.hyperparameters) == (report.best.index, report.best.hyperparameters)
+        mutated = {child.slot for child in plan.children if "network" in child.changes}
+        for slot, parent in enumerate(plan.parents):
+            assert slot in mutated or equal_states(state_of(run.population[slot]), before[parent])
+        for child in plan.children:
+            copied += child.slot not in mutated
+            assert run.population[child.slot].hyperparameters == child.hyperparameters
+            assert child.changes
+    assert copied > 0
+
+
+def test_a_token_limit_ends_a_generation_early(stored_language_run):
+    whole = [report for report in stored_language_run.reports if isinstance(report, StepReport)]
+    budget = whole[0].tokens + whole[1].tokens + whole[2].tokens
+    reports = finish(tiny_run(None, generations=None, max_tokens=budget))
+    assert [type(report) for report in reports] == [
+        *(StepReport, StepReport, GenerationReport),
+        *(StepReport, GenerationReport, TestReport),
+    ]
+    assert [report.tokens for report in reports if isinstance(report, StepReport)] == [s.tokens for s in whole[:3]]
+    assert reports[-2].plan is None
+    exact = finish(tiny_run(None, generations=None, max_tokens=budget + 1))
+    assert sum(isinstance(report, StepReport) for report in exact) == 4
+
+
+def test_a_target_ends_the_run(stored_language_run):
+    fitness = [report.best.fitness for report in generations_of(stored_language_run)]
+    reports = finish(tiny_run(None, target_fitness=fitness[0]))
+    assert sum(isinstance(report, GenerationReport) for report in reports) == 1
+
+
+def test_an_existing_run_is_never_overwritten(stored_language_run):
+    journal = (stored_language_run.folder / "journal.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=r"already holds a run.*evogrpo resume"):
+        evolve(tiny_population(2), tiny_env(), run_dir=stored_language_run.folder, generations=1, **STEPS)
+    assert (stored_language_run.folder / "journal.jsonl").read_bytes() == journal
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({}, "A run needs a limit"),
+        ({"generations": 1, "samples_per_step": 6}, "group_size"),
+        ({"generations": 1, "keep_checkpoints": 0, "run_dir": "somewhere"}, "keep_checkpoints must be at least 1"),
+    ],
+)
+def test_invalid_runs_are_refused_first(tmp_path, monkeypatch, options, rule):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=rule):
+        evolve(tiny_population(2), tiny_env(), **options)
+    assert list(tmp_path.iterdir()) == []

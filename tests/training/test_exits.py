@@ -9,7 +9,7 @@ from pathlib import Path
 import gymnasium
 import pytest
 
-from evogrpo import GRPO, GymnasiumGroups, evolve
+from evogrpo import GymnasiumGroups, evolve
 from evogrpo.cli import main
 from evogrpo.evolution import Tournament
 from evogrpo.reporting.report import html_page
@@ -98,28 +98,15 @@ def test_an_exit_during_a_run_is_an_error_and_the_run_is_saved(where, error, tmp
         assert read_journal(tmp_path / "run" / "journal.jsonl")[-1]["event"] in ("run", "baseline", "step", "stopped")
 
 
-def test_an_exit_after_a_run_is_unchanged(tmp_path):
-    run = evolve(step_population(2), cart_pole(), **QUICK)
-    next(run)
-
-    def leave_amid():
-        next(run)
-        sys.exit(0)
-
-    with pytest.raises(SystemExit):
-        leave_amid()
-
-
 def test_a_signal_handler_of_the_program_may_exit(tmp_path):
     class Signalled(gymnasium.Wrapper):
         def step(self, action):
-            if self.unwrapped.spec is not None and (tmp_path / "go").exists():
+            if (tmp_path / "go").exists():
                 signal.raise_signal(signal.SIGTERM)
             return super().step(action)
 
     env = GymnasiumGroups("CartPole-v1", wrappers=[Signalled], validation_size=4)
-    population = GRPO.population(2, env.observation_space, env.action_space, group_size=4)
-    run = evolve(population, env, **QUICK)
+    run = evolve(step_population(2, env), env, **QUICK)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
     (tmp_path / "go").touch()
     try:
@@ -143,14 +130,9 @@ def write_task(rewards):
     )
 
 
-@pytest.mark.parametrize(
-    "rewards",
-    ["raise SystemExit\n", "def score(completion, answer, question):\n    raise SystemExit\n"],
-    ids=["module", "reward"],
-)
-def test_commands_fail_if_user_code_exits(rewards, tmp_path, monkeypatch, capfd):
+def test_commands_fail_if_user_code_exits(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    write_task(rewards)
+    write_task("raise SystemExit\n")
     assert status_of(lambda: os._exit(main(["train", "c.yaml"]))) in (1, 2)
     said = capfd.readouterr().err
     assert "error: " in said

@@ -1,121 +1,99 @@
-"""User-defined strategies: storage of their state, resumption, retired members and changed budgets."""
+"""User-defined strategies and mutations: conformance, storage, retired members and changed budgets."""
 
 import dataclasses
-import shutil
-import signal
-import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
-from evogrpo import Tournament, evolve, resume
+from evogrpo import Hyperparameters, Tournament, evolve, resume
 from evogrpo import report as run_report
-from evogrpo.evolution import Fixed
-from evogrpo.reporting.lineage import ancestors, best_member
+from evogrpo.evolution import Fixed, MutationOnly, TruncationPBT
 from evogrpo.reporting.records import GenerationReport, StepReport
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.checkpoint import read_checkpoint, write_checkpoint
 from evogrpo.storage.journal import read_journal
+from evogrpo.testing.strategies import SPACE, StrategyTestCase
 from evogrpo.training.configuration.reading import load_config, parse_config
+from evogrpo.training.configuration.user_code import check_resumable
 from evogrpo.training.display import plan_lines
 from evogrpo.training.launch import read_resumable, start
 from evogrpo.training.launch import resume as resume_configured
 from evogrpo.training.loop.trainer import StrategyError
 from evogrpo.training.run_dir import open_run
-from tests.cli.project import prepare, write_project
-from tests.forking import start_process
-from tests.strategies.gaussian_process import GaussianProcess
-from tests.strategies.halving import Halving
-from tests.tiny_models import tiny_model
+from tests.cli.project import prepare
+from tests.evolution.simulated_training import Simulation, Surface, wrong_founders
+from tests.strategies.user_defined import Gaussian, Halving, Turns, halved
+from tests.tiny_steps import cart_pole, step_population, step_run
 from tests.tiny_training import (
+    check_same_run,
     equal_states,
     events_of,
     final_states,
     finish,
     resumed_run,
-    start_or_resume,
     state_of,
-    tiny_env,
+    stop_after,
     tiny_population,
     tiny_run,
 )
 
-STEPS = {"steps_per_generation": 2, "samples_per_step": 8}
-LONG = {"generations": 4}
+STEPS = {"steps_per_generation": 1, "samples_per_step": 8, "test_questions": 0}
 
 
-def same_run(folder, other):
-    assert events_of(folder) == events_of(other)
-    assert open_run(folder).record.strategy_state == open_run(other).record.strategy_state
-    return equal_states(final_states(folder), final_states(other))
+class TestUserDefinedMutation(StrategyTestCase):
+    def make_strategy(self):
+        return TruncationPBT(mutation=Gaussian(width=0.05))
+
+    def rebuilt(self, strategy):
+        return dataclasses.replace(strategy)
 
 
-def stop_after(run, steps):
-    for report in run.reports():
-        if isinstance(report, StepReport) and report.step + 1 == steps:
-            run.stop()
+def test_children_have_the_returned_hyperparameters():
+    arm = Simulation(Tournament(z=0.0, mutation=halved), Surface(), wrong_founders(6, lr=1e-3), seed=0).run(4)
+    changes = [child.changes["lr"] for plan in arm.plans for child in plan.children if "nothing" not in child.reason]
+    # The first two children of a parent; later ones find both values taken and get any other.
+    ratios = [new / old for old, new in changes]
+    assert {0.5, 2.0} <= {round(ratio, 6) for ratio in ratios}
 
 
-@pytest.fixture(scope="module")
-def bandit(tmp_path_factory):
-    """Return the folder of a finished run with the Gaussian process."""
-    folder = tmp_path_factory.mktemp("bandit") / "run"
-    finish(tiny_run(folder, strategy=GaussianProcess(), **LONG))
-    return folder
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda values, space, rng: values.to_json(), "must return Hyperparameters, got {'lr'"),
+        (lambda values, space, rng: None, "must return Hyperparameters, got None"),
+        (lambda values, space, rng: Hyperparameters(lr=0.5), r"lr must be in its range .* got 0.5"),
+        (lambda values, space, rng: dataclasses.replace(values, beta=0.5), "may only change lr, got beta=0.5"),
+    ],
+)
+def test_invalid_results_are_refused(wrong, message):
+    arm = Simulation(MutationOnly(mutation=wrong), Surface(), wrong_founders(2, lr=1e-3), seed=0)
+    with pytest.raises(ValueError, match=message):
+        arm.run(2)
 
 
-def test_a_run_killed_repeatedly_ends_as_if_never_killed(bandit, tmp_path):
-    """Real kills, -9, each at another moment after another generation."""
-    folder, journal = tmp_path / "run", tmp_path / "run" / "journal.jsonl"
+class Sealed:
+    """Does not expose its settings."""
 
-    def generations():
-        events = read_journal(journal) if journal.exists() else []
-        return sum(event["event"] == "generation" for event in events)
+    def __init__(self, width):
+        self.width = width
 
-    for kill, delay in enumerate((0.0, 0.05)):
-        process = start_process(start_or_resume, str(folder), GaussianProcess, **LONG)
-        seen = generations()
-        while process.is_alive() and generations() == seen:
-            time.sleep(0.002)
-        time.sleep(delay)
-        process.kill()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL, f"it ended before kill {kill}"
-    finish(resumed_run(folder, strategy=GaussianProcess))
-    assert same_run(folder, bandit)
-    state = open_run(folder).record.strategy_state
-    assert len(state["observed"]) + state["failures"] == 3 * 3  # the last generation is not used for a plan
+    def __call__(self, hyperparameters, space, rng):
+        return hyperparameters
 
 
-@pytest.mark.parametrize("steps", [2, 5])
-def test_a_stopped_run_resumes_equal(bandit, tmp_path, steps):
-    stop_after(tiny_run(tmp_path / "run", strategy=GaussianProcess(), **LONG), steps)
-    finish(resumed_run(tmp_path / "run", strategy=GaussianProcess()))
-    assert same_run(tmp_path / "run", bandit)
+def test_mutations_that_cannot_be_found_again_are_refused_first():
+    def local(hyperparameters, space, rng):
+        return hyperparameters
 
-
-def test_the_history_equals_the_reports(tmp_path):
-    run = tiny_run(tmp_path / "run", generations=4)
-    reports = [report for report in run.reports() if isinstance(report, GenerationReport)]
-    stop_after(tiny_run(tmp_path / "parts", generations=4), 5)
-    parts = resumed_run(tmp_path / "parts")
-    reports_of_parts = [report for report in parts.reports() if isinstance(report, GenerationReport)]
-    assert len(reports_of_parts) == 2
-    for each in (run, parts):
-        assert [generation.number for generation in each.run_state.history] == [1, 2, 3, 4]
-    for generation, twin, report in zip(run.run_state.history, parts.run_state.history, reports, strict=True):
-        assert (generation.samples_per_step, generation.steps_per_generation) == (8, 2)
-        assert [record.fitness for record in generation.slots] == [record.fitness for record in twin.slots]
-        for record, member in zip(generation.slots, report.members, strict=True):
-            expected = (record.member.index, record.member.parent, record.member.born, record.member.hyperparameters)
-            assert expected == (member.index, member.parent, member.born, member.hyperparameters)
-            assert record.fitness.mean == member.fitness
-            assert (record.tokens, record.seconds) == (member.tokens, member.seconds)
-            assert len(record.fitness.scores) == 8
+    for own in (local, lambda values, space, rng: values):
+        for strategy in (Tournament(mutation=own), TruncationPBT(mutation=own), MutationOnly(mutation=own)):
+            with pytest.raises(ValueError, match="mutation of a strategy"):
+                check_resumable(strategy)
+    with pytest.raises(ValueError, match=r"settings of .*:Sealed.*width"):
+        check_resumable(Tournament(mutation=Sealed(0.1)))
+    for own in (halved, Gaussian(width=0.3)):
+        check_resumable(Tournament(mutation=own))
 
 
 @pytest.fixture(scope="module")
@@ -133,75 +111,70 @@ def halving(tmp_path_factory):
 
 
 def test_half_retires_at_doubled_cost_until_all_slots_fill(halving):
-    _, run, reports, _ = halving
+    _, run, reports, states = halving
     generations = [report for report in reports if isinstance(report, GenerationReport)]
     assert [len(report.members) for report in generations] == [4, 2, 1, 4, 2]
     assert [each.samples_per_step for each in run.run_state.history] == [8, 16, 32, 8, 16]
-    assert [len(each.empty) for each in run.run_state.history] == [0, 2, 3, 0, 2]
-    assert len({agent.index for agent in run.population}) == 4
-    steps = [report for report in reports if isinstance(report, StepReport)]
-    for report in steps:
-        members = generations[report.generation - 1].members
-        assert sorted(report.learned) == [member.slot for member in members]
-        samples = run.run_state.history[report.generation - 1].samples_per_step
-        assert {learned.samples for learned in report.learned.values()} == {samples}
-    births = {birth.index: birth for birth in run.population.lineage}
-    newcomers = [birth for birth in births.values() if birth.born == 3]
+    for report in reports:
+        if isinstance(report, StepReport):
+            assert sorted(report.learned) == [member.slot for member in generations[report.generation - 1].members]
+            samples = run.run_state.history[report.generation - 1].samples_per_step
+            assert {learned.samples for learned in report.learned.values()} == {samples}
+    newcomers = [birth for birth in run.population.lineage if birth.born == 3]
     assert [birth.index for birth in newcomers] == [4, 5, 6]
     assert [birth.parent is None for birth in newcomers] == [True, False, False]
-    assert sum(agent.retired for agent in run.population) == 2
+    # Retired slots do not learn.
+    living, fresh = {member.slot for member in generations[1].members}, state_of(tiny_population(1)[0])
+    for slot in range(4):
+        assert equal_states(states[0][slot], states[1][slot]) == (slot not in living)
+        assert slot in living or equal_states(states[1][slot], fresh)
 
 
-def test_retired_slots_do_not_learn(halving):
-    _, _, reports, states = halving
-    second = [report for report in reports if isinstance(report, GenerationReport)][1]
-    living = {member.slot for member in second.members}
-    assert len(living) == 2
-    fresh = state_of(tiny_population(1)[0])
-    for slot in set(range(4)) - living:
-        assert equal_states(states[0][slot], fresh)
-        assert equal_states(states[1][slot], fresh)
-    assert all(not equal_states(states[0][slot], states[1][slot]) for slot in living)
-
-
-@pytest.mark.parametrize("steps", [2, 4, 7])
-def test_retired_slots_and_budgets_are_resumed(halving, tmp_path, steps):
-    stop_after(tiny_run(tmp_path / "run", size=4, strategy=Halving(), generations=5), steps)
-    finish(resumed_run(tmp_path / "run", strategy=Halving))
-    assert same_run(tmp_path / "run", halving[0])
-
-
-def winners(summary):
-    return ancestors(summary, best_member(summary.generations))
-
-
-def test_the_journal_shows_retirements_and_costs(halving, tmp_path):
+def test_journal_and_display_show_retirements_and_costs(halving):
     folder, _, reports, _ = halving
     events = read_journal(folder / "journal.jsonl")
-    assert events[0]["strategy"] == {"name": "tests.strategies.halving:Halving", "survivors": 1}
-    generations = [event for event in events if event["event"] == "generation"]
-    plans = [event["plan"] for event in generations[:-1]]
+    assert events[0]["strategy"] == {"name": "tests.strategies.user_defined:Halving", "survivors": 1}
+    plans = [event["plan"] for event in events if event["event"] == "generation"][:-1]
     assert [plan["samples_per_step"] for plan in plans] == [16, 32, 8, 16]
     assert [plan["parents"].count(None) for plan in plans] == [2, 3, 1, 2]
     assert [len(plan["children"]) for plan in plans] == [0, 0, 3, 0]
-    summary = summarise(events)
-    assert [len(each.members) for each in summary.generations] == [4, 2, 1, 4, 2]
-    page = run_report(shutil.copytree(folder, tmp_path / "copy")).write().read_text(encoding="utf-8")
-    newcomers = [sum(m.reason == "a new round" for m in each.members) for each in summary.generations]
-    assert newcomers[:4] == [0, 0, 0, 3]
-    assert newcomers[4] >= 1
-    told = sum(newcomers) + sum(a.reason == "a new round" for a in winners(summary))
-    assert page.count("<td>a new round</td>") >= told  # other tables may show it as well
+    assert [len(each.members) for each in summarise(events).generations] == [4, 2, 1, 4, 2]
+    assert run_report(folder).write().read_text(encoding="utf-8").count("<td>a new round</td>") >= 3
     shown = [[str(line) for line in plan_lines(r)] for r in reports if isinstance(r, GenerationReport)]
-    budgets = [[line for line in lines if "samples per step" in line] for lines in shown]
-    assert budgets[:2] == [
-        ["selection: 16 samples per step from here on"],
-        ["selection: 32 samples per step from here on"],
+    assert [lines[-1] for lines in shown[:2]] == [
+        f"selection: {samples} samples per step from here on" for samples in (16, 32)
     ]
-    members = [[line for line in lines if "samples per step" not in line] for lines in shown]
-    assert [len(lines) for lines in members] == [2, 1, 3, 2, 0]
-    assert all("is retired, " in line for line in members[0])
-    assert ["a founder" in line for line in members[2]] == [True, False, False]
+    assert all("is retired, " in line for line in shown[0][:2])
+    assert ["a founder" in line for line in shown[2] if "samples" not in line] == [True, False, False]
+
+
+def test_evaluation_and_best_ignore_retired_slots(halving):
+    _, run, _, _ = halving
+    population = run.population
+    population.evaluate(run.env)
+    assert [agent.fitness is None for agent in population] == [agent.retired for agent in population]
+    assert sum(agent.retired for agent in population) == 2
+    assert not population.best.retired
+    assert [agent.slot for agent in population.healthy] == [agent.slot for agent in population if not agent.retired]
+
+
+def test_members_sample_as_planned(tmp_path):
+    options = {"hp_config": None, "evolve_network": None, "group_size": 4}
+    run = step_run(tmp_path / "run", strategy=Turns(), options=options, generations=4)
+    reports = finish(run)
+    samples = [[m.samples for m in r.learned.values()] for r in reports if isinstance(r, StepReport)]
+    assert samples[::2] == samples[1::2] == [[8, 8, 8], [12, 8, 4], [4, 4, 16], [8, 8, 8]]
+    assert run.run_state.block == 4  # groups of the largest number of samples
+    plans = [event["plan"] for event in events_of(tmp_path / "run") if event["event"] == "generation"]
+    assert [plan and plan.get("samples") for plan in plans] == [[12, 8, 4], [4, 4, 16], None, None]
+    lines = [str(line) for r in reports if isinstance(r, GenerationReport) for line in plan_lines(r)]
+    assert "selection: 4 4 16 samples per step by slot from here on" in lines
+
+
+def test_every_member_has_samples_to_learn_from():
+    run = step_run(None, strategy=Turns(shares=((8, 0, 8),)), generations=2)
+    with pytest.raises(StrategyError, match=r"samples must be positive"):
+        finish(run)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -221,51 +194,17 @@ class Fails(Halving):
 )
 def test_a_failing_strategy_loses_no_training(tmp_path, monkeypatch, how, message):
     monkeypatch.setattr(Fails, "how", how)
-    run = tiny_run(tmp_path / "run", size=4, strategy=Fails(), generations=2)
+    run = step_run(tmp_path / "run", size=4, strategy=Fails(), generations=2)
     with pytest.raises(StrategyError, match=f"Fails cannot plan: .*{message}"):
         finish(run)
-    assert [event["event"] for event in read_journal(tmp_path / "run" / "journal.jsonl")][-2:] == [
-        "generation",
-        "stopped",
-    ]
+    events = [event["event"] for event in read_journal(tmp_path / "run" / "journal.jsonl")]
+    assert events[-2:] == ["generation", "stopped"]
     again = resumed_run(tmp_path / "run", strategy=Fails)
     assert (again.run_state.generation, again.run_state.step) == (1, 2)
     monkeypatch.setattr(Fails, "how", "works")
     finish(again)
-    plain = tmp_path / "plain"
-    finish(tiny_run(plain, size=4, strategy=Fails(), generations=2))
-    for name, value in open_run(plain).tensors.items():
-        assert torch.equal(value, open_run(tmp_path / "run").tensors[name])
-
-
-def test_invalid_strategies_are_refused_before_training(tmp_path):
-    with pytest.raises(ValueError, match=r"lacks plan, mutates, to_json, state, load_state"):
-        tiny_run(tmp_path / "run", strategy=object())
-    with pytest.raises(ValueError, match="did you mean 'tournament'"):
-        evolve(tiny_population(4), tiny_env(), run_dir=tmp_path / "run", generations=1, strategy="tournement")
-    with pytest.raises(ValueError, match="lacks an instance"):
-        tiny_run(tmp_path / "run", strategy=Halving)
-    assert not (tmp_path / "run").exists()
-
-
-def test_evaluation_and_best_ignore_retired_slots(halving):
-    _, run, _, _ = halving
-    population = run.population
-    population.evaluate(run.env)
-    assert [agent.fitness is None for agent in population] == [agent.retired for agent in population]
-    assert not population.best.retired
-    assert [agent.slot for agent in population.healthy] == [agent.slot for agent in population if not agent.retired]
-
-
-def test_a_local_class_is_refused_first(tmp_path):
-    class Local(Fixed):
-        pass
-
-    with pytest.raises(ValueError, match=r"strategy .*Local"):
-        evolve(tiny_population(2), tiny_env(), strategy=Local(), run_dir=tmp_path / "run", generations=1, **STEPS)
-    assert not (tmp_path / "run").exists()
-    (report,) = evolve(tiny_population(2), tiny_env(), strategy=Local(), generations=1, **STEPS)
-    assert report.generation == 1
+    finish(step_run(tmp_path / "plain", size=4, strategy=Fails(), generations=2))
+    assert equal_states(final_states(tmp_path / "run"), final_states(tmp_path / "plain"))
 
 
 class Forgetful(Fixed):
@@ -299,81 +238,96 @@ class Relative(Tournament):
     """A tournament with another class name."""
 
 
+LOCAL = type("Local", (Fixed,), {})
+SCRIPT = type("Mine", (Fixed,), {"__module__": "__main__"})
+
+
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
+        (object(), "lacks plan, mutates, to_json, state, load_state"),
+        ("tournement", "did you mean 'tournament'"),
+        (LOCAL(), "strategy .*Local"),
+        (SCRIPT(), "got __main__:Mine"),
         (Forgetful(), "to_json must return arguments"),
         (Opaque(), "is a set, which JSON cannot hold"),
         (Named(), "setting called name"),
     ],
 )
-def test_strategies_that_cannot_be_restored_are_refused(tmp_path, strategy, message):
+def test_strategies_that_cannot_be_used_or_restored_are_refused_before_training(tmp_path, strategy, message):
     with pytest.raises(ValueError, match=message):
-        evolve(tiny_population(2), tiny_env(), strategy=strategy, run_dir=tmp_path / "run", generations=1, **STEPS)
+        evolve(step_population(2), cart_pole(), strategy=strategy, run_dir=tmp_path / "run", generations=1, **STEPS)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_strategy_in_a_script_must_move_to_a_module(tmp_path):
-    script = """
-from evogrpo.evolution import Fixed
-from evogrpo.training.configuration.user_code import check_resumable
-class Mine(Fixed):
-    pass
-check_resumable(Mine())
-"""
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "got __main__:Mine." in done.stderr
+def test_a_strategy_that_cannot_be_restored_may_run_without_a_folder():
+    assert len(list(evolve(step_population(2), cart_pole(), strategy=LOCAL(), generations=1, **STEPS))) == 1
 
 
 def begun(folder, strategy):
-    list(evolve(tiny_population(2), tiny_env(), strategy=strategy, run_dir=folder, generations=1, **STEPS))
+    finish(step_run(folder, size=2, strategy=strategy, generations=1, steps_per_generation=1))
     return folder
 
 
-def test_a_name_in_a_checkpoint_is_never_imported(tmp_path, monkeypatch):
-    folder = begun(tmp_path / "run", Halving(survivors=2))
+@pytest.mark.parametrize(
+    ("strategy", "rename", "message"),
+    [
+        (
+            Halving(survivors=2),
+            lambda record: record.update(name="trap:Halving"),
+            r"custom class trap:Halving, which is not imported.*strategy=ItsClass",
+        ),
+        (
+            Tournament(mutation=halved),
+            lambda record: record["mutation"].update(name="trap:halved"),
+            "mutation trap:halved is not imported",
+        ),
+    ],
+    ids=["strategy", "mutation"],
+)
+def test_a_name_in_a_checkpoint_is_never_imported(tmp_path, monkeypatch, strategy, rename, message):
+    folder = begun(tmp_path / "run", strategy)
     (tmp_path / "trap.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     checkpoint = open_run(folder).folder
     tensors, record = read_checkpoint(checkpoint)
-    record["strategy"]["name"] = "trap:Halving"
+    rename(record["strategy"])
     write_checkpoint(checkpoint, tensors, record, replace=True)
-    with pytest.raises(ValueError, match=r"custom class trap:Halving, which is not imported.*strategy=ItsClass"):
-        resume(folder, tiny_env(), actor_network=tiny_model())
-    run = resume(folder, tiny_env(), actor_network=tiny_model(), strategy=Halving)
-    assert run.trainer.strategy == Halving(survivors=2)
+    with pytest.raises(ValueError, match=message):
+        resume(folder, cart_pole())
+    assert resume(folder, cart_pole(), strategy=strategy).trainer.strategy == strategy
     assert "trap" not in sys.modules
 
 
+MUTATED = Tournament(mutation=Gaussian(width=0.3))
+
+
 @pytest.mark.parametrize(
-    ("begin", "given"),
+    ("begin", "wrong", "right"),
     [
-        (Halving(survivors=2), Halving()),
-        (Halving(), Fixed),
-        (Tournament(), Fixed()),
-        (Tournament(), Fixed),
-        (Tournament(), Relative),
-        (Tournament(z=0.5), Tournament(z=1.0)),
+        (Halving(survivors=2), [Halving(), None], [Halving]),
+        (Halving(), [Fixed], [Halving()]),
+        (Tournament(z=0.5), [Fixed(), Fixed, Relative, Tournament(z=1.0)], [None, Tournament]),
+        (Relative(z=0.5), [Tournament, None], [Relative]),
+        (MUTATED, [Tournament(mutation=Gaussian()), Tournament(), Tournament(mutation=halved), None], [MUTATED]),
+        (Tournament(mutation=halved), [MUTATED, Tournament(), None], [Tournament(mutation=halved)]),
     ],
 )
-def test_a_resumed_run_keeps_its_strategy(tmp_path, begin, given):
+def test_a_resumed_run_keeps_its_strategy(tmp_path, begin, wrong, right):
     folder = begun(tmp_path / "run", begin)
-    with pytest.raises(ValueError, match=r"strategy must be the one|unknown setting of"):
-        resume(folder, tiny_env(), actor_network=tiny_model(), strategy=given, generations=2)
-    for right in (begin, type(begin)):
-        run = resume(folder, tiny_env(), actor_network=tiny_model(), strategy=right, generations=2)
-        assert run.trainer.strategy == begin
+    for given in wrong:
+        with pytest.raises(ValueError, match=r"strategy must be the one|unknown setting|not imported"):
+            resume(folder, cart_pole(), strategy=given, generations=2)
+    for given in (begin, *right):
+        assert resume(folder, cart_pole(), strategy=given, generations=2).trainer.strategy == begin
 
 
-def test_strategies_of_the_package_are_restored_by_name(tmp_path):
-    run = resume(begun(tmp_path / "one", Tournament(z=0.5)), tiny_env(), actor_network=tiny_model(), generations=2)
-    assert run.trainer.strategy == Tournament(z=0.5)
-    run = resume(begun(tmp_path / "other", Relative(z=0.5)), tiny_env(), actor_network=tiny_model(), strategy=Relative)
-    assert run.trainer.strategy == Relative(z=0.5)
-
-
+CONFIG = {
+    "task": {"env": "CartPole-v1", "max_episode_steps": 10, "validation_size": 2, "test_size": 2},
+    "population": {"size": 3},
+    "schedule": {"generations": 3, "steps_per_generation": 2, "samples_per_step": 8},
+    "logging": {"tensorboard": False},
+}
 OWN = """
 import dataclasses
 from evogrpo.evolution import Choice, Plan, Stateless
@@ -389,26 +343,37 @@ class Clones(Stateless):
 
     def to_json(self):
         return {"share": self.share}
+
+class Times:
+    def __init__(self, factor=2.0):
+        self.factor = factor
+    def __call__(self, hyperparameters, space, rng):
+        return dataclasses.replace(hyperparameters, lr=space["lr"].closest(hyperparameters.lr * self.factor))
+    def to_json(self):
+        return {"factor": self.factor}
+
+def doubled(hyperparameters, space, rng):
+    return Times()(hyperparameters, space, rng)
 """
 
 
 @pytest.fixture
-def project(tmp_path):
-    path = write_project(tmp_path)
+def configured(tmp_path):
+    """Return a function that reads a configuration with a strategy, beside a file with user-defined ones."""
     (tmp_path / "mine.py").write_text(OWN)
-    values = yaml.safe_load(path.read_text())
-    values["strategy"] = {"name": "mine.py:Clones", "share": 0.7}
-    values["population"] = {"size": 3}
-    values["logging"] = {"tensorboard": False}
-    path.write_text(yaml.safe_dump(values))
-    return path
+
+    def read(strategy, *overrides):
+        (tmp_path / "c.yaml").write_text(yaml.safe_dump({**CONFIG, "strategy": strategy}))
+        return load_config(tmp_path / "c.yaml", overrides)
+
+    return read
 
 
-def test_a_configuration_names_a_class_in_a_file(project, tmp_path, monkeypatch):
-    config = load_config(project)
-    stored = config.to_json()
-    assert stored["strategy"] == {"name": f"{tmp_path}/mine.py:Clones", "share": 0.7}
-    assert parse_config(stored).strategy == config.strategy
+def test_a_configuration_names_a_strategy_in_a_file(configured, tmp_path, monkeypatch):
+    given = {"name": "mine.py:Clones", "share": 0.7}
+    config = configured(given)
+    assert config.to_json()["strategy"] == {"name": f"{tmp_path}/mine.py:Clones", "share": 0.7}
+    assert parse_config(config.to_json()).strategy == config.strategy
     for override, message in (
         ("strategy.shrae=1", "strategy: unknown setting of .*mine.py:Clones 'shrae': did you mean 'share'"),
         ("strategy.name=tornament", "did you mean 'tournament'"),
@@ -416,20 +381,50 @@ def test_a_configuration_names_a_class_in_a_file(project, tmp_path, monkeypatch)
         ("strategy.name=nowhere.py:Clones", "there is no file .*nowhere.py"),
     ):
         with pytest.raises(ValueError, match=message):
-            load_config(project, [override])
+            configured(given, override)
     monkeypatch.chdir(tmp_path)
-    module = load_config(project, ["strategy.name=mine:Clones"])
-    assert module.to_json()["strategy"]["name"] == "mine:Clones"
+    assert configured(given, "strategy.name=mine:Clones").to_json()["strategy"]["name"] == "mine:Clones"
 
 
-def test_a_configured_run_resumes_with_its_class(project, tmp_path):
-    prepared = prepare(load_config(project))
-    finish(start(prepared, tmp_path / "whole"))
-    run = start(prepare(load_config(project)), tmp_path / "run")
-    stop_after(run, 3)
+def test_a_configured_run_resumes_with_its_class(configured, tmp_path):
+    config = configured({"name": "mine.py:Clones", "share": 0.7})
+    finish(start(prepare(config), tmp_path / "whole"))
+    stop_after(start(prepare(config), tmp_path / "run"), 3)
     (tmp_path / "mine.py").write_text(f"{OWN}# touched\n")  # equal code, another module for Python
     resumable = read_resumable(tmp_path / "run")
     finish(resume_configured(prepare(resumable.config), resumable, tmp_path / "run"))
-    assert same_run(tmp_path / "run", tmp_path / "whole")
+    check_same_run(tmp_path / "run", tmp_path / "whole")
     plans = [event["plan"] for event in events_of(tmp_path / "run") if event.get("plan")]
     assert any(plan["children"] for plan in plans)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "given", "stored"),
+    [
+        ("tournament", "mine.py:doubled", {"name": "mine.py:doubled"}),
+        ("truncation_pbt", {"name": "mine.py:doubled"}, {"name": "mine.py:doubled"}),
+        ("mutation_only", {"name": "mine.py:Times", "factor": 3.0}, {"name": "mine.py:Times", "factor": 3.0}),
+    ],
+)
+def test_a_configuration_names_a_mutation_in_a_file(configured, tmp_path, strategy, given, stored):
+    config = configured({"name": strategy, "mutation": given})
+    assert config.to_json()["strategy"]["mutation"] == stored | {"name": f"{tmp_path}/{stored['name']}"}
+    again = parse_config(config.to_json())
+    assert again.to_json() == config.to_json()
+    start = Hyperparameters(lr=1e-4)
+    assert again.strategy.mutation(start, SPACE, None).lr == pytest.approx(stored.get("factor", 2.0) * 1e-4)
+    check_resumable(config.strategy)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("mine.py:dobled", "has no .*'dobled': did you mean 'doubled'"),
+        ("nowhere.py:doubled", "there is no file .*nowhere.py"),
+        ({"name": "mine.py:Times", "fator": 1}, "did you mean 'factor'"),
+        ({"name": "mine.py:doubled", "factor": 1}, "unknown setting of .*mine.py:doubled 'factor'"),
+    ],
+)
+def test_invalid_mutations_of_a_configuration_are_refused(configured, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        configured({"name": "tournament", "mutation": wrong})

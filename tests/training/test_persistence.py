@@ -15,8 +15,8 @@ from evogrpo.reporting.summary import summarise
 from evogrpo.storage.checkpoint import CheckpointError, generation_folder, read_checkpoint
 from evogrpo.storage.journal import JournalError, read_journal
 from evogrpo.training.run_dir import JournalChangedError, open_run
-from tests.tiny_steps import cart_pole, resumed_step_run, step_run
-from tests.tiny_training import equal_states, events_of, final_states, finish
+from tests.tiny_steps import cart_pole, step_run
+from tests.tiny_training import check_same_run, finish, resumed_run
 
 SHORT = {"generations": 2, "steps_per_generation": 1, "size": 2}
 WAY = {"second_set": 2, "finalists": 2}
@@ -39,7 +39,7 @@ def start(folder: Path):
 
 def start_or_resume(folder: Path) -> None:
     try:
-        run = resumed_step_run(folder, env=cart_pole(validation_size=6))
+        run = resumed_run(folder, env=cart_pole(validation_size=6))
     except CheckpointError:
         run = start(folder)
     finish(run)
@@ -51,12 +51,6 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
     finish(start(folder))
     return folder
-
-
-def check_equal(folder: Path, whole: Path) -> None:
-    assert events_of(folder) == events_of(whole)
-    assert equal_states(final_states(folder), final_states(whole))
-    assert equal_states(*(read_checkpoint(each / "best", kind="agent")[0] for each in (folder, whole)))
 
 
 def killed_at(operation: int, folder: Path) -> bool:
@@ -96,7 +90,7 @@ def test_a_run_killed_before_any_file_operation_ends_as_if_never_killed(whole, t
             if (folder / "journal.jsonl").exists():
                 read_journal(folder / "journal.jsonl")
             start_or_resume(folder)
-            check_equal(folder, whole)
+            check_same_run(folder, whole)
             assert not [path for path in folder.rglob(".*") if path.name != ".lock"]
             shutil.rmtree(folder)
             if ended:
@@ -106,14 +100,14 @@ def test_a_run_killed_before_any_file_operation_ends_as_if_never_killed(whole, t
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", range(6))
 def test_a_run_killed_again_and_again_ends_as_if_never_killed(whole, tmp_path, number):
     rng, folder = generator(number, "kills"), tmp_path / "run"
     for _ in range(6):
         if killed_at(int(rng.integers(1, 120)), folder):
             break
     start_or_resume(folder)
-    check_equal(folder, whole)
+    check_same_run(folder, whole)
 
 
 def damaged(content: bytes, rng) -> list[bytes]:
@@ -129,21 +123,21 @@ def test_damage_at_any_byte_of_a_checkpoint_falls_back_to_the_one_before(whole, 
     newest, earlier = generation_folder(folder, 2), generation_folder(folder, 1)
     for path in sorted(newest.iterdir()):
         content = path.read_bytes()
-        for number in range(10):
+        for number in range(5):
             for bytes_ in damaged(content, generator(number, path.name)):
                 path.write_bytes(bytes_)
                 saved = open_run(folder)
                 assert saved.folder == earlier
                 assert str(newest) in str(saved.skipped[0])
         start_or_resume(copy := Path(shutil.copytree(folder, tmp_path / path.name)))
-        check_equal(copy, whole)
+        check_same_run(copy, whole)
         path.write_bytes(content)
 
 
 def test_damage_at_any_byte_of_the_best_members_export_is_repaired(whole, tmp_path):
     folder = Path(shutil.copytree(whole, tmp_path / "run"))
     for path in sorted((folder / "best").iterdir()):
-        for number in range(10):
+        for number in range(3):
             for bytes_ in damaged(path.read_bytes(), generator(number, path.name)):
                 path.write_bytes(bytes_)
                 start_or_resume(folder)
@@ -172,18 +166,8 @@ def test_damage_at_any_byte_of_the_journal_is_found(whole, tmp_path):
             assert open_run(folder).folder == generation_folder(folder, max(usable))
             copy = Path(shutil.copytree(folder, tmp_path / f"{number} {len(bytes_)}"))
             start_or_resume(copy)
-            check_equal(copy, whole)
+            check_same_run(copy, whole)
     assert outcomes >= {0, 1}
-
-
-def test_a_reader_may_open_the_journal_at_any_byte(whole, tmp_path):
-    content, events = (whole / "journal.jsonl").read_bytes(), read_journal(whole / "journal.jsonl")
-    rng = generator(0, "reader")
-    for size in [0, 1, len(content) - 1, *rng.integers(len(content), size=40).tolist()]:
-        (tmp_path / "journal.jsonl").write_bytes(content[:size])
-        found = read_journal(tmp_path / "journal.jsonl")
-        assert found == events[: len(found)]
-        assert len(found) == content[:size].count(b"\n")
 
 
 def test_killed_between_the_end_and_its_checkpoint_the_run_is_complete_and_tested_again(whole, tmp_path):
@@ -192,15 +176,15 @@ def test_killed_between_the_end_and_its_checkpoint_the_run_is_complete_and_teste
     summary = summarise(read_journal(folder / "journal.jsonl"))
     assert summary.test is not None
     assert summary.stopped == "2 generations"
-    run = resumed_step_run(folder, env=cart_pole(validation_size=6))
+    run = resumed_run(folder, env=cart_pole(validation_size=6))
     assert run.run_state.tested is None
     finish(run)
-    check_equal(folder, whole)
+    check_same_run(folder, whole)
 
 
 def test_a_generation_costs_the_same_at_any_length(tmp_path):
     """Bytes of the checkpoint and of the journal's events, by generation."""
-    run = step_run(tmp_path / "run", generations=24, steps_per_generation=1, test_questions=0)
+    run = step_run(tmp_path / "run", generations=12, steps_per_generation=1, test_questions=0)
     sizes, journal = [], 0
     for report in run.reports():
         if hasattr(report, "plan"):
@@ -210,7 +194,7 @@ def test_a_generation_costs_the_same_at_any_length(tmp_path):
             journal = length
     checkpoints, events = ([each[place] for each in sizes] for place in (0, 1))
     for values in (checkpoints, events[1:]):  # the first also has the run event
-        assert max(values[-8:]) < 1.3 * max(values[2:10])
+        assert max(values[-4:]) < 1.3 * max(values[2:6])
 
 
 def test_a_journal_that_is_no_journal_is_refused(whole, tmp_path):

@@ -8,112 +8,140 @@ from pathlib import Path
 
 import pytest
 
-from evogrpo import HyperparameterConfig, RLParameter, Tournament, evolve, resume
-from evogrpo.evolution import Choice, Plan, Stateless
+from evogrpo import HyperparameterConfig, Hyperparameters, RLParameter, Tournament, evolve, resume
+from evogrpo.evolution import (
+    Choice,
+    MultiFrequency,
+    Narrowing,
+    Plan,
+    Replay,
+    ScheduleStage,
+    SharedExperience,
+    Stateless,
+    SuccessiveHalving,
+)
 from evogrpo.reporting.records import GenerationReport, StepReport
-from evogrpo.storage.checkpoint import CheckpointError, generation_folder, read_checkpoint
+from evogrpo.storage.checkpoint import CheckpointError, generation_folder
 from evogrpo.storage.journal import read_journal
 from evogrpo.storage.lock import LOCK
 from evogrpo.training.configuration.sections import LoggingConfig
+from evogrpo.training.loop.run import Run
 from evogrpo.training.run_dir import open_run
+from tests.strategies.user_defined import Bandit, Gaussian, Halving, Turns, halved
 from tests.tiny_models import tiny_model
+from tests.tiny_steps import step_run
+from tests.tiny_teams import team_run
 from tests.tiny_training import (
     SPACE,
+    check_same_run,
     equal_states,
     events_of,
     final_states,
     finish,
     resumed_run,
     start_or_resume,
+    stop_after,
     tiny_env,
     tiny_population,
     tiny_run,
-    without_run_id,
 )
 
-LAST = 3 * 2  # learning steps of a run
+LAST = 3 * 2  # learning steps of a stored run
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(stored_language_run):
     """Return the folder of an uninterrupted run."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    finish(tiny_run(folder))
-    assert any(event["plan"]["children"] for event in events_of(folder) if event.get("plan"))
-    return folder
+    assert any(event["plan"]["children"] for event in stored_language_run.events("generation") if event["plan"])
+    return stored_language_run.folder
 
 
-def same_run(folder: Path, other: Path) -> bool:
-    best, other_best = (read_checkpoint(path / "best", kind="agent") for path in (folder, other))
-    assert events_of(folder) == events_of(other)
-    assert equal_states(final_states(folder), final_states(other))
-    assert without_run_id(best[1]) == without_run_id(other_best[1])
-    return equal_states(best[0], other_best[0])
-
-
-def stop_after(run, steps: int) -> None:
-    """Run this many learning steps, then request a stop."""
-    for report in run.reports():
-        if isinstance(report, StepReport) and report.step + 1 == steps:
-            run.stop()
-
-
-@pytest.mark.parametrize("steps", [1, 2, LAST])
-def test_a_run_stopped_after_any_step_resumes_equal(whole, tmp_path, steps):
-    stop_after(tiny_run(tmp_path / "run"), steps)
+def test_a_run_stopped_after_every_step_resumes_equal(any_stored_run, tmp_path):
+    stop_after(any_stored_run.start(tmp_path / "run"), 1)
     events = read_journal(tmp_path / "run" / "journal.jsonl")
     assert (events[-1]["event"], events[-1]["reason"]) == ("stopped", "stopped by the user")
-    assert sum(event["event"] == "step" for event in events) == steps
-    finish(resumed_run(tmp_path / "run"))
-    assert same_run(tmp_path / "run", whole)
-    assert sum(event["event"] == "resumed" for event in read_journal(tmp_path / "run" / "journal.jsonl")) == 1
-
-
-def test_a_run_can_be_stopped_after_every_step(whole, tmp_path):
-    stop_after(tiny_run(tmp_path / "run"), 1)
+    assert sum(event["event"] == "step" for event in events) == 1
     for steps in range(2, LAST + 1):
         stop_after(resumed_run(tmp_path / "run"), steps)
     finish(resumed_run(tmp_path / "run"))
-    assert same_run(tmp_path / "run", whole)
+    check_same_run(tmp_path / "run", any_stored_run.folder)
+    assert sum(event["event"] == "resumed" for event in read_journal(tmp_path / "run" / "journal.jsonl")) == LAST
+
+
+SPACE_OF_RATES = HyperparameterConfig(lr=RLParameter(min=1e-3, max=3e-2, scale="log"))
+SAME_GROUPS = {"hp_config": SPACE_OF_RATES, "evolve_network": None, "group_size": 4}
+SHARED = SharedExperience(min_ess=0.2)
+STAGES = tuple(
+    ScheduleStage(hyperparameters=Hyperparameters(lr=rate, group_size=4), generations=(2, 2), samples_per_step=8)
+    for rate in (1e-3, 2e-3)
+)
+RUNS = {
+    "multi_frequency": {"strategy": lambda: MultiFrequency(intervals=(1, 2)), "size": 4},
+    "successive_halving": {"strategy": SuccessiveHalving, "size": 4},
+    "narrowing": {"strategy": lambda: Narrowing(every=1, z=0.0), "size": 4},
+    "replay": {"strategy": lambda: Replay(stages=STAGES), "options": SAME_GROUPS | {"hp_config": None, "lr": 1e-3}},
+    "strategy with a state": {"strategy": Bandit},
+    "retired members and changed budgets": {"strategy": Halving, "size": 4, "generations": 5},
+    "samples per member": {"strategy": Turns, "options": SAME_GROUPS},
+    "function as mutation": {"strategy": lambda: Tournament(z=0.0, mutation=halved)},
+    "object as mutation": {"strategy": lambda: Tournament(z=0.0, mutation=Gaussian(width=0.3))},
+    "shared experience of language models": {"start": tiny_run, "experience": SHARED},
+    "shared experience of networks": {"experience": SHARED},
+    "shared experience of teams": {"start": team_run, "experience": SHARED, "samples_per_step": 8},
+    "fitness by rollouts": {"fitness": "rollouts", "samples_per_step": 16},
+    "sampled and raced fitness": {"fitness": {"sampled": True, "answers": 2, "racing": True}},
+    "fitness by both": {
+        "fitness": {"by": "both", "sampled": True, "racing": True, "candidates": 3, "z": 9.0},
+        "samples_per_step": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_stopped_twice_resumes_equal(name, tmp_path):
+    settings = {"generations": 4, "start": step_run, "strategy": lambda: Tournament(z=0.0)} | RUNS[name]
+    start, strategy = settings.pop("start"), settings.pop("strategy")
+    whole = start(tmp_path / "whole", strategy=strategy(), **settings)
+    finish(whole)
+    stop_after(start(tmp_path / "run", strategy=strategy(), **settings), 2)  # before an evaluation
+    stop_after(resumed_run(tmp_path / "run", strategy=strategy()), 5)  # within a generation
+    again = resumed_run(tmp_path / "run", strategy=strategy())
+    finish(again)
+    check_same_run(tmp_path / "run", tmp_path / "whole")
+    assert again.result.best == whole.result.best
+    assert [record.fitness for each in again.run_state.history for record in each.slots] == [
+        record.fitness for each in whole.run_state.history for record in each.slots
+    ]
+
+
+def test_the_history_equals_the_reports(any_stored_run):
+    reports = [report for report in any_stored_run.reports if isinstance(report, GenerationReport)]
+    for generation, report in zip(any_stored_run.trainer.run_state.history, reports, strict=True):
+        assert generation.number == report.generation
+        assert generation.steps_per_generation == 2
+        for record, member in zip(generation.slots, report.members, strict=True):
+            expected = (record.member.index, record.member.parent, record.member.born, record.member.hyperparameters)
+            assert expected == (member.index, member.parent, member.born, member.hyperparameters)
+            assert record.fitness.mean == member.fitness
+            assert (record.tokens, record.seconds) == (member.tokens, member.seconds)
 
 
 @pytest.mark.parametrize("generation", [1, 3])
 def test_a_loop_left_between_generations_resumes(whole, tmp_path, generation):
-    population = tiny_population(3, hp_config=SPACE, update_epochs=2)
-    for report in evolve(
-        population,
-        tiny_env(),
-        run_dir=tmp_path / "run",
-        strategy=Tournament(z=0.0),
-        generations=3,
-        steps_per_generation=2,
-        samples_per_step=8,
-    ):
+    for report in Run(tiny_run(tmp_path / "run")):
         if report.generation == generation:
             break
     finish(resumed_run(tmp_path / "run"))
-    assert same_run(tmp_path / "run", whole)
-
-
-@pytest.mark.parametrize("reports", [1, 4])
-def test_a_loop_left_without_a_stop_resumes_from_the_last_generation(whole, tmp_path, reports):
-    run = tiny_run(tmp_path / "run").reports()
-    for _ in range(reports):
-        next(run)
-    run.close()
-    finish(resumed_run(tmp_path / "run"))
-    assert same_run(tmp_path / "run", whole)
-
-
-def test_resuming_a_finished_run_learns_nothing(whole, tmp_path):
-    folder = Path(shutil.copytree(whole, tmp_path / "run"))
-    assert not any(isinstance(report, StepReport | GenerationReport) for report in resumed_run(folder).reports())
-    assert same_run(folder, whole)
+    check_same_run(tmp_path / "run", whole)
 
 
 def test_an_extended_run_equals_a_longer_one(whole, tmp_path):
-    finish(tiny_run(tmp_path / "run", generations=1))
-    finish(resumed_run(tmp_path / "run", generations=3))
+    population = tiny_population(3, hp_config=SPACE, update_epochs=2)
+    quick = {"steps_per_generation": 2, "samples_per_step": 8, "strategy": Tournament(z=0.0)}
+    list(evolve(population, tiny_env(), run_dir=tmp_path / "run", generations=1, **quick))
+    run = resume(tmp_path / "run", tiny_env(), actor_network=tiny_model(), generations=3)
+    assert [report.generation for report in run] == [2, 3]
+    assert run.population.best.fitness.mean >= max(agent.fitness.mean for agent in run.population)
 
     def without_cost_of_first_test(folder):
         return [
@@ -123,6 +151,8 @@ def test_an_extended_run_equals_a_longer_one(whole, tmp_path):
 
     assert without_cost_of_first_test(tmp_path / "run") == without_cost_of_first_test(whole)
     assert equal_states(final_states(tmp_path / "run"), final_states(whole))
+    with pytest.raises(ValueError, match="unknown limit of a resumed run 'samples_per_step'"):
+        resume(tmp_path / "run", tiny_env(), actor_network=tiny_model(), samples_per_step=16)
 
 
 def test_the_interval_of_evaluations_does_not_affect_training(whole, tmp_path):
@@ -132,7 +162,7 @@ def test_the_interval_of_evaluations_does_not_affect_training(whole, tmp_path):
         if isinstance(report, StepReport):
             run.population[0].test(env)
             run.population[1].get_action(env.reset()[0], training=False)
-    assert same_run(tmp_path / "run", whole)
+    check_same_run(tmp_path / "run", whole)
 
 
 class Overthrow(Stateless):
@@ -159,32 +189,14 @@ def test_the_order_of_questions_is_kept_without_the_members_that_caused_it(tmp_p
     assert all(member["hyperparameters"]["group_size"] > 2 for member in events_of(tmp_path / "whole")[-1]["members"])
     stop_after(founded(tmp_path / "run"), 4)
     finish(resumed_run(tmp_path / "run", strategy=Overthrow))
-    assert same_run(tmp_path / "run", tmp_path / "whole")
+    check_same_run(tmp_path / "run", tmp_path / "whole")
 
 
-def test_a_damaged_newest_checkpoint_is_skipped(whole, tmp_path):
-    folder = Path(shutil.copytree(whole, tmp_path / "run"))
-    (generation_folder(folder, 3) / "population.safetensors").write_bytes(b"cut off")
-    assert open_run(folder).folder == generation_folder(folder, 2)
-    finish(resumed_run(folder))
-    assert same_run(folder, whole)
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path):
+def test_a_folder_without_a_run_and_another_base_are_refused(whole, tmp_path):
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         open_run(tmp_path)
-
-
-def test_another_base_is_refused(whole):
     with pytest.raises(CheckpointError, match="fingerprint"):
         open_run(whole).restore(tiny_model(seed=1))
-
-
-def test_all_settings_are_in_the_folder(whole):
-    saved = open_run(whole)
-    assert saved.strategy() == Tournament(z=0.0)
-    assert saved.record.schedule == tiny_run(None).schedule
-    assert saved.base["source"] == "LlamaForCausalLM"
 
 
 def test_a_run_killed_at_random_moments_ends_as_if_never_killed(whole, tmp_path):
@@ -202,44 +214,13 @@ def test_a_run_killed_at_random_moments_ends_as_if_never_killed(whole, tmp_path)
         process.join()
         assert process.exitcode in (0, -signal.SIGKILL)
         if process.exitcode == 0:
-            assert same_run(folder, whole)
+            check_same_run(folder, whole)
             finished += 1
             patience /= 2  # the kill came too late
         else:
             assert kills < 8, "a run of a few seconds must come to its end"
             kills += under_way
             patience *= 1.0 if under_way else 1.5  # a slow machine gets more time
-
-
-def test_a_run_killed_before_its_first_checkpoint_starts_again_in_its_folder(tmp_path):
-    half = tmp_path / "checkpoints" / f".generation-0000.temporary-{'0' * 32}"
-    half.mkdir(parents=True)
-    (half / "population.safetensors").write_bytes(b"half of it")
-    finish(tiny_run(tmp_path, generations=1))
-    assert read_journal(tmp_path / "journal.jsonl")[0]["event"] == "run"
-    other = tmp_path / "other"
-    (other / "checkpoints" / "somebody's").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"must be empty .*checkpoints"):
-        tiny_run(other)
-
-
-BRIEF = {"steps_per_generation": 2, "samples_per_step": 8}
-
-
-def test_a_python_run_resumes_in_python(tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    list(
-        evolve(tiny_population(3), tiny_env(), run_dir=whole, generations=3, steps_per_generation=2, samples_per_step=8)
-    )
-    list(
-        evolve(tiny_population(3), tiny_env(), run_dir=parts, generations=1, steps_per_generation=2, samples_per_step=8)
-    )
-    run = resume(parts, tiny_env(), actor_network=tiny_model(), generations=3)
-    assert [report.generation for report in run] == [2, 3]
-    assert equal_states(final_states(parts), final_states(whole))
-    assert run.population.best.fitness.mean >= max(agent.fitness.mean for agent in run.population)
-    with pytest.raises(ValueError, match="unknown limit of a resumed run 'samples_per_step'"):
-        resume(parts, tiny_env(), actor_network=tiny_model(), samples_per_step=16)
 
 
 def test_leftovers_of_a_kill_are_removed_on_resume(whole, tmp_path):
@@ -287,4 +268,4 @@ def test_checkpoints_within_generations_limit_the_loss(whole, tmp_path):
 
     assert [begun(None), begun(2), begun(1)] == [2, 2, 3]  # the last step's is written on resume
     finish(resumed_run(tmp_path / "run-1"))
-    assert same_run(tmp_path / "run-1", whole)
+    check_same_run(tmp_path / "run-1", whole)

@@ -1,14 +1,20 @@
-"""Validation of schedules."""
+"""Schedules: validation, group sizes, ineffective hyperparameters and limits in environment steps."""
 
 import warnings
 
 import pytest
 
 from evogrpo import HyperparameterConfig, RLParameter, evolve
+from evogrpo.cli.main import main
+from evogrpo.reporting.records import GenerationReport, StepReport, TestReport
+from evogrpo.storage.journal import read_journal
+from evogrpo.training.configuration.reading import parse_config
+from evogrpo.training.display import TimeEstimate
 from evogrpo.training.schedule import Schedule
 from evogrpo.validation import dump
-from tests.tiny_steps import cart_pole, step_population
-from tests.tiny_training import tiny_env, tiny_population
+from tests.tiny_steps import QUICK, cart_pole, step_population, step_run
+from tests.tiny_teams import team_env, team_population
+from tests.tiny_training import finish, tiny_env, tiny_population, tiny_run
 
 
 @pytest.mark.parametrize(
@@ -17,14 +23,9 @@ from tests.tiny_training import tiny_env, tiny_population
         ({}, "A run needs a limit"),
         ({"target_fitness": 0.5}, "A run needs a limit"),
         ({"generations": 0}, "generations must be at least 1, got 0"),
-        ({"generations": 1, "steps_per_generation": 0}, "steps_per_generation must be at least 1"),
-        ({"max_timesteps": 0}, "max_timesteps must be at least 1"),
-        ({"max_tokens": -1}, "max_tokens must be at least 1"),
-        ({"max_seconds": 0.0}, "max_seconds must be above 0"),
         ({"max_seconds": float("nan")}, "max_seconds must be finite"),
         ({"generations": 1, "validation_questions": 1}, "validation_questions must be at least 2, got 1"),
         ({"generations": 1, "test_questions": 1}, "test_questions must be 0 or at least 2, got 1"),
-        ({"generations": 1, "test_questions": -1}, "test_questions must be at least 0"),
         ({"generations": 1, "samples_per_step": 1}, "samples_per_step must be at least 2"),
     ],
 )
@@ -77,34 +78,25 @@ CLIP = {"clip_coef": RLParameter(min=0.1, max=0.3)}
 @pytest.mark.parametrize(
     ("options", "space", "neutral"),
     [
-        ({}, CLIP, True),
-        ({"batch_size": 64}, CLIP, True),
-        ({"batch_size": 63}, CLIP, False),
-        ({"update_epochs": 2}, CLIP, False),
-        ({}, CLIP | {"update_epochs": RLParameter(choices=[1, 2])}, False),
-        ({}, CLIP | {"batch_size": RLParameter(choices=[32, 64])}, False),
-        ({}, CLIP | {"batch_size": RLParameter(choices=[64, 128])}, True),
-        ({}, {"lr": RLParameter(min=1e-4, max=1e-3)}, False),
+        ({}, CLIP, ["clip_coef"]),
+        ({"batch_size": 63}, CLIP, []),
+        ({"update_epochs": 2}, CLIP, []),
+        ({}, CLIP | {"update_epochs": RLParameter(choices=[1, 2])}, []),
+        ({}, CLIP | {"batch_size": RLParameter(choices=[32, 64])}, []),
+        ({}, CLIP | {"batch_size": RLParameter(choices=[64, 128])}, ["clip_coef", "batch_size"]),
+        ({}, {"lr": RLParameter(min=1e-4, max=1e-3)}, []),
     ],
 )
-def test_an_evolving_clip_that_never_binds_warns(options, space, neutral):
+def test_evolving_hyperparameters_without_effect_warn(options, space, neutral):
     population = tiny_population(2, hp_config=HyperparameterConfig(**space), **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         Schedule(generations=1, samples_per_step=64).warn_neutral(population, shared=False)
-    assert sum(str(warning.message).startswith("clip_coef evolves") for warning in caught) == neutral
+    assert [str(each.message).split()[0] for each in caught if "evolves without effect" in str(each.message)] == neutral
     with warnings.catch_warnings():  # shared samples come from other policies, so that ratios differ from 1
         warnings.filterwarnings("error", message="clip_coef evolves")
         warnings.filterwarnings("ignore", message="batch_size evolves")
         Schedule(generations=1, samples_per_step=64).warn_neutral(population, shared=True)
-
-
-def test_all_ineffective_hyperparameters_are_in_one_warning():
-    space = HyperparameterConfig(batch_size=RLParameter(choices=[64, 128]), **CLIP)
-    population = tiny_population(2, hp_config=space)
-    with pytest.warns(UserWarning, match="evolves without effect") as caught:
-        Schedule(generations=1, samples_per_step=64).warn_neutral(population, shared=False)
-    assert [str(warning.message).split()[0] for warning in caught] == ["clip_coef", "batch_size"]
 
 
 def test_unknown_arguments_of_evolve_are_refused():
@@ -128,3 +120,68 @@ def test_explicit_sizes_beyond_the_held_out_questions_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         evolve(step_population(2, env), env, generations=1, validation_questions=4, test_questions=2)
+
+
+def played(run):
+    """Return the number of steps after each learning step, from the lengths of episodes."""
+    total, counted = 0.0, []
+    for report in run.reports():
+        if isinstance(report, StepReport):
+            lengths = [member.metrics["completions/mean_length"] for member in report.learned.values()]
+            total += QUICK["samples_per_step"] * sum(lengths)
+            counted.append(round(total))
+    return counted
+
+
+def test_a_run_ends_with_the_step_that_reaches_the_limit():
+    whole = played(step_run(None))
+    for budget, steps in ((whole[2], 3), (whole[2] + 1, 4), (1, 1)):
+        run = step_run(None, generations=None, max_timesteps=budget)
+        reports = finish(run)
+        assert sum(isinstance(report, StepReport) for report in reports) == steps
+        assert isinstance(reports[-2], GenerationReport)  # every trained generation is evaluated
+        assert isinstance(reports[-1], TestReport)
+        assert run.result.timesteps == reports[-2].timesteps == whole[steps - 1] < run.result.tokens
+        assert run.result.complete
+        assert run.result.reason == f"max_timesteps {budget:,} is reached"
+        assert TimeEstimate(run).fraction() == 1.0
+
+
+def test_every_agent_of_a_team_counts():
+    """As in a vector environment of agents."""
+    env = team_env()
+    run = evolve(team_population(3, env), env, **QUICK | {"generations": None, "max_timesteps": 1})
+    report = next(run)
+    lengths = [member.metrics["completions/mean_length"] for member in report.members]
+    assert report.timesteps >= QUICK["samples_per_step"] * sum(lengths) > 0
+    assert list(run) == []
+
+
+def test_a_resumed_run_counts_earlier_steps_and_may_raise_the_limit(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = "schedule.samples_per_step=8 schedule.steps_per_generation=1 population.size=2 task.validation_size=2"
+    words += (
+        " hyperparameters.group_size=4 schedule.test_questions=0 task.max_episode_steps=20 schedule.generations=null"
+    )
+    words += " schedule.max_timesteps=20"
+    assert main(["train", "--env", "CartPole-v1", "--run-dir", "run", *words.split()]) == 0
+    assert "max_timesteps=null" in capsys.readouterr().out  # otherwise the run would end at once
+    assert main(["resume", "run"]) == 0
+    assert "max_timesteps 20 is reached" in capsys.readouterr().out
+    assert main(["resume", "run", "max_timesteps=400"]) == 0
+    shown = capsys.readouterr().out
+    generations = [
+        event for event in read_journal(tmp_path / "run" / "journal.jsonl") if event["event"] == "generation"
+    ]
+    counts = [event["timesteps"] for event in generations]
+    assert counts[-2] < 400 <= counts[-1]
+    assert f"{counts[-1]} environment steps" in shown
+
+
+def test_language_models_refuse_max_timesteps():
+    with pytest.raises(ValueError, match="max_timesteps"):
+        tiny_run(None, generations=None, max_timesteps=100)
+    values = {"model": "somewhere", "task": {"name": "two_digit_sums"}, "schedule": {"max_timesteps": 100}}
+    with pytest.raises(ValueError, match="max_timesteps"):
+        parse_config(values)
+    assert finish(tiny_run(None, generations=1))[-2].timesteps is None

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import evogrpo
-from evogrpo import HyperparameterConfig, RLParameter, Tournament, evolve, resume
+from evogrpo import HyperparameterConfig, RLParameter, evolve, resume
 from evogrpo.evolution import SharedExperience
 from evogrpo.reporting.records import StepReport
 from evogrpo.storage.journal import read_journal
@@ -14,79 +14,43 @@ from evogrpo.training.run_dir import open_run
 from evogrpo.validation import dump
 from tests.algorithms.test_own_algorithm import small
 from tests.cli.project import CONFIG
-from tests.tiny_models import tiny_model
-from tests.tiny_steps import QUICK, STEP_SPACE, cart_pole, step_population
-from tests.tiny_training import SPACE, equal_states, events_of, final_states, tiny_env, tiny_population
-from tests.training import test_multi_agent_runs as teams
+from tests.tiny_steps import QUICK, STEP_SPACE, cart_pole, step_population, step_run
+from tests.tiny_teams import team_run
+from tests.tiny_training import check_same_run, finish, stop_after, tiny_run
 
 SHARED = SharedExperience(min_ess=0.2)
 
 
-def language():
-    return tiny_population(3, hp_config=SPACE), tiny_env(), {"actor_network": tiny_model()}
+STARTS = {"language": tiny_run, "networks": step_run, "team": team_run}
 
 
-def steps():
-    env = cart_pole()
-    return step_population(3, env, hp_config=STEP_SPACE, update_epochs=2), env, {}
-
-
-def team():
-    env = teams.environment()
-    return teams.members(env, network=teams.NetworkConfig(hidden=(6,))), env, {}
-
-
-KINDS = {"language": language, "steps": steps, "team": team}
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def whole(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param) / "run"
-    population, env, _ = KINDS[request.param]()
-    run = evolve(population, env, run_dir=folder, experience=SHARED, strategy=Tournament(z=0.0), **QUICK)
-    return KINDS[request.param], folder, list(run.trainer.reports()), run.trainer
-
-
-def test_members_learn_from_shared_samples_and_costs_count_once(whole):
-    _, folder, reports, run = whole
-    learned = [each for report in reports if isinstance(report, StepReport) for each in report.learned.values()]
+@pytest.mark.parametrize("kind", STARTS)
+def test_members_learn_from_shared_samples_and_costs_count_once(kind, tmp_path):
+    run = STARTS[kind](tmp_path / "run", experience=SHARED, samples_per_step=8)
+    learned = [each for report in finish(run) if isinstance(report, StepReport) for each in report.learned.values()]
     assert all(each.failed is None for each in learned)
     first = learned[:3]
     assert len({each.samples for each in first}) == 1
     assert first[0].samples % 24 == 0  # of all three members, in a team of all agents
-    assert all({"shared_ess", "shared_outside", "shared_share"} <= set(each.metrics) for each in learned[:3])
-    events = read_journal(folder / "journal.jsonl")
+    assert all({"shared_ess", "shared_outside", "shared_share"} <= set(each.metrics) for each in first)
+    events = read_journal(tmp_path / "run" / "journal.jsonl")
     assert events[0]["experience"] == dump(SHARED)
     assert run.run_state.timesteps < run.run_state.tokens
-
-
-@pytest.mark.parametrize("stopped", [1, 4])
-def test_a_stopped_run_resumes_equal(whole, tmp_path, stopped):
-    make, folder, _, _ = whole
-    population, env, options = make()
-    run = evolve(population, env, run_dir=tmp_path / "run", experience=SHARED, strategy=Tournament(z=0.0), **QUICK)
-    for report in run.trainer.reports():
-        if isinstance(report, StepReport) and report.step + 1 == stopped:
-            run.stop()
-    list(resume(tmp_path / "run", make()[1], **options))
-    assert events_of(tmp_path / "run") == events_of(folder)
-    assert equal_states(final_states(tmp_path / "run"), final_states(folder))
 
 
 def test_only_the_leader_samples_and_the_run_resumes_equal(tmp_path):
     """The first generation has two learning steps: the second one compares all members on the leader's new samples."""
     runs = []
     for folder in ("whole", "stopped"):
-        population, env, _ = steps()
+        env = cart_pole()
+        population = step_population(3, env, hp_config=STEP_SPACE, update_epochs=2)
         run = evolve(population, env, run_dir=tmp_path / folder, strategy="leader", **QUICK)
         assert (run.trainer.experience, run.trainer.fitness.by) == (SharedExperience(), "both")
-        for report in run.trainer.reports():
-            if folder == "stopped" and isinstance(report, StepReport) and report.step == 2:
-                run.stop()
         runs.append(run)
-    list(resume(tmp_path / "stopped", steps()[1]))
-    assert events_of(tmp_path / "stopped") == events_of(tmp_path / "whole")
-    assert equal_states(final_states(tmp_path / "stopped"), final_states(tmp_path / "whole"))
+    list(runs[0].trainer.reports())
+    stop_after(runs[1].trainer, 3)
+    list(resume(tmp_path / "stopped", cart_pole()))
+    check_same_run(tmp_path / "stopped", tmp_path / "whole")
     generations = [
         event for event in read_journal(tmp_path / "whole" / "journal.jsonl") if event["event"] == "generation"
     ]
@@ -125,7 +89,8 @@ def test_incompatible_members_are_refused(make, message):
 
 
 def test_invalid_experience_is_refused_everywhere():
-    population, env, _ = steps()
+    env = cart_pole()
+    population = step_population(2, env)
     for refused in ("alone", {"min_ess": 2}, {"least": 1}, 3):
         with pytest.raises(ValueError, match=r"experience|min_ess|least"):
             evolve(population, env, experience=refused, **QUICK)

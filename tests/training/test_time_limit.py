@@ -1,6 +1,5 @@
-"""`max_seconds` holds for everything that a run does. The clock of these tests moves when an environment steps."""
+"""max_seconds covers the whole run. The clock of these tests moves when an environment steps."""
 
-import json
 import time
 import warnings
 
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 
 from evogrpo import GRPO, GymnasiumGroups, evolve, resume
+from evogrpo.storage.journal import read_journal
 from evogrpo.training.loop.run_logger import RunLogger
 from tests.envs import probes
 
@@ -15,7 +15,7 @@ BEGAN = 1000.0
 
 
 class Clock:
-    """Stands in for the machine's clock, so that these tests are exact on any machine."""
+    """Clock that only tests move."""
 
     def __init__(self):
         self.now = BEGAN
@@ -35,12 +35,11 @@ def clock(monkeypatch):
     return clock
 
 
-def costly(clock, steps=25, seconds=0.01, growth=1.0, after=0.0, watch=lambda: None, **options):
-    """Groups of an environment whose steps take so many seconds of the clock, `growth` times as long `after` a time."""
+def costly(clock, steps=25, seconds=0.01, growth=1.0, after=0.0, **options):
+    """Return an environment whose steps take this many seconds of the clock, `growth` times as long `after` a time."""
 
     class Costly(probes.Endless):
         def step(self, action):
-            watch()
             clock.now += seconds * (growth if clock.passed > after else 1.0)
             seen, reward, _, _, given = super().step(action)
             return seen + np.float32(reward), reward, False, False, given
@@ -61,7 +60,7 @@ def run(env, *, size=3, **schedule):
     return going, [str(warning.message) for warning in said]
 
 
-@pytest.mark.parametrize("limit", [0.1, 60.0, 100.0, 150.0, 600.0])
+@pytest.mark.parametrize("limit", [0.1, 60.0, 150.0])
 def test_a_step_begins_only_if_a_step_an_evaluation_and_the_test_still_fit(clock, limit):
     # 25 steps an episode: a step takes 6 s, an evaluation of three members 12 s, that of the base 4 s, the test 16 s.
     env, before = costly(clock, validation_size=16, test_size=32), clock.now
@@ -79,16 +78,15 @@ def test_a_step_begins_only_if_a_step_an_evaluation_and_the_test_still_fit(clock
         assert result.generations > 0
 
 
-@pytest.mark.parametrize("growth", [2.0, 10.0])
-def test_one_part_may_exceed_the_limit_and_the_end_says_by_how_much(clock, growth):
-    env, before = costly(clock, growth=growth, after=60.0, validation_size=16, test_size=32), clock.now
+def test_one_part_may_exceed_the_limit_and_the_end_says_by_how_much(clock):
+    env, before = costly(clock, growth=10.0, after=60.0, validation_size=16, test_size=32), clock.now
     going, _ = run(env, max_seconds=100.0)
     result = going.result
     assert result.generations > 0
     assert result.test is not None
     over = clock.now - before - 100.0
     assert result.reason == f"max_seconds 100 is reached, exceeded by {over:.1f} s"
-    assert over < growth * (6 + 12 + 16)
+    assert over < 10 * (6 + 12 + 16)
 
 
 def test_a_run_that_ran_out_of_time_goes_on_with_more(clock, tmp_path):
@@ -103,12 +101,8 @@ def test_a_run_that_ran_out_of_time_goes_on_with_more(clock, tmp_path):
     assert list(further)
     assert further.result.steps > first.result.steps
     assert clock.now - before <= 100.0 + 16.0
-    events = [json.loads(line) for line in (tmp_path / "run/journal.jsonl").read_text().splitlines()]
-    reasons = [event["reason"] for event in events if event["event"] == "ended"]
-    assert [reason.split(",")[0] for reason in reasons] == [
-        "max_seconds 100 is reached",
-        "max_seconds 200 is reached",
-    ]
+    reasons = [event["reason"] for event in read_journal(tmp_path / "run/journal.jsonl") if event["event"] == "ended"]
+    assert [reason.split(",")[0] for reason in reasons] == [f"max_seconds {limit} is reached" for limit in (100, 200)]
 
 
 def test_time_that_ran_out_while_the_last_generation_was_saved_stays_spent(clock, monkeypatch, tmp_path):
@@ -134,22 +128,16 @@ def test_time_that_ran_out_while_the_last_generation_was_saved_stays_spent(clock
 
 def test_the_callers_own_time_between_reports_is_not_counted(clock):
     env = costly(clock)
-    going = evolve(members(env), env, generations=2, steps_per_generation=1, samples_per_step=8, max_seconds=1000.0)
-    for _ in going:
+    going = evolve(members(env), env, generations=2, steps_per_generation=3, samples_per_step=8, max_seconds=1000.0)
+    for _ in going.trainer.reports():  # after every step
         clock.now += 5000.0
-    assert going.result.generations == 2
+    assert going.result.steps == 6
+    assert going.result.reason == "2 generations"
     assert going.result.seconds < 1000.0
 
-    again = evolve(members(env), env, generations=2, steps_per_generation=3, samples_per_step=8, max_seconds=1000.0)
-    for _ in again.trainer.reports():  # after every step, too
-        clock.now += 5000.0
-    assert again.result.steps == 6
-    assert again.result.reason == "2 generations"
 
-
-@pytest.mark.parametrize("make", [probes.Slow, probes.Endless])
-def test_slow_and_endless_environments_end_in_time_on_a_real_clock(make):
-    env = GymnasiumGroups(make, validation_size=4, test_size=4)
+def test_slow_environments_end_in_time_on_a_real_clock():
+    env = GymnasiumGroups(probes.Slow, validation_size=4, test_size=4)
     going, _ = run(env, max_seconds=0.3)
     assert going.result.reason.startswith("max_seconds 0.3 is reached")
-    assert going.result.seconds < 3.0  # nothing that is measured: only that it did not go on and on
+    assert going.result.seconds < 3.0

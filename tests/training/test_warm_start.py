@@ -11,10 +11,10 @@ from evogrpo import HyperparameterConfig, Hyperparameters, RLParameter, best_hyp
 from evogrpo.evolution.founders import spread_founders, warm_start_founders
 from evogrpo.training.configuration.environment_tasks import merge_sections, packaged_values
 from evogrpo.training.configuration.reading import load_config, parse_config
-from tests.algorithms.test_multi_agent import groups, population_for
 from tests.reporting.journals import generation, member, written
-from tests.tiny_steps import STEP_SPACE, step_population, step_run
-from tests.tiny_training import equal_states, finish, tiny_population
+from tests.tiny_steps import STEP_SPACE, step_population
+from tests.tiny_teams import team_population
+from tests.tiny_training import equal_states, tiny_population
 
 RUN = {"event": "run", "evolvable": {}, "samples_per_step": 8}
 FIRST = Hyperparameters(group_size=4)
@@ -35,13 +35,6 @@ def with_rates(*rates, fitness=None):
     ]
 
 
-@pytest.fixture(scope="module")
-def earlier(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("earlier") / "run"
-    finish(step_run(folder, options={"evolve_network": None}))
-    return folder
-
-
 def test_the_winner_comes_first_then_survivors_by_fitness_without_duplicates(tmp_path):
     events = [
         RUN,
@@ -54,11 +47,9 @@ def test_the_winner_comes_first_then_survivors_by_fitness_without_duplicates(tmp
         ),
     ]
     found = best_hyperparameters(written(tmp_path / "run", *events))
-    assert [each.lr for each in found] == [2e-3, 3e-3, 1e-3, 4e-3] or [each.lr for each in found] == [
-        2e-3, 3e-3, 4e-3, 1e-3
-    ]  # fmt: skip
-    rates = {4e-3: 0.3, 1e-3: 0.3, 3e-3: 0.8}
-    assert sorted(found[1:], key=lambda each: -rates[each.lr]) == list(found[1:])
+    rates = [each.lr for each in found]
+    assert rates[:2] == [2e-3, 3e-3]
+    assert sorted(rates[2:]) == [1e-3, 4e-3]  # equally good
 
 
 def test_a_run_without_evaluated_members_is_refused(tmp_path):
@@ -78,7 +69,7 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_values_outside_the_space_move_to_the_nearest_with_a_warning(seed):
     rng = np.random.default_rng(seed)
     earlier = [
@@ -112,28 +103,22 @@ def test_the_remaining_founders_are_spread():
     assert spread_founders(FIRST, SPACE, 6, rng(1), 8)[0] == FIRST
 
 
-def test_a_population_starts_with_the_earlier_hyperparameters_and_new_weights(earlier):
-    found = best_hyperparameters(earlier)
-    space = STEP_SPACE
-    population = step_population(len(found) + 1, hp_config=space, founders=found, seed=5)
+def test_a_population_starts_with_the_earlier_hyperparameters_and_new_weights(stored_network_run):
+    found = best_hyperparameters(stored_network_run.folder)
+    population = step_population(len(found) + 1, hp_config=STEP_SPACE, founders=found, seed=5)
     for agent, record in zip(population.agents, found, strict=False):
         assert (agent.hyperparameters.lr, agent.hyperparameters.clip_coef) == (record.lr, record.clip_coef)
-    plain = step_population(len(found) + 1, hp_config=space, seed=5)
+    plain = step_population(len(found) + 1, hp_config=STEP_SPACE, seed=5)
     for agent, other in zip(population.agents, plain.agents, strict=True):
         assert equal_states(agent.state(), other.state())
-    alike = step_population(3, hp_config=space, founders=found[:1], spread=False)
+    alike = step_population(3, hp_config=STEP_SPACE, founders=found[:1], spread=False)
     assert len({agent.hyperparameters for agent in alike.agents}) == 1
 
 
-@pytest.mark.parametrize("kind", ["language", "joint", "networks"])
-def test_founders_are_accepted_for_all_kinds_of_members(kind):
+@pytest.mark.parametrize("make", [tiny_population, team_population, step_population])
+def test_founders_are_accepted_for_all_kinds_of_members(make):
     space = HyperparameterConfig(lr=RLParameter(min=1e-3, max=3e-2, scale="log"))
-    options = {"hp_config": space, "founders": [Hyperparameters(lr=rate, gamma=0.5) for rate in (2e-3, 4e-3)]}
-    population = {
-        "language": lambda: tiny_population(3, **options),
-        "joint": lambda: population_for(groups(), 3, **options),
-        "networks": lambda: step_population(3, **options),
-    }[kind]()
+    population = make(3, hp_config=space, founders=[Hyperparameters(lr=rate, gamma=0.5) for rate in (2e-3, 4e-3)])
     first, second, third = (agent.hyperparameters for agent in population.agents)
     assert (first.lr, second.lr) == (2e-3, 4e-3)
     assert third.lr not in (2e-3, 4e-3)
@@ -160,8 +145,8 @@ SMALL = {
 
 
 @pytest.mark.filterwarnings("ignore:founders")
-def test_a_configuration_names_the_earlier_run_and_stores_the_founders(earlier, tmp_path):
-    folder = tmp_path / "run"
+def test_a_configuration_names_the_earlier_run_and_stores_the_founders(stored_network_run, tmp_path):
+    earlier, folder = stored_network_run.folder, tmp_path / "run"
     settings = {name: value for part in SMALL.values() for name, value in part.items()}
     settings["hp_config"] = HyperparameterConfig(lr=(1e-3, 2e-2), clip_coef=(0.1, 0.4))
     run = train("CartPole-v1", like=str(earlier), run_dir=folder, max_episode_steps=20, **settings)

@@ -1,0 +1,138 @@
+"""User-defined strategies and mutations."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from evogrpo import HyperparameterConfig, Hyperparameters
+from evogrpo.evolution import Choice, Fixed, History, Mutation, Plan, Stateless, proposals
+
+
+class Bandit:
+    """Replace failed members and the worst one by clones of the best, with a learning rate near the best one observed.
+
+    Its state holds the fitness of every learning rate, the number of failures and a random generator.
+    """
+
+    mutates = True
+
+    def __init__(self, *, width: float = 0.2, seed: int = 0) -> None:
+        self.width, self.seed = width, seed
+        self.observed: list[tuple[float, float]] = []
+        self.failures = 0
+        self.generator = np.random.default_rng(seed)
+
+    def plan(self, history: History, rng: np.random.Generator) -> Plan:
+        last, (low, high) = history.last, history.space["lr"].bounds
+        ranked = last.ranked  # the best first
+        best = last.member(ranked[0]).hyperparameters
+        self.observed += [(last.member(s).hyperparameters.lr, last.fitness[s].mean) for s in sorted(ranked)]
+        self.failures += len(last.failed)
+        replaced, choices = {*last.failed, *ranked[1:][-1:]}, []
+        for slot in range(history.capacity):
+            if slot in replaced:
+                center = max(self.observed, key=lambda pair: pair[1])[0]
+                step = self.width * (self.generator.standard_normal() + rng.standard_normal())
+                lr = float(np.clip(center * (high / low) ** step, low, high))
+                choices.append(Choice(parent=ranked[0], reason=f"lr {lr:.3g}", hyperparameters=replace(best, lr=lr)))
+            else:
+                empty = slot in last.empty
+                choices.append(Choice(parent=None if empty else slot, reason="empty" if empty else "kept"))
+        return Plan.from_choices(history, choices)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"width": self.width, "seed": self.seed}
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "observed": [list(pair) for pair in self.observed],
+            "failures": self.failures,
+            "generator": self.generator.bit_generator.state,
+        }
+
+    def load_state(self, values: Mapping[str, Any]) -> None:
+        self.observed = [(rate, earned) for rate, earned in values["observed"]]
+        self.failures = values["failures"]
+        self.generator.bit_generator.state = values["generator"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halving(Stateless):
+    """Keep the better half, at least `survivors`, and double the samples; then fill all slots and start again.
+
+    Attributes:
+        survivors: Number of members that start a new round.
+
+    Source: Jamieson and Talwalkar, AISTATS 2016, for successive halving.
+    """
+
+    survivors: int = 1
+    mutates = True
+
+    def plan(self, history: History, rng: np.random.Generator) -> Plan:
+        last, first = history.last, history.generations[0]
+        ranked = last.ranked  # the best first
+        elite = ranked[0]
+        if len(ranked) > self.survivors:
+            kept = ranked[: max(self.survivors, len(ranked) // 2)]
+            choices = [
+                Choice(parent=slot, reason="kept: in the better half")
+                if slot in kept
+                else Choice(parent=None, reason="out")
+                for slot in range(history.capacity)
+            ]
+            return Plan.from_choices(history, choices, samples_per_step=2 * last.samples_per_step)
+        space = history.space.for_samples_per_step(first.samples_per_step)
+        new = proposals(Mutation(), history, last.member(elite), space)
+        choices, founded = [], False
+        for slot in range(history.capacity):
+            if slot in ranked:
+                choices.append(Choice(parent=slot, reason="kept: survived the round"))
+                continue
+            choices.append(Choice(parent=elite if founded else None, reason="a new round", hyperparameters=new))
+            founded = True
+        return Plan.from_choices(history, choices, rng=rng, samples_per_step=first.samples_per_step)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"survivors": self.survivors}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns(Fixed):
+    """Members sample the amounts of `shares` after each generation, and equal amounts at the end of it."""
+
+    shares: tuple[tuple[int, ...], ...] = ((12, 8, 4), (4, 4, 16))
+
+    def plan(self, history: History, rng: np.random.Generator) -> Plan:
+        number = history.last.number - 1
+        samples = tuple(self.shares[number]) if number < len(self.shares) else None
+        return replace(super().plan(history, rng), samples=samples)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"shares": [list(each) for each in self.shares]}
+
+
+def halved(hyperparameters: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator) -> Hyperparameters:
+    """Halve or double the learning rate within its range."""
+    low, high = space["lr"].bounds
+    lr = hyperparameters.lr * (0.5 if rng.random() < 0.5 else 2.0)
+    return replace(hyperparameters, lr=min(max(lr, low), high))
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """Move every number by a normal step on its scale."""
+
+    width: float = 0.1
+
+    def __call__(
+        self, hyperparameters: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator
+    ) -> Hyperparameters:
+        low, high = space["lr"].bounds
+        lr = hyperparameters.lr * (high / low) ** (self.width * rng.standard_normal())
+        return replace(hyperparameters, lr=min(max(lr, low), high))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"width": self.width}
