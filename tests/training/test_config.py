@@ -173,11 +173,6 @@ def test_misplaced_keys_are_refused_with_their_place(given, place):
     assert place in str(caught.value) if place else "Use '" not in str(caught.value)
 
 
-def test_a_run_needs_a_limit():
-    with pytest.raises(ValueError, match="schedule: A run needs a limit"):
-        parse_config({"model": "m", "task": {"name": "two_digit_sums"}, "schedule": {"samples_per_step": 16}})
-
-
 def test_the_resolved_configuration_has_all_defaults_and_round_trips(tmp_path):
     config = parse_config(with_("search_space.lr", {"min": 1e-5, "max": 1e-3, "scale": "log"}))
     write_config(config, tmp_path)

@@ -13,7 +13,7 @@ from rich.text import Text
 from evogrpo import evolve, resume
 from evogrpo.reporting.records import LANGUAGE, GenerationReport
 from evogrpo.training.console import NOTEBOOK_WIDTH, console_for
-from evogrpo.training.display import NARROW, RunDisplay, generation_table, notebook_region
+from evogrpo.training.display import NARROW, RunDisplay, generation_table, member_note, notebook_region
 from tests.tiny_models import tiny_model
 from tests.tiny_training import QUICK, SPACE, tiny_env, tiny_population, tiny_run
 
@@ -187,6 +187,16 @@ def test_a_member_with_constant_rewards_is_marked(stored_language_run, width, to
 
     assert with_zero_std(1.0).count(told) == len(report.members)
     assert "equal" not in with_zero_std(0.9)
+
+
+def test_changes_of_a_new_member_are_arrows_names_or_none(stored_language_run):
+    reports = [each for each in stored_language_run.reports if isinstance(each, GenerationReport)]
+    report, member = next(
+        (each, member) for each in reports for member in each.members if member.born == each.generation - 1 > 0
+    )
+    changes = {"loss_type": ("grpo", "dapo"), "clip_low": (None, 0.2), "advantage_clip": (0.5, 1.0)}
+    note = str(member_note(dataclasses.replace(member, changes=changes), report, short=False))
+    assert "loss_type → dapo, clip_low → 0.2, advantage_clip ↑" in note
 
 
 def test_a_notebook_updates_and_clears_one_output(monkeypatch):

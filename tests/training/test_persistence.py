@@ -9,17 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from evogrpo import Tournament
 from evogrpo.randomness import generator
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.checkpoint import CheckpointError, generation_folder, read_checkpoint
 from evogrpo.storage.journal import JournalError, read_journal
 from evogrpo.training.run_dir import JournalChangedError, open_run
-from tests.tiny_steps import cart_pole, step_run
+from tests.tiny_steps import step_run
 from tests.tiny_training import check_same_run, finish, resumed_run
 
-SHORT = {"generations": 2, "steps_per_generation": 1, "size": 2}
-WAY = {"second_set": 2, "finalists": 2}
+SHORT = {"generations": 2, "steps_per_generation": 1, "size": 2, "fitness": {"second_set": 2, "finalists": 2}}
 OPERATIONS = (
     (os, "write"),
     (os, "fsync"),
@@ -33,15 +31,11 @@ OPERATIONS = (
 )
 
 
-def start(folder: Path):
-    return step_run(folder, env=cart_pole(validation_size=6), fitness=WAY, strategy=Tournament(z=0.0), **SHORT)
-
-
 def start_or_resume(folder: Path) -> None:
     try:
-        run = resumed_run(folder, env=cart_pole(validation_size=6))
+        run = resumed_run(folder)
     except CheckpointError:
-        run = start(folder)
+        run = step_run(folder, **SHORT)
     finish(run)
 
 
@@ -49,7 +43,7 @@ def start_or_resume(folder: Path) -> None:
 def whole(tmp_path_factory):
     """Return the folder of a run that was never killed."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    finish(start(folder))
+    start_or_resume(folder)
     return folder
 
 
@@ -176,7 +170,7 @@ def test_killed_between_the_end_and_its_checkpoint_the_run_is_complete_and_teste
     summary = summarise(read_journal(folder / "journal.jsonl"))
     assert summary.test is not None
     assert summary.stopped == "2 generations"
-    run = resumed_run(folder, env=cart_pole(validation_size=6))
+    run = resumed_run(folder)
     assert run.run_state.tested is None
     finish(run)
     check_same_run(folder, whole)

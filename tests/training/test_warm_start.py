@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import yaml
 
-from evogrpo import HyperparameterConfig, Hyperparameters, RLParameter, best_hyperparameters, train
+from evogrpo import HyperparameterConfig, Hyperparameters, Objective, RLParameter, best_hyperparameters, train
 from evogrpo.evolution.founders import spread_founders, warm_start_founders
 from evogrpo.training.configuration.environment_tasks import merge_sections, packaged_values
 from evogrpo.training.configuration.reading import load_config, parse_config
@@ -91,6 +91,18 @@ def test_values_outside_the_space_move_to_the_nearest_with_a_warning(seed):
         assert isinstance(founder.update_epochs, int)
     assert "temperature stays 1.0: it does not evolve in this run" in words
     assert len(set(founders)) == len(founders)
+
+
+def test_the_first_founder_has_the_names_of_the_objective():
+    space = HyperparameterConfig(
+        loss_type=RLParameter(choices=["grpo", "dapo", "cispo"]),
+        advantage=RLParameter(choices=["outcome", "rloo"]),
+        clip_low=RLParameter(min=0.1, max=0.3),
+    )
+    objective = Objective(loss_type="cispo", cispo_clip_low=True)
+    first, *others = (agent.hyperparameters for agent in tiny_population(4, hp_config=space, objective=objective))
+    assert (first.loss_type, first.advantage, first.clip_low) == ("cispo", "outcome", None)
+    assert {each.loss_type for each in others} == {"grpo", "dapo", "cispo"}
 
 
 def test_the_remaining_founders_are_spread():
