@@ -98,12 +98,6 @@ def test_invalid_experience_is_refused_everywhere():
             parse_config(CONFIG | {"experience": refused})
 
 
-@pytest.mark.parametrize("given", ["shared", {"min_ess": 0.1}])
-def test_one_member_is_refused_before_a_model_is_loaded(given):
-    with pytest.raises(ValueError, match=r"experience.* at least 2 members"):
-        parse_config(CONFIG | {"experience": given, "population": {"size": 1}})
-
-
 @pytest.mark.parametrize("given", ["own", "shared", dump(SHARED)])
 def test_configurations_round_trip(given):
     config = parse_config(CONFIG | {"experience": given, "population": {"size": 2}})

@@ -146,18 +146,6 @@ def test_every_task_type_is_tested():
     assert set(tried.values()) == set(TASK_TYPES) == set(TERMS)
 
 
-@pytest.mark.parametrize(
-    "kind", [kind for kind in TASK_TYPES.values() if kind.word != "language"], ids=lambda kind: kind.word
-)
-def test_environments_take_no_model_and_write_no_completions(kind):
-    (task,) = kind.tasks
-    values = {"task": {task.key: "CartPole-v1"}, "schedule": SCHEDULE}
-    with pytest.raises(ValueError, match=rf"model must be left out where task\.{task.key} is given, got 'some'"):
-        parse_config({**values, "model": "some"})
-    with pytest.raises(ValueError, match=rf"logging\.completions must be 0 where task\.{task.key} is given"):
-        parse_config({**values, "logging": {"completions": 3}})
-
-
 def test_a_task_names_one_task_type():
     every = {task.key for kind in TASK_TYPES.values() for task in kind.tasks}
     with pytest.raises(ValueError, match="exactly one of them, got none") as refusal:

@@ -175,21 +175,6 @@ def test_a_configuration_names_the_earlier_run_and_stores_the_founders(stored_ne
     assert parse_config(stored).founders == load_config(folder / "config.yaml").founders
 
 
-@pytest.mark.parametrize(
-    ("population", "message"),
-    [
-        ({"like": "nowhere"}, r"population.like: cannot read the journal"),
-        ({"founders": [{"lr": -1}]}, "population: founder 1: lr"),
-        ({"founders": [{"lr": 1e-3}, {"learning_rat": 1}]}, "founder 2: .*learning_rat"),
-        ({"founders": 3}, "population.founders"),
-    ],
-)
-def test_invalid_founders_in_a_configuration_are_refused(population, message):
-    values = merge_sections(packaged_values("CartPole-v1", with_preset=False), {"population": population})
-    with pytest.raises(ValueError, match=message):
-        parse_config(values)
-
-
 def test_founders_in_a_configuration_override_the_defaults():
     values = merge_sections(
         packaged_values("CartPole-v1", with_preset=False),
