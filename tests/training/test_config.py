@@ -9,6 +9,7 @@ import yaml
 from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Hyperparameters
 from evogrpo.config.objective import Objective
 from evogrpo.safe_parsing import load_yaml, read_yaml_file
+from evogrpo.training.configuration.environment_tasks import merge_sections
 from evogrpo.training.configuration.question_tasks import BuiltinTask, DatasetTask, read_hub, read_rows
 from evogrpo.training.configuration.reading import (
     absolute_paths,
@@ -22,20 +23,6 @@ from evogrpo.training.launch import write_config
 
 MINIMAL = {"model": "smollm2-135m", "task": {"name": "two_digit_sums"}, "schedule": {"generations": 2}}
 OWN = {"dataset": {"train": "a.jsonl"}, "reward": "r.py:f", "form": "agilerl"}
-
-
-def with_(path, value):
-    """Return the minimal configuration with one key changed."""
-    nested = value
-    for key in reversed(path.split(".")):
-        nested = {key: nested}
-    return _merged(MINIMAL, nested)
-
-
-def _merged(old, new):
-    if not isinstance(old, dict) or not isinstance(new, dict):
-        return new
-    return {key: _merged(old.get(key), new[key]) if key in new else old[key] for key in {**old, **new}}
 
 
 FULL = {
@@ -96,7 +83,7 @@ def test_a_file_without_a_mapping_is_refused(tmp_path, content, message):
 
 
 def test_the_resolved_configuration_has_all_defaults_and_round_trips(tmp_path):
-    config = parse_config(with_("search_space.lr", {"min": 1e-5, "max": 1e-3, "scale": "log"}))
+    config = parse_config({**MINIMAL, "search_space": {"lr": {"min": 1e-5, "max": 1e-3, "scale": "log"}}})
     write_config(config, tmp_path)
     stored = read_yaml_file(tmp_path / CONFIG_FILE)
     assert parse_config(stored) == config
@@ -130,7 +117,7 @@ def test_overrides_are_typed_and_the_last_one_wins():
     assert config.schedule.generations == 7
     assert config.hyperparameters.lr == 1e-5
     assert MINIMAL["schedule"] == {"generations": 2}
-    values = with_("search_space.lr", {"min": 1e-5, "max": 1e-3})
+    values = {**MINIMAL, "search_space": {"lr": {"min": 1e-5, "max": 1e-3}}}
     assert "lr" not in parse_config(override(values, ["search_space.lr=null"])).search_space
 
 
@@ -182,7 +169,7 @@ def test_the_demo_configuration_is_valid():
 
 
 def test_an_objective_round_trips(tmp_path):
-    config = parse_config(_merged(MINIMAL, FULL))
+    config = parse_config(merge_sections(MINIMAL, FULL))
     objective = config.agent.objective
     assert {name: getattr(objective, name) for name in FULL["agent"]["objective"]} == FULL["agent"]["objective"]
     assert config.hyperparameters.loss_type == "dapo"
@@ -193,7 +180,7 @@ def test_an_objective_round_trips(tmp_path):
 
 def test_null_is_a_value_in_files_and_overrides(tmp_path):
     path = tmp_path / "c.yaml"
-    path.write_text(yaml.safe_dump(_merged(MINIMAL, {"hyperparameters": {"advantage_clip": 2.0}})))
+    path.write_text(yaml.safe_dump(merge_sections(MINIMAL, {"hyperparameters": {"advantage_clip": 2.0}})))
     assert load_config(path).hyperparameters.advantage_clip == 2.0
     overrides = ["hyperparameters.advantage_clip=null", "agent.objective.aggregation=null", "hyperparameters.gamma=0.9"]
     config = load_config(path, overrides)
@@ -205,7 +192,7 @@ def test_an_imported_configuration_is_valid():
     keys = {"adv_estimator": "grpo", "rollout_batch_size": 4, "num_return_sequences_in_group": 8, "gamma": 0.9}
     keys |= {"response_length": 64, "prompt_length": 32, "seed": 3, "dual_clip_loss": True}
     imported = Objective.from_roll(keys)
-    config = parse_config(_merged(imported.to_config(), MINIMAL))
+    config = parse_config(merge_sections(imported.to_config(), MINIMAL))
     assert config.agent.objective == imported.objective
     assert config.agent.optimizer == imported.optimizer
     assert config.hyperparameters == Hyperparameters(target_kl=DEFAULT_TARGET_KL, **imported.hyperparameters)
