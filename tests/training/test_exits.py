@@ -124,7 +124,7 @@ def write_task(rewards):
     shared_tokenizer().save_pretrained("model")
     Path("c.yaml").write_text(
         "{model: model, population: {size: 2}, agent: {max_output_tokens: 8}, hyperparameters: {group_size: 4},"
-        " schedule: {generations: 3, steps_per_generation: 1, samples_per_step: 8},"
+        " fitness: validation, schedule: {generations: 3, steps_per_generation: 1, samples_per_step: 8},"
         " logging: {tensorboard: false}, task: {dataset: {train: rows.jsonl}, reward: 'mine.py:score', form: agilerl,"
         " validation_size: 8, test_size: 8}}"
     )

@@ -175,13 +175,12 @@ def test_later_training_of_an_ancestor_is_excluded():
 
 
 def test_samples_per_member_and_changed_budgets_are_part_of_the_schedule():
-    other, changes = member(1, 1, **at(1e-4)), ({"samples": [4, 12]}, {"samples_per_step": 16})
-    plans = [plan(number, [0, 1], **change) for number, change in enumerate(changes, 1)]
+    other = member(1, 1, **at(1e-4))
     events = [
         RUN,
-        generation(1, member(0, 0, **at(1e-3)), other, step=2, plan=plans[0]),
-        generation(2, member(0, 0, **at(1e-3)), other, step=4, plan=plans[1]),
-        generation(3, member(0, 0, fitness=0.9, **at(1e-3)), other, step=6),
+        generation(1, member(0, 0, **at(1e-3)), other, step=2, plan=plan(1, [0, 1], samples=[4, 12])),
+        generation(2, member(0, 0, **at(1e-3)), other, step=4, plan=plan(2, [0, 1], samples_per_step=16)),
+        generation(3, member(0, 0, fitness=0.9, **at(1e-3)), other, step=6, samples_per_step=16),
     ]
     assert [stage.samples_per_step for stage in best_schedule(summarise(events)).stages] == [8, 4, 16]
 

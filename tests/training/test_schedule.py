@@ -159,7 +159,7 @@ def test_a_resumed_run_counts_earlier_steps_and_may_raise_the_limit(tmp_path, mo
     words += (
         " hyperparameters.group_size=4 schedule.test_questions=0 task.max_episode_steps=20 schedule.generations=null"
     )
-    words += " schedule.max_timesteps=20"
+    words += " schedule.max_timesteps=20 fitness=validation"
     assert main(["train", "--env", "CartPole-v1", "--run-dir", "run", *words.split()]) == 0
     assert "max_timesteps=null" in capsys.readouterr().out  # otherwise the run would end at once
     assert main(["resume", "run"]) == 0
