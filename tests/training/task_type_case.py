@@ -13,11 +13,11 @@ import torch
 from evogrpo.reporting.records import terms_of
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
-from evogrpo.training.configuration.reading import load_config, parse_config, write_config
+from evogrpo.training.configuration.reading import load_config, parse_config
 from evogrpo.training.configuration.sections import CONFIG_FILE
-from evogrpo.training.launch import read_resumable, resume, start
+from evogrpo.training.launch import read_resumable, resume, start, write_config
 from evogrpo.training.run_dir import open_run
-from evogrpo.training.task_types import TASK_TYPES, AnyTaskType, PreparedRun, task_type_of
+from evogrpo.training.task_types import TASK_TYPES, PreparedRun, TaskType, task_type_of
 
 
 class TaskTypeTestCase(ABC):
@@ -32,11 +32,11 @@ class TaskTypeTestCase(ABC):
         return self.values(tmp_path)
 
     @pytest.fixture
-    def kind(self, given: Mapping[str, Any]) -> AnyTaskType:
+    def kind(self, given: Mapping[str, Any]) -> TaskType:
         return task_type_of(parse_config(given).task)
 
     @pytest.fixture
-    def prepared(self, kind: AnyTaskType, given: Mapping[str, Any]) -> PreparedRun:
+    def prepared(self, kind: TaskType, given: Mapping[str, Any]) -> PreparedRun:
         return kind.prepare(parse_config(given))
 
     def test_task_type_is_found_by_name_and_by_task(self, kind):
