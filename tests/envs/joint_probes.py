@@ -1,32 +1,33 @@
 """Small multi-agent environments with known best play; each isolates one property."""
 
-import functools
 from typing import ClassVar
 
 import numpy as np
-from gymnasium import spaces
+from gymnasium.spaces import Box, Dict, Discrete
 from gymnasium.utils import seeding
 from pettingzoo import ParallelEnv
-from pettingzoo.test.example_envs import generated_agents_parallel_cust_agentid_v0, generated_agents_parallel_v0
+from pettingzoo.test.example_envs import generated_agents_parallel_v0
 
 
-class Probe(ParallelEnv):
-    """Each agent sees a one-hot target among three and chooses one of three, `steps` times."""
+class Alike(ParallelEnv):
+    """Each agent sees a one-hot target among three and chooses one of three, `steps` times; all earn the hits of all.
+
+    Subclasses change `earned`, the rewards for the `hits` of all agents, or what is shown.
+    """
 
     metadata: ClassVar = {"name": "probe_v0", "render_modes": []}
     render_mode = None
+    seen, choices = Box(0.0, 1.0, (3,), np.float32), Discrete(3)  # PettingZoo asks for the same object at each call
 
     def __init__(self, agents=("red_0", "red_1", "blue_0"), steps=1):
         self.possible_agents = list(agents)
         self.steps = steps
 
-    @functools.cache  # noqa: B019  # as PettingZoo asks
     def observation_space(self, agent):
-        return spaces.Box(0.0, 1.0, (3,), np.float32)
+        return self.seen
 
-    @functools.cache  # noqa: B019
     def action_space(self, agent):
-        return spaces.Discrete(3)
+        return self.choices
 
     def reset(self, seed=None, options=None):
         if seed is not None or not hasattr(self, "np_random"):
@@ -40,7 +41,7 @@ class Probe(ParallelEnv):
         return {agent: np.eye(3, dtype=np.float32)[target] for agent, target in self.targets.items()}
 
     def earned(self, hits):
-        raise NotImplementedError
+        return dict.fromkeys(hits, float(sum(hits.values())))
 
     def step(self, actions):
         assert set(actions) == set(self.agents)
@@ -54,7 +55,7 @@ class Probe(ParallelEnv):
         return seen, rewards, dict.fromkeys(acted, over), dict.fromkeys(acted, False), {agent: {} for agent in acted}
 
 
-class Favours(Probe):
+class Favours(Alike):
     """Hitting the target pays the next agent: own rewards carry no signal, team rewards do."""
 
     def earned(self, hits):
@@ -62,7 +63,7 @@ class Favours(Probe):
         return {agent: float(hits[order[place - 1]]) for place, agent in enumerate(order)}
 
 
-class Contest(Probe):
+class Contest(Alike):
     """Zero-sum: hitting the target costs the other agents as much, so team rewards carry no signal."""
 
     def earned(self, hits):
@@ -70,7 +71,7 @@ class Contest(Probe):
         return {agent: hit - mean for agent, hit in hits.items()}
 
 
-class Hunt(Probe):
+class Hunt(Alike):
     """Hunters share rewards for rare hits on the prey's target; the prey pays for them and has other large costs."""
 
     def __init__(self, steps=10):
@@ -81,21 +82,14 @@ class Hunt(Probe):
         return {"hunter_0": 5.0 * caught, "hunter_1": 5.0 * caught, "prey_0": -5.0 * caught - hits["prey_0"]}
 
 
-class Alike(Probe):
-    """All agents earn the same reward."""
-
-    def earned(self, hits):
-        return dict.fromkeys(hits, float(sum(hits.values())))
-
-
-class Strangers(Probe):
+class Strangers(Alike):
     """Independent random rewards for each agent, sometimes large."""
 
     def earned(self, hits):
         return {agent: hit * (20.0 if self.targets[agent] == 2 else 1.0) for agent, hit in hits.items()}
 
 
-class Remembering(Probe):
+class Remembering(Alike):
     """Rewards grow from episode to episode; reset does not clear them."""
 
     played = 0
@@ -140,7 +134,7 @@ def first_earns(returns):
     return next(iter(returns.values()))
 
 
-class Calls(Probe):
+class Calls(Alike):
     """Agents that see nothing must take different actions: agent i is paid for action i."""
 
     def show(self):
@@ -161,17 +155,16 @@ class Lives(ParallelEnv):
 
     metadata: ClassVar = {"name": "lives_v0", "render_modes": []}
     render_mode = None
+    seen, choices = Box(-np.inf, np.inf, (2,), np.float32), Discrete(2)
 
     def __init__(self):
         self.possible_agents = ["late_0", "old_0", "short_0"]
 
-    @functools.cache  # noqa: B019
     def observation_space(self, agent):
-        return spaces.Box(-np.inf, np.inf, (2,), np.float32)
+        return self.seen
 
-    @functools.cache  # noqa: B019
     def action_space(self, agent):
-        return spaces.Discrete(2)
+        return self.choices
 
     def reset(self, seed=None, options=None):
         self.start = 0 if seed is None else seed
@@ -204,64 +197,45 @@ class Lives(ParallelEnv):
         return seen, rewards, terminations, truncations, {agent: {} for agent in seen}
 
 
-class Masked(Probe):
+class Masked(Alike):
     """Two of three actions are legal, as a mask in the infos or beside the observation; an illegal one costs 99."""
 
     def __init__(self, beside=False, steps=3):
         super().__init__(steps=steps)
         self.beside = beside
+        if beside:
+            self.seen = Dict({"observation": self.seen, "action_mask": Box(0, 1, (3,), np.int8)})
 
-    @functools.cache  # noqa: B019
-    def observation_space(self, agent):
-        plain = super().observation_space(agent)
-        if not self.beside:
-            return plain
-        return spaces.Dict({"observation": plain, "action_mask": spaces.Box(0, 1, (3,), np.int8)})
-
-    def masks(self, acting):
-        return {agent: (np.arange(3) != self.targets[agent]).astype(np.int8) for agent in acting}
+    def masks(self):
+        return {agent: {"action_mask": (np.arange(3) != self.targets[agent]).astype(np.int8)} for agent in self.agents}
 
     def show(self):
         seen = super().show()
         if not self.beside:
             return seen
-        masks = self.masks(seen)
-        return {agent: {"observation": value, "action_mask": masks[agent]} for agent, value in seen.items()}
+        return {agent: {"observation": seen[agent], **mask} for agent, mask in self.masks().items()}
 
     def reset(self, seed=None, options=None):
         seen, infos = super().reset(seed, options)
-        return seen, infos if self.beside else {
-            agent: {"action_mask": mask} for agent, mask in self.masks(seen).items()
-        }
+        return seen, infos if self.beside else self.masks()
 
     def earned(self, hits):
         return {agent: 1.0 - 100.0 * hit for agent, hit in hits.items()}
 
     def step(self, actions):
-        seen, rewards, terminations, truncations, infos = super().step(actions)
-        if not self.beside:
-            infos = {agent: {"action_mask": mask} for agent, mask in self.masks(self.agents).items()}
-            infos |= {agent: {} for agent in seen if agent not in infos}
-        return seen, rewards, terminations, truncations, infos
+        *result, infos = super().step(actions)
+        return *result, infos if self.beside else infos | self.masks()
 
 
-def _fixed(module):
-    """Return PettingZoo's environment in which agents of random types are born and end at random; spaces are equal."""
+class Generated(generated_agents_parallel_v0.parallel_env):
+    """PettingZoo's environment in which agents of random types are born and end at random; spaces are equal."""
 
-    class Generated(module.parallel_env):
-        def add_type(self):
-            name = super().add_type()
-            # The original draws new sizes at every reset; networks need fixed sizes.
-            self._obs_spaces[name] = spaces.Box(0, 1, (4,), seed=self.rng_seed)
-            self._act_spaces[name] = spaces.Discrete(3)
-            return name
+    def add_type(self):
+        name = super().add_type()
+        # The original draws new sizes at every reset; networks need fixed sizes.
+        self._obs_spaces[name], self._act_spaces[name] = Box(0, 1, (4,), seed=self.rng_seed), Discrete(3)
+        return name
 
-        def step(self, actions):
-            self.num_steps += 1  # missing in the original, so that its episodes never end
-            return super().step(actions)
-
-    return Generated
-
-
-Generated = _fixed(generated_agents_parallel_v0)
-GeneratedOtherIds = _fixed(generated_agents_parallel_cust_agentid_v0)
+    def step(self, actions):
+        self.num_steps += 1  # missing in the original, so that its episodes never end
+        return super().step(actions)

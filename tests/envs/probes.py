@@ -1,25 +1,22 @@
 """Small environments with known best policies; each isolates one ability of an agent.
 
-All are Gymnasium environments (checked by `gymnasium.utils.env_checker`), so they can be trained on as well. A probe's
-`best` is the mean return of the best policy, its `chance` that of acting uniformly at random.
+All are Gymnasium environments, so they can be trained on as well. `best` is the mean return of the best policy.
 """
 
+import os
 import random
+import signal
 import time
 
 import gymnasium
 import numpy as np
-from gymnasium import spaces
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
 
 
 class ConstantReward(gymnasium.Env):
     """One step with reward 1 for any action: every advantage must be 0."""
 
-    best = chance = 1.0
-
-    def __init__(self):
-        self.observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
-        self.action_space = spaces.Discrete(2)
+    observation_space, action_space, best = Box(-1.0, 1.0, (2,), np.float32), Discrete(2), 1.0
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -30,21 +27,12 @@ class ConstantReward(gymnasium.Env):
 
 
 class Match(gymnasium.Env):
-    """One step: a random target is observed; the reward is the closeness of the action to it, at most `best`."""
+    """One step: a random target is observed; the reward is the closeness of the action to it, at most `best`.
+
+    Probes define `draw` a target, `show` it, and the `closeness` of an action.
+    """
 
     best = 1.0
-
-    def __init__(self):
-        self.target = np.zeros(1)
-
-    def draw(self):
-        raise NotImplementedError
-
-    def show(self):
-        raise NotImplementedError
-
-    def closeness(self, action):
-        raise NotImplementedError
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -58,12 +46,10 @@ class Match(gymnasium.Env):
 class MatchDiscrete(Match):
     """Discrete(3), observed one-hot; `start` is the first action of the space."""
 
-    chance = 1 / 3
+    observation_space = Box(0.0, 1.0, (3,), np.float32)
 
     def __init__(self, start=0):
-        super().__init__()
-        self.observation_space = spaces.Box(0.0, 1.0, (3,), np.float32)
-        self.action_space = spaces.Discrete(3, start=start)
+        self.action_space = Discrete(3, start=start)
 
     def draw(self):
         return int(self.np_random.integers(3))
@@ -79,12 +65,7 @@ class MatchDiscrete(Match):
 class MatchMultiDiscrete(Match):
     """MultiDiscrete([3, 2]) with start 1; the reward is the fraction of components that match."""
 
-    chance = (1 / 3 + 1 / 2) / 2
-
-    def __init__(self):
-        super().__init__()
-        self.observation_space = spaces.Box(0.0, 1.0, (5,), np.float32)
-        self.action_space = spaces.MultiDiscrete([3, 2], start=[1, 1])
+    observation_space, action_space = Box(0.0, 1.0, (5,), np.float32), MultiDiscrete([3, 2], start=[1, 1])
 
     def draw(self):
         return self.np_random.integers([3, 2])
@@ -101,12 +82,7 @@ class MatchMultiDiscrete(Match):
 class MatchMultiBinary(Match):
     """MultiBinary(3); the reward is the fraction of bits that match."""
 
-    chance = 0.5
-
-    def __init__(self):
-        super().__init__()
-        self.observation_space = spaces.MultiBinary(3)
-        self.action_space = spaces.MultiBinary(3)
+    observation_space, action_space = MultiBinary(3), MultiBinary(3)
 
     def draw(self):
         return self.np_random.integers(2, size=3, dtype=np.int8)
@@ -122,13 +98,8 @@ class MatchMultiBinary(Match):
 class MatchBox(Match):
     """Box([-1, -2], [1, 2]); the reward falls with the distance in units of the bounds."""
 
-    chance = 1 - 2 / 3  # the mean distance of two uniform points of [-1, 1] is 2/3
-
-    def __init__(self):
-        super().__init__()
-        self.bound = np.array([1.0, 2.0], np.float32)
-        self.observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
-        self.action_space = spaces.Box(-self.bound, self.bound, dtype=np.float32)
+    bound = np.array([1.0, 2.0], np.float32)
+    observation_space, action_space = Box(-1.0, 1.0, (2,), np.float32), Box(-bound, bound, dtype=np.float32)
 
     def draw(self):
         return self.np_random.uniform(-1, 1, 2).astype(np.float32)
@@ -144,12 +115,7 @@ class MatchBox(Match):
 class MatchImage(Match):
     """The bright half of a grey 16 x 16 image (channels last, uint8)."""
 
-    chance = 0.5
-
-    def __init__(self):
-        super().__init__()
-        self.observation_space = spaces.Box(0, 255, (16, 16, 1), np.uint8)
-        self.action_space = spaces.Discrete(2)
+    observation_space, action_space = Box(0, 255, (16, 16, 1), np.uint8), Discrete(2)
 
     def draw(self):
         return int(self.np_random.integers(2))
@@ -166,12 +132,8 @@ class MatchImage(Match):
 class MatchDict(Match):
     """A Dict of a category and the sign of a number; both are needed to choose one of four actions."""
 
-    chance = 0.25
-
-    def __init__(self):
-        super().__init__()
-        self.observation_space = spaces.Dict(which=spaces.Discrete(2), number=spaces.Box(-1.0, 1.0, (1,), np.float32))
-        self.action_space = spaces.Discrete(4)
+    observation_space = Dict(which=Discrete(2), number=Box(-1.0, 1.0, (1,), np.float32))
+    action_space = Discrete(4)
 
     def draw(self):
         return int(self.np_random.integers(2)), float(self.np_random.choice([-0.5, 0.5]))
@@ -188,10 +150,7 @@ class MatchDict(Match):
 class MatchTuple(MatchDict):
     """`MatchDict` with a Tuple inside a Tuple."""
 
-    def __init__(self):
-        super().__init__()
-        which, number = self.observation_space["which"], self.observation_space["number"]
-        self.observation_space = spaces.Tuple([which, spaces.Tuple([number])])
+    observation_space = Tuple([Discrete(2), Tuple([Box(-1.0, 1.0, (1,), np.float32)])])
 
     def show(self):
         observed = super().show()
@@ -201,12 +160,7 @@ class MatchTuple(MatchDict):
 class DelayedCredit(gymnasium.Env):
     """Two steps: the first action must match the observation; the second step pays for the first."""
 
-    best, chance = 1.0, 0.5
-
-    def __init__(self):
-        self.observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
-        self.action_space = spaces.Discrete(2)
-        self.target, self.first = 0, None
+    observation_space, action_space, best = Box(-1.0, 1.0, (2,), np.float32), Discrete(2), 1.0
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -226,12 +180,7 @@ class Masked(gymnasium.Env):
     At the end no action is legal, and the mask says so.
     """
 
-    best, chance = 3.0, None
-
-    def __init__(self):
-        self.observation_space = spaces.Box(0.0, 1.0, (4,), np.float32)
-        self.action_space = spaces.Discrete(4)
-        self.mask, self.steps = np.ones(4, np.int8), 0
+    observation_space, action_space, best = Box(0.0, 1.0, (4,), np.float32), Discrete(4), 3.0
 
     def draw(self):
         self.mask = self.np_random.integers(2, size=4, dtype=np.int8)
@@ -257,10 +206,7 @@ class Masked(gymnasium.Env):
 class NoisyWalk(gymnasium.Env):
     """A noisy walk that terminates at a random step; observations are noisy as well."""
 
-    def __init__(self):
-        self.observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float64)
-        self.action_space = spaces.Discrete(2)
-        self.place = 0.0
+    observation_space, action_space = Box(-np.inf, np.inf, (3,), np.float64), Discrete(2)
 
     def show(self):
         return np.array([self.place, *self.np_random.normal(size=2)])
@@ -279,7 +225,6 @@ class Slow(DelayedCredit):
     """`DelayedCredit` whose steps take `seconds`."""
 
     def __init__(self, seconds=0.001):
-        super().__init__()
         self.seconds = seconds
 
     def step(self, action):
@@ -290,9 +235,7 @@ class Slow(DelayedCredit):
 class Endless(gymnasium.Env):
     """Never ends and has no time limit; the reward of a step is its action."""
 
-    def __init__(self):
-        self.observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
-        self.action_space = spaces.Discrete(2)
+    observation_space, action_space = Box(-1.0, 1.0, (2,), np.float32), Discrete(2)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -305,9 +248,7 @@ class Endless(gymnasium.Env):
 class RunningMean(NoisyWalk):
     """Shows its position less the mean of all positions so far; reset does not clear the mean."""
 
-    def __init__(self):
-        super().__init__()
-        self.count, self.mean = 0, 0.0
+    count, mean = 0, 0.0
 
     def show(self):
         self.count += 1
@@ -319,12 +260,11 @@ class GlobalNoise(DelayedCredit):
     """Rewards with noise from the global generator of "numpy" or "python", which the reset seed does not control."""
 
     def __init__(self, source="numpy"):
-        super().__init__()
-        self.draw = {"numpy": np.random.random, "python": random.random}[source]
+        self.noise = {"numpy": np.random.random, "python": random.random}[source]
 
     def step(self, action):
         seen, reward, terminated, truncated, infos = super().step(action)
-        return seen, reward + self.draw(), terminated, truncated, infos
+        return seen, reward + self.noise(), terminated, truncated, infos
 
 
 class SeededGlobals(GlobalNoise):
@@ -335,16 +275,50 @@ class SeededGlobals(GlobalNoise):
         return super().reset(seed=seed)
 
 
+class Odd(gymnasium.Env):
+    """Three steps of reward 1 each; options change one property.
+
+    Args:
+        space: Observation space.
+        sees: Observation, or the value of all its entries.
+        options: `reward` and `actions` (space); `ends`, a function of "the episode is over" that gives `terminated`;
+            `infos` of which reset draws one; `broken`, a list of "step", "close" or "die"; `reset` and `step`,
+            functions of what these methods return otherwise.
+    """
+
+    def __init__(self, space=None, sees=0.0, **options):
+        self.observation_space = space or Box(-np.inf, np.inf, (2,), np.float32)
+        self.action_space = options.get("actions", Discrete(2))
+        self.sees, self.steps, self.episodes = sees, 0, 0
+        self.options = {"reward": 1.0, "ends": bool, "infos": ({},), "broken": ()} | options
+
+    def show(self):
+        return np.full(self.observation_space.shape, self.sees) if np.ndim(self.sees) == 0 else self.sees
+
+    def reset(self, *, seed=None, options=None):
+        assert options is None  # as in a single environment, also where resets are masked
+        super().reset(seed=seed)
+        self.steps, self.episodes = 0, self.episodes + 1
+        infos = self.options["infos"]
+        result = self.show(), infos[int(self.np_random.integers(len(infos)))]
+        return self.options["reset"](*result) if "reset" in self.options else result
+
+    def step(self, action):
+        if "step" in self.options["broken"]:
+            raise RuntimeError("a step failed")
+        if "die" in self.options["broken"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.steps += 1
+        over = self.options["ends"](self.steps == 3)
+        result = self.show(), self.options["reward"], over, False, self.options["infos"][0]
+        return self.options["step"](*result) if "step" in self.options else result
+
+    def close(self):
+        if "close" in self.options["broken"]:
+            raise RuntimeError("a close failed")
+
+
 PROBES = [
-    ConstantReward,
-    MatchDiscrete,
-    MatchMultiDiscrete,
-    MatchMultiBinary,
-    MatchBox,
-    MatchImage,
-    MatchDict,
-    MatchTuple,
-    DelayedCredit,
-    Masked,
-    NoisyWalk,
+    *(ConstantReward, MatchDiscrete, MatchMultiDiscrete, MatchMultiBinary, MatchBox, MatchImage, MatchDict),
+    *(MatchTuple, DelayedCredit, Masked, NoisyWalk),
 ]

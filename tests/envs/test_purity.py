@@ -13,7 +13,7 @@ from evogrpo.envs.control.conversion import legal_actions
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.random_play import random_action
 from tests.envs import probes
-from tests.envs.actors import Rule, play_rows
+from tests.envs.actors import STILL, play_rows
 
 
 def lake(**options):
@@ -44,43 +44,27 @@ class Remembers(probes.NoisyWalk):
 
 
 CARRIES_OVER = {
-    "normalised rewards": lambda: NormalizeReward(probes.NoisyWalk()),
-    "normalised observations": lambda: NormalizeObservation(lake(is_slippery=False)),
-    "a running mean": probes.RunningMean,
-    **{part: (lambda part=part: Remembers(part)) for part in ("observation", "reward", "end", "cut", "mask")},
+    "normalised rewards": (lambda: NormalizeReward(probes.NoisyWalk()), "reward after "),
+    "normalised observations": (lambda: NormalizeObservation(lake(is_slippery=False)), "observation "),
+    "a reward": (lambda: Remembers("reward"), "reward after 1 step "),
+    "a truncation": (lambda: Remembers("cut"), "truncated after 2 steps "),
+    "an observation": (lambda: Remembers("observation"), "observation after 3 steps "),
+    "a termination": (lambda: Remembers("end"), "terminated after 5 steps "),
+    "a mask": (lambda: Remembers("mask"), "action mask right after reset "),
 }
 
 
-def still(env, rows):
-    return play_rows(env, Rule(lambda seen: np.zeros(len(seen), np.int64)), [0], [0] * rows, range(rows))
-
-
-@pytest.mark.parametrize("vectorization", ["serial", "processes"])
 @pytest.mark.parametrize("what", CARRIES_OVER)
-def test_state_carried_over_is_detected_and_environments_are_recreated(what, vectorization):
-    with pytest.warns(UserWarning, match="recreate_env=True") as warned:
-        env = GymnasiumGroups(CARRIES_OVER[what], vectorization=vectorization, num_envs=1)
+def test_state_carried_over_is_named_and_environments_are_recreated(what):
+    make, difference = CARRIES_OVER[what]
+    with pytest.warns(UserWarning, match=f"{difference}.*recreate_env=True") as warned:
+        env = GymnasiumGroups(make, num_envs=1)
     assert len(warned) == 1
     assert warned[0].filename == __file__
     assert env.recreate_env
     assert env.fingerprint()["recreate_env"] == "True"
-    with env:
-        assert len(set(still(env, 3).rewards)) == 1  # members meet the same episodes
-
-
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [
-        ("reward", "reward after 1 step "),
-        ("cut", "truncated after 2 steps "),
-        ("observation", "observation after 3 steps "),
-        ("end", "terminated after 5 steps "),
-        ("mask", "action mask right after reset "),
-    ],
-)
-def test_the_warning_names_the_difference_and_the_step(part, message):
-    with pytest.warns(UserWarning, match=message):
-        GymnasiumGroups(Remembers, env_kwargs={"part": part})
+    assert env.reseed_noise == (what == "normalised rewards")  # noise is detected beside carried state
+    assert len(set(play_rows(env, STILL, [0], [0] * 3, range(3)).rewards)) == 1  # members meet the same episodes
 
 
 def test_explicit_recreate_env_is_kept():
@@ -93,8 +77,7 @@ def test_explicit_recreate_env_is_kept():
         assert not GymnasiumGroups(probes.DelayedCredit, recreate_env=False).recreate_env
 
 
-@pytest.mark.parametrize("source", ["numpy", "python"])
-@pytest.mark.parametrize("recreate_env", [None, True, False])
+@pytest.mark.parametrize(("source", "recreate_env"), [("numpy", None), ("python", None), ("python", True)])
 def test_use_of_global_generators_is_detected_and_their_state_restored(source, recreate_env):
     before = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
     for _ in range(2):
@@ -121,51 +104,20 @@ class Lottery(probes.DelayedCredit):
         return seen, reward + over * float(self.np_random.integers(2)), over, cut, infos
 
 
+RANDOM = [lake, "Blackjack-v1", lambda: StickyAction(lake(is_slippery=False), 0.3), probes.NoisyWalk, Lottery]
+CALM = [lambda: lake(is_slippery=False), "CliffWalking-v1", probes.MatchDict, probes.MatchImage, "CartPole-v1"]
+
+
 @pytest.mark.parametrize(
-    ("make", "random_after_reset"),
-    [
-        (lake, True),
-        (lambda: lake(is_slippery=False), False),
-        ("CliffWalking-v1", False),
-        ("Blackjack-v1", True),
-        (lambda: StickyAction(lake(is_slippery=False), 0.3), True),
-        (probes.NoisyWalk, True),
-        (Lottery, True),
-        (probes.Masked, True),
-        (probes.MatchDict, False),
-        (probes.MatchBox, False),
-        (probes.MatchImage, False),
-        (probes.DelayedCredit, False),
-        (probes.Endless, False),
-        ("CartPole-v1", False),
-    ],
+    ("make", "random_after_reset"), [*((make, True) for make in RANDOM), *((make, False) for make in CALM)]
 )
 def test_reseed_noise_is_detected(make, random_after_reset):
     env = GymnasiumGroups(make)
     assert env.reseed_noise is random_after_reset
     assert env.fingerprint()["reseed_noise"] == str(random_after_reset)
     assert not env.recreate_env
-    assert GymnasiumGroups(make, vectorization="processes").reseed_noise is random_after_reset
+    assert GymnasiumGroups(make, vectorization="processes", seed=3).reseed_noise is random_after_reset
     assert GymnasiumGroups(make, reseed_noise=not random_after_reset).reseed_noise is not random_after_reset
-
-
-def test_noise_is_detected_beside_carried_state():
-    with pytest.warns(UserWarning, match="recreate_env=True"):
-        env = GymnasiumGroups(lambda: NormalizeReward(probes.NoisyWalk()))
-    assert env.recreate_env
-    assert env.reseed_noise
-
-
-def test_explicit_options_are_kept():
-    own = still(GymnasiumGroups(probes.NoisyWalk, reseed_noise=None), 1)
-    assert np.array_equal(own.observations, still(GymnasiumGroups(probes.NoisyWalk, reseed_noise=True), 1).observations)
-    groups = GymnasiumGroups(probes.NoisyWalk)
-    played = play_rows(groups, Rule(lambda seen: np.zeros(len(seen), np.int64)), [0], [0, 0], [0, 0])
-    assert played.rewards[0] != played.rewards[1]
-
-
-def test_the_result_is_the_same_for_every_seed():
-    assert len({GymnasiumGroups(lake, seed=seed).reseed_noise for seed in range(4)}) == 1
 
 
 @pytest.mark.parametrize(("make", "most"), [(probes.Endless, 212), (probes.Slow, 60), (probes.RunningMean, 2 * 212)])
@@ -181,29 +133,16 @@ def test_the_check_plays_few_steps(make, most, monkeypatch):
 @pytest.mark.parametrize(
     "space",
     [
-        spaces.Discrete(3, start=4),
-        spaces.MultiDiscrete([3, 2]),
-        spaces.MultiDiscrete([[3, 2], [2, 4]]),
-        spaces.MultiBinary((2, 3)),
-        spaces.Box(np.float32([-1, 2]), np.float32([1, 3])),
-        spaces.Box(np.float32([-1, -np.inf]), np.float32([1, np.inf])),
-        spaces.Box(-3.4e38, 3.4e38, (2,), np.float32),
+        *(spaces.Discrete(3, start=4), spaces.MultiDiscrete([[3, 2], [2, 4]]), spaces.MultiBinary((2, 3))),
+        spaces.Box(np.float32([-1, 2, -np.inf, -3.4e38]), np.float32([1, 3, np.inf, 3.4e38])),
     ],
 )
-def test_sampled_actions_equal_those_of_the_space(space):
-    rng, drawn = np.random.default_rng(0), []
-    for _ in range(40):
-        action = random_action(space, None, rng)
-        assert action.dtype == space.dtype
-        assert space.contains(action + getattr(space, "start", 0))
-        drawn.append(action.tobytes())
-    assert len(set(drawn)) > 2
-
-
-def test_sampled_actions_are_legal():
+def test_sampled_actions_are_in_the_space_and_legal(space):
     rng = np.random.default_rng(0)
+    drawn = [random_action(space, None, rng) for _ in range(40)]
+    assert all(action.dtype == space.dtype for action in drawn)
+    assert all(space.contains(action + getattr(space, "start", 0)) for action in drawn)
+    assert len({action.tobytes() for action in drawn}) > 2
     pair = spaces.MultiDiscrete([3, 2])
-    mask = legal_actions(pair, [np.array([1, 0, 1, 0, 1])])[0]
+    (mask,) = legal_actions(pair, [np.array([1, 0, 1, 0, 1])])
     assert {tuple(random_action(pair, mask, rng).tolist()) for _ in range(40)} == {(0, 1), (2, 1)}
-    mask = legal_actions(spaces.Discrete(4), [np.array([0, 1, 1, 0])])[0]
-    assert {int(random_action(spaces.Discrete(4), mask, rng)) for _ in range(40)} == {1, 2}

@@ -1,60 +1,41 @@
-"""Invalid environments are refused with a suggestion before anything is played."""
+"""Invalid environments and arguments of GymnasiumGroups are refused with a suggestion, before anything is learned."""
+
+import functools
 
 import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.wrappers import TimeLimit
+from gymnasium.wrappers import RescaleAction, TimeAwareObservation, TimeLimit, TransformReward
+from gymnasium.wrappers.vector import NormalizeReward as VectorWrapper
 
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
-from tests.envs import joint_probes, probes
+from tests.envs import joint_probes
+from tests.envs.actors import Rule, play_each, play_rows
+from tests.envs.probes import ConstantReward, Odd
 
 
-def stable_baselines(kind):
+def vector(count=3, mode="sync"):
+    return gymnasium.make_vec("CartPole-v1", count, vectorization_mode=mode)
+
+
+def stable_baselines():
     vectors = pytest.importorskip("stable_baselines3.common.vec_env")
-    made = vectors.DummyVecEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
-    return vectors.VecNormalize(made) if kind == "normalised" else made
+    return vectors.VecNormalize(vectors.DummyVecEnv([lambda: gymnasium.make("CartPole-v1")] * 2))
 
 
-VECTORS = {
-    "sync": lambda: gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="sync"),
-    "native": lambda: gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="vector_entry_point"),
-    "wrapped": lambda: gymnasium.wrappers.vector.NormalizeReward(
-        gymnasium.make_vec("CartPole-v1", 1, vectorization_mode="sync")
-    ),
-    "dummy": lambda: stable_baselines("dummy"),
-    "normalised": lambda: stable_baselines("normalised"),
-}
+VECTORS = [vector, lambda: vector(mode="vector_entry_point"), lambda: VectorWrapper(vector(1)), stable_baselines]
 
 
-@pytest.mark.parametrize("invalid", ["made", "callable"])
-@pytest.mark.parametrize("kind", VECTORS)
-def test_vector_environments_are_refused(kind, invalid):
-    with pytest.raises(ValueError, match="env must"):
-        GymnasiumGroups(VECTORS[kind]() if invalid == "made" else VECTORS[kind])
+@pytest.mark.parametrize("make", VECTORS)
+def test_vector_environments_are_refused(make):
+    for env in (make, make()):
+        with pytest.raises(ValueError, match="env must"):
+            GymnasiumGroups(env)
 
 
-def test_environments_that_step_several_episodes_are_refused():
-    class Batched(probes.ConstantReward):
-        num_envs = 8
-
-    with pytest.raises(ValueError, match="num_envs"):
-        GymnasiumGroups(Batched)
-    Batched.num_envs = 1
-    GymnasiumGroups(Batched)
-
-
-@pytest.mark.parametrize(
-    ("invalid", "message"),
-    [
-        (probes.ConstantReward, "got ConstantReward"),
-        (lambda: ["CartPole-v1"], "got list"),
-        (lambda: None, "got NoneType"),
-    ],
-)
-def test_environment_instances_instead_of_callables_are_refused(invalid, message):
-    with pytest.raises(ValueError, match=f"env must .*{message}"):
-        GymnasiumGroups(invalid())
+class Batched(ConstantReward):
+    num_envs = 8
 
 
 class OldGym:
@@ -62,106 +43,171 @@ class OldGym:
 
     action_space, observation_space = spaces.Discrete(2), spaces.Discrete(2)
 
-    def reset(self):
-        return 0
 
-    def step(self, action):
-        return 0, 0.0, True, {}
+class Spaceless(gymnasium.Env):
+    action_space = spaces.Discrete(2)
 
 
-def test_invalid_results_of_a_factory_are_refused():
-    with pytest.raises(ValueError, match=r"got OldGym.*shimmy"):
-        GymnasiumGroups(OldGym)
-    with pytest.raises(ValueError, match=r"got Lives.*PettingZooGroups"):
-        GymnasiumGroups(joint_probes.Lives)
+class Partial(ConstantReward):
+    """Observations lack a part of their space."""
 
-    class Spaceless(gymnasium.Env):
-        action_space = spaces.Discrete(2)
-
-    with pytest.raises(ValueError, match=r"Spaceless\.observation_space must be .* got NoneType"):
-        GymnasiumGroups(Spaceless)
-
-
-class Form(probes.ConstantReward):
-    """Returns the configured values from reset and step, and takes a seed if configured to."""
-
-    def __init__(self, reset=None, step=None, seeded=True):
+    def __init__(self):
         super().__init__()
-        self.returns = reset, step
-        if not seeded:
-            self.reset = lambda: (np.zeros(2, np.float32), {})
+        self.observation_space = spaces.Dict(a=self.observation_space, b=spaces.Discrete(2))
 
-    def reset(self, *, seed=None, options=None):
-        invalid = super().reset(seed=seed)
-        return invalid if self.returns[0] is None else self.returns[0](*invalid)
-
-    def step(self, action):
-        invalid = super().step(action)
-        return invalid if self.returns[1] is None else self.returns[1](*invalid)
+    def reset(self, **options):
+        seen, info = super().reset(**options)
+        return {"a": seen}, info
 
 
-FORMS = {
-    "four values": {"step": lambda o, r, t, c, i: (o, r, t, i)},
-    "a step of nothing": {"step": lambda *_: None},
-    "an observation alone": {"reset": lambda o, i: o},
-    "infos that are none": {"reset": lambda o, i: (o, None)},
-    "no seed": {"seeded": False},
-}
-PARTS = {
-    "no number": ({"reset": lambda o, i: (np.full(2, np.nan, np.float32), i)}, "observation must be finite"),
-    "too large": (
-        {"step": lambda o, r, t, c, i: (o, 10**400, t, c, i)},
-        "reward must",
-    ),
-    "text for a reward": ({"step": lambda o, r, t, c, i: (o, "1", t, c, i)}, "reward must"),
-    "text for an end": ({"step": lambda o, r, t, c, i: (o, r, "False", c, i)}, "terminated must"),
-    "nothing for an end": ({"step": lambda o, r, t, c, i: (o, r, None, c, i)}, "terminated must"),
-    "a complex reward": ({"step": lambda o, r, t, c, i: (o, 1j, t, c, i)}, "reward must"),
-    "a mask to be added": (
-        {"reset": lambda o, i: (o, {"action_mask": np.array([0.0, -np.inf])})},
-        r"action_mask.* got \[0.0, -inf\]",
-    ),
-    "another shape": ({"reset": lambda o, i: (np.zeros(3), i)}, r"shape \(2,\) .* got \(3,\)"),
-}
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("kind", FORMS)
-def test_malformed_results_of_reset_and_step_are_refused(kind, wrapped):
-    with pytest.raises(ValueError, match="must return"):
-        GymnasiumGroups(lambda: TimeLimit(Form(**FORMS[kind]), 5) if wrapped else Form(**FORMS[kind]))
-
-
-@pytest.mark.parametrize("kind", PARTS)
-def test_observations_and_rewards_are_checked_before_training(kind):
-    options, message = PARTS[kind]
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (ConstantReward(), "env must .*got ConstantReward"),
+        (3, "env must"),
+        (["CartPole-v1"], "env must .*got list"),
+        (None, "env must .*got NoneType"),
+        (Batched, "num_envs"),
+        (OldGym, "got OldGym.*shimmy"),
+        (joint_probes.Lives, "got Lives.*PettingZooGroups"),
+        (Spaceless, r"Spaceless\.observation_space must be .* got NoneType"),
+        (Partial, r"keys \['a', 'b'\], got \['a'\]"),
+        (functools.cache(lambda: gymnasium.make("CartPole-v1")), "env must create a new environment"),
+    ],
+)
+def test_other_objects_are_refused(env, message):
     with pytest.raises(ValueError, match=message):
-        GymnasiumGroups(Form, env_kwargs=options)
+        play_each(GymnasiumGroups(env))
 
 
-def test_observations_that_lack_a_part_of_their_space_are_refused():
-    class Partial(probes.ConstantReward):
-        def __init__(self):
-            super().__init__()
-            self.observation_space = spaces.Dict(a=self.observation_space, b=spaces.Discrete(2))
-
-        def reset(self, **invalid):
-            seen, info = super().reset(**invalid)
-            return {"a": seen}, info
-
-    with pytest.raises(ValueError, match=r"keys \['a', 'b'\], got \['a'\]"):
-        GymnasiumGroups(Partial)
+class Unseeded(Odd):
+    def reset(self):
+        return super().reset()
 
 
-def test_numbers_beyond_float32_are_refused():
-    class Wide(probes.ConstantReward):
-        def __init__(self):
-            super().__init__()
-            self.observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
+FORMS = [
+    {"step": lambda o, r, t, c, i: (o, r, t, i)},
+    {"step": lambda *_: None},
+    {"reset": lambda o, i: o},
+    {"reset": lambda o, i: (o, None)},
+]
 
-        def reset(self, **invalid):
-            super().reset(**invalid)
-            return np.array([0.0, 1e39]), {}
 
-    with pytest.raises(ValueError, match=r"observation must be finite .*\[0.0, 1e\+39\]"):
-        GymnasiumGroups(Wide)
+@pytest.mark.parametrize("wrap", [lambda env: env, lambda env: TimeLimit(env, 5)])
+@pytest.mark.parametrize("make", [*(lambda form=form: Odd(**form) for form in FORMS), Unseeded])
+def test_malformed_results_of_reset_and_step_are_refused(make, wrap):
+    with pytest.raises(ValueError, match="must return"):
+        GymnasiumGroups(lambda: wrap(make()))
+
+
+ANY_SPACE = "Box, Discrete, MultiDiscrete, MultiBinary, or a Dict.* got "
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"space": spaces.Text(3)}, f"{ANY_SPACE}Text.*--wrapper"),
+        ({"space": spaces.Dict(a=spaces.Sequence(spaces.Discrete(2)))}, f"{ANY_SPACE}Sequence"),
+        ({"actions": spaces.Dict(a=spaces.Discrete(2))}, "action_space must"),
+        ({"actions": spaces.Box(0, 9, (2,), np.int64)}, "floating-point Box"),
+        ({"reset": lambda o, i: (np.full(2, np.nan, np.float32), i)}, "observation must be finite"),
+        ({"reset": lambda o, i: (o, {"action_mask": np.array([0.0, -np.inf])})}, r"action_mask.* got \[0.0, -inf\]"),
+        ({"reward": 10**400}, "reward must"),
+        ({"reward": "1"}, "reward must"),
+        ({"reward": 1j}, "reward must"),
+        ({"reward": np.zeros(2)}, "reward must"),
+        ({"ends": lambda over: "False"}, "terminated must"),
+        ({"ends": lambda over: None}, "terminated must"),
+    ],
+)
+def test_spaces_observations_and_rewards_are_checked_before_training(options, message):
+    with pytest.raises(ValueError, match=message):
+        GymnasiumGroups(Odd, env_kwargs=options)
+
+
+LARGE = spaces.Box(-np.inf, np.inf, (2,), np.float64)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reward": float("nan")}, "reward must be finite.*nan after 0 steps from reset"),
+        ({"reward": -1e300}, "reward must be finite.*1e\\+38 .*-1e\\+300"),
+        ({"sees": float("nan")}, r"observation must be finite.*\[nan, nan\] after 0 steps from reset"),
+        ({"space": LARGE, "sees": [0.0, 1e39]}, r"observation must be finite .*\[0.0, 1e\+39\]"),
+    ],
+)
+def test_non_finite_values_are_reported_with_their_seed(options, message):
+    changing = {name: value for name, value in options.items() if name == "space"}
+    env = GymnasiumGroups(lambda: Odd(**changing))
+    changing |= options  # changed after construction, which checks a few steps
+    with pytest.raises(ValueError, match=message) as raised:
+        play_each(env, rows=1)
+    assert f"seed={env.reset_seed('train', 0)}" in str(raised.value)
+    with pytest.raises(ValueError, match=message):
+        GymnasiumGroups(lambda: Odd(**options))
+
+
+@pytest.mark.parametrize("vectorization", ["serial", "processes"])
+@pytest.mark.parametrize(
+    ("space", "sees", "message"),
+    [
+        (spaces.Box(-9, 9, (2, 3), np.float32), np.zeros((3, 2)), r"shape \(2, 3\) .* got \(3, 2\)"),
+        (spaces.Box(0, 255, (2,), np.uint8), 0.7, "uint8.*float64.*0.7"),
+        (spaces.Box(0, 255, (2,), np.uint8), 300, "uint8.*int64.*300"),
+        (spaces.Discrete(5), np.float64(1.9), "float64.*1.9"),
+    ],
+)
+def test_observations_outside_their_space_are_refused(vectorization, space, sees, message):
+    observations = [np.zeros(space.shape, space.dtype)]
+    with GymnasiumGroups(lambda: Odd(space, observations[0]), vectorization=vectorization, num_envs=2) as env:
+        observations[0] = sees  # changed after construction, which checks a few steps
+        with pytest.raises(ValueError, match=message):
+            play_each(env)
+    with pytest.raises(ValueError, match=message):
+        GymnasiumGroups(lambda: Odd(space, sees), vectorization=vectorization)
+
+
+@pytest.mark.parametrize(
+    ("actions", "message"),
+    [
+        ([2, 0], "actions must lie in \\[0, 2\\)"),
+        ([0, -1], "actions must lie in \\[0, 2\\)"),
+        ([[0], [0]], r"shape \(2,\) for Discrete\(2\), got \(2, 1\)"),
+    ],
+)
+def test_invalid_actions_are_refused(actions, message):
+    with pytest.raises(ValueError, match=message):
+        play_rows(GymnasiumGroups("CartPole-v1"), Rule(lambda seen: np.array(actions)), [0, 1], [0, 1], [0, 0])
+
+
+class Needs(gymnasium.Wrapper):
+    def __init__(self, env, factor):
+        super().__init__(env)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train_size": 0}, "train_size must be at least 1"),
+        ({"num_envs": 0}, "num_envs must be at least 1"),
+        ({"max_episode_steps": 0}, "max_episode_steps must be at least 1"),
+        ({"vectorization": "sync"}, '"auto", "native", "serial" or "processes", got \'sync\''),
+        ({"env": Odd, "vectorization": "native"}, "vectorization"),
+        ({"env": lambda: TimeLimit(Odd(), 20), "max_episode_steps": 100}, "max_episode_steps must be at most 20.* 100"),
+        ({"wrappers": ["FlattenObservation"]}, "'FlattenObservation' must be a subclass of gymnasium.Wrapper"),
+        ({"wrappers": [3]}, "must be a subclass of gymnasium.Wrapper"),
+        ({"wrappers": [gymnasium.Env]}, "wrapper Env must be a subclass of gymnasium.Wrapper"),
+        ({"wrappers": [VectorWrapper]}, "wrapper NormalizeReward must be a subclass of gymnasium.Wrapper"),
+        ({"wrappers": [TransformReward]}, "wrapper TransformReward.*func"),
+        ({"wrappers": [TimeAwareObservation, Needs]}, "wrapper Needs.*factor"),
+        ({"wrappers": Needs}, "wrappers must be a list"),
+        ({"wrappers": "Needs"}, "wrappers must be a list"),
+        ({"wrappers": [functools.partial(RescaleAction, min_action=-1.0, max_action=1.0)]}, "RescaleAction failed"),
+        ({"wrappers": [lambda env: 3]}, "got int"),
+        ({"wrappers": [TimeAwareObservation], "vectorization": "native"}, "vectorization.* in wrappers"),
+    ],
+)
+def test_invalid_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        GymnasiumGroups(**{"env": "CartPole-v1", **options})
