@@ -1,34 +1,38 @@
-"""The built-in arithmetic tasks."""
+"""The built-in arithmetic tasks, and tasks of reasoning-gym; the latter need the extra `reasoning`."""
 
+import importlib.metadata
+import os
 import re
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from evogrpo.data import single_turn_conversations
-from evogrpo.envs import TASKS
+from evogrpo.envs import TASKS, HuggingFaceGym
 from evogrpo.envs.text.tasks import accuracy, final_number, sequence_questions, two_digit_questions
+from evogrpo.extras import missing
 
 ASKED = re.compile(r"State the final answer to the following arithmetic problem: (\d\d) ([+-]) (\d\d) =")
 
 
-def parsed(rows):
-    for row in rows:
-        a, sign, b = ASKED.fullmatch(row["question"]).groups()
-        yield int(a), sign, int(b), int(row["answer"])
+@pytest.fixture(scope="module")
+def sums():
+    return two_digit_questions(0, 64, 256)
 
 
-def test_answers_are_correct_and_questions_distinct():
-    tables = two_digit_questions(0, 64, 256)
-    assert {split: len(rows) for split, rows in tables.items()} == {"train": 7870, "validation": 64, "test": 256}
+def test_answers_are_correct_and_questions_distinct(sums):
+    assert {split: len(rows) for split, rows in sums.items()} == {"train": 7870, "validation": 64, "test": 256}
     seen = set()
-    for rows in tables.values():
-        for a, sign, b, answer in parsed(rows):
-            assert answer == (a + b if sign == "+" else a - b)
-            assert min(a, b) >= 10
-            seen.add((min(a, b), sign, max(a, b)))
+    for row in (row for rows in sums.values() for row in rows):
+        a, sign, b = ASKED.fullmatch(row["question"]).groups()
+        assert int(row["answer"]) == (int(a) + int(b) if sign == "+" else int(a) - int(b))
+        assert min(int(a), int(b)) >= 10
+        seen.add((min(a, b), sign, max(a, b)))
     assert len(seen) == 8190
 
 
@@ -39,9 +43,8 @@ def test_sequences_are_arithmetic_and_distinct():
     for row in (row for rows in tables.values() for row in rows):
         terms = re.fullmatch(r"State the next number of this sequence: (\d+, \d+, \d+, \d+)", row["question"])[1]
         numbers = [*map(int, terms.split(", ")), int(row["answer"])]
-        steps = {after - before for before, after in pairwise(numbers)}
-        assert len(steps) == 1
-        assert 2 <= min(steps) <= 12
+        (step,) = {after - before for before, after in pairwise(numbers)}
+        assert 2 <= step <= 12
         seen.add(tuple(numbers))
     assert len(seen) == 1089
     assert sequence_questions(0, 64, 256) == tables != sequence_questions(1, 64, 256)
@@ -55,54 +58,106 @@ def test_invalid_sizes_are_refused(validation, test):
         two_digit_questions(0, validation, test)
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("23 - 45 = -22", -22),
-        ("23 - 45 = - 22", -22),
-        ("- 22", -22),
-        ("-22.0", -22),
-        ("**Answer:** \N{MINUS SIGN}22", -22),
-        (r"\boxed{-22}", -22),
-        ("(-22)", -22),
-        ("45-22", 22),
-        ("45 - 22", 22),
-        ("x = (45)-22", 22),
-        ("First:\n- 45\n- 22", 22),
-        ("1,068", 1068),
-        ("68.5", 68.5),
-        ("no number", None),
-        ("", None),
-        ("\u0666\u0668", None),
-        ("-", None),
-    ],
-)
+NUMBERS = {
+    -22: ["23 - 45 = -22", "23 - 45 = - 22", "- 22", "-22.0", "**Answer:** \N{MINUS SIGN}22", r"\boxed{-22}", "(-22)"],
+    22: ["45-22", "45 - 22", "x = (45)-22", "First:\n- 45\n- 22"],
+    1068: ["1,068"],
+    68.5: ["68.5"],
+    None: ["no number", "", "\u0666\u0668", "-"],
+}
+
+
+@pytest.mark.parametrize(("text", "number"), [(text, number) for number, texts in NUMBERS.items() for text in texts])
 def test_final_number_parses_text(text, number):
     assert final_number(text) == number
 
 
-@given(st.integers(-89, 198), st.text())
-def test_accuracy_is_one_if_the_last_number_is_the_answer(answer, before):
-    assert accuracy(f"{before} = {answer}", str(answer), "") == 1.0
-    assert accuracy(f"{before} = {answer + 1}", str(answer), "") == 0.0
-
-
-@given(st.lists(st.integers(-89, 198), min_size=1, max_size=30), st.sampled_from([" ", ", ", "\n", " = "]))
-def test_only_the_last_of_several_numbers_counts(numbers, separator):
-    text = separator.join(map(str, numbers))
-    earned = [answer for answer in range(-89, 199) if accuracy(text, str(answer), "") == 1.0]
-    assert earned == [numbers[-1]]
+@given(st.text(), st.lists(st.integers(-89, 198), min_size=1, max_size=9), st.sampled_from([" ", ", ", "\n", " = "]))
+def test_accuracy_is_one_if_the_last_number_is_the_answer(before, numbers, separator):
+    text = f"{before} = {separator.join(map(str, numbers))}"
+    assert accuracy(text, str(numbers[-1]), "") == 1.0
+    assert accuracy(text, str(numbers[-1] + 1), "") == 0.0
 
 
 def test_tasks_are_registered_and_build(tokenizer, encode):
     assert list(TASKS) == ["two_digit_sums", "number_sequences"]
-    task = TASKS["two_digit_sums"]
-    assert "\n" not in task.description
-    env = task.build(tokenizer, seed=4, validation_size=8, test_size=16)
-    assert [env.size(split) for split in ("train", "validation", "test")] == [8166, 8, 16]
+    env = TASKS["number_sequences"].build(tokenizer, seed=4, validation_size=8, test_size=16)
+    assert [env.size(split) for split in ("train", "validation", "test")] == [1065, 8, 16]
     assert not any(counts.duplicates or counts.held_out for counts in env.filtered.values())
-    row = two_digit_questions(4, 8, 16)["test"][2]
+    row = sequence_questions(4, 8, 16)["test"][2]
     episodes = env.open("test", [2])
     assert episodes.prompts == (encode(f"<u>{row['question']}<eos><a>"),)
     scores = episodes.score(single_turn_conversations([0, 0], [encode(row["answer"] + "<eos>"), encode("1000")]))
     assert scores.rewards.tolist() == [1.0, 0.0]
+
+
+# ---- reasoning-gym
+
+SIZES = {"train": 40, "validation": 8, "test": 9}
+
+
+def test_a_missing_package_raises_import_error(monkeypatch, tokenizer):
+    def not_found(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", not_found)
+    with pytest.raises(ImportError, match=r"'chain_sum' requires reasoning_gym.*pip install .*\[reasoning\]"):
+        HuggingFaceGym.from_reasoning_gym("chain_sum", tokenizer=tokenizer)
+
+
+@pytest.fixture
+def make(tokenizer):
+    pytest.importorskip("reasoning_gym")
+
+    def make(name="chain_sum", **options):
+        return HuggingFaceGym.from_reasoning_gym(name, tokenizer=tokenizer, **{"sizes": SIZES, "seed": 1, **options})
+
+    return make
+
+
+@pytest.mark.parametrize("tag", [None, "answer"])
+def test_tasks_use_their_own_score(make, tokenizer, encode, tag):
+    env = make(min_digits=3, max_digits=4, answer_tag=tag, system_prompt="Tag it.")
+    assert [env.size(split) for split in SIZES] == list(SIZES.values())
+    episodes = env.open("test", [0])
+    assert tokenizer.decode(episodes.prompts[0]).startswith("<s>Tag it.")
+    assert "State the final answer" in tokenizer.decode(episodes.prompts[0])
+    answer = episodes.rows[0]["answer"]
+    texts = [f"{answer}<eos>", f" {answer}\n", "none", f"12 <answer>{answer}</answer>"]
+    scores = episodes.score(single_turn_conversations([0] * 4, [encode(text) for text in texts]))
+    expected = [1.0, 1.0, 0.0] if tag is None else [0.0, 0.0, 0.0, 1.0]
+    assert scores.rewards.tolist()[: len(expected)] == expected
+    assert list(scores.components) == ["chain_sum"]
+
+
+def test_tasks_with_other_metadata_are_scored(make, encode):
+    episodes = make("leg_counting", sizes={"train": 5, "validation": 2, "test": 2}).open("train", [0])
+    scores = episodes.score(single_turn_conversations([0], [encode(episodes.rows[0]["answer"])]))
+    assert scores.rewards.tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("chain_sums", {}, "'chain_sums'.*chain_sum"),
+        ("chain_sum", {"terms": 2}, "chain_sum.*terms"),
+        ("chain_sum", {"min_terms": 0}, "chain_sum"),
+        ("chain_sum", {"sizes": {"dev": 3}}, "sizes .*dev"),
+    ],
+)
+def test_unknown_tasks_and_settings_are_refused(make, name, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(name, **options)
+
+
+def test_a_folder_of_this_name_is_not_the_package(tmp_path):
+    """Folders in the working directory are not imported."""
+    package = tmp_path / "reasoning_gym"
+    package.mkdir()
+    (package / "__init__.py").write_text("open('ran', 'w')")
+    behind = "import sys; sys.path.append(sys.path.pop(0))"  # where the command puts the working directory
+    code = f"{behind}; from evogrpo.cli import main; sys.exit(main(['tasks']))"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True, capture_output=True)
+    if missing("The task", "reasoning_gym"):  # else the installed package is found first
+        assert not (tmp_path / "ran").exists()

@@ -1,20 +1,14 @@
 """Environments of the package and a user-defined one pass the conformance suites."""
 
-from functools import cache
-
 from evogrpo.envs import HuggingFaceGym, MultiTurnGym, StepRewards
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
-from evogrpo.envs.text.tasks import two_digit_sums
-from evogrpo.testing.environments import (
-    PlayedEnvironmentTestCase,
-    PromptEnvironmentTestCase,
-)
+from evogrpo.testing.environments import PlayedEnvironmentTestCase, PromptEnvironmentTestCase
 from tests.envs import joint_probes, probes
 from tests.envs.conftest import CHAT, build
 from tests.two_turns import GuessTwice
 
-ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
+SUMS = [(f"{a}+{b}=", str(a + b)) for a in range(10) for b in range(10)]
 TOKENIZER = build(CHAT)
 
 
@@ -34,6 +28,11 @@ def steps(completion_ids, **columns):
     return [StepRewards([1.0, 0.5], [0, len(ids) - 1]) for ids in completion_ids]
 
 
+def reply(row, messages):
+    last = messages[-1]["content"]
+    return None if last.endswith("0") else f"{len(messages)} {last} {row['answer']}"
+
+
 class ArithmeticPrompts(PromptEnvironmentTestCase):
     def complete(self, env, rng):
         text = "".join(rng.choice(list("0123456789 "), size=rng.integers(1, 5)))
@@ -43,44 +42,22 @@ class ArithmeticPrompts(PromptEnvironmentTestCase):
 
 class TestAgileRLForm(ArithmeticPrompts):
     def make_env(self, seed=0):
-        return HuggingFaceGym(ROWS, None, TOKENIZER, reward_fn=last_digit, seed=seed)
+        rows = [{"question": question, "answer": answer} for question, answer in SUMS]
+        return HuggingFaceGym(rows, None, TOKENIZER, reward_fn=last_digit, seed=seed)
 
 
 class TestTRLForm(ArithmeticPrompts):
     def make_env(self, seed=0):
-        rows = [{"prompt": row["question"], "answer": row["answer"]} for row in ROWS]
+        rows = [{"prompt": question, "answer": answer} for question, answer in SUMS]
         functions = [length, steps]
         return HuggingFaceGym(rows, None, build(None), reward_funcs=functions, reward_weights=[0.5, 2.0], seed=seed)
 
 
-@cache
-def arithmetic(seed):
-    return two_digit_sums(TOKENIZER, seed=seed)
-
-
-class TestArithmetic(ArithmeticPrompts):
-    def make_env(self, seed=0):
-        return arithmetic(seed)  # 8190 questions are slow to tokenize
-
-
-def reply(row, messages):
-    last = messages[-1]["content"]
-    return None if last.endswith("0") else f"{len(messages)} {last} {row['answer']}"
-
-
 class TestMultiTurnGym(ArithmeticPrompts):
     def make_env(self, seed=0):
-        rows = [{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in ROWS]
-        return MultiTurnGym(
-            rows,
-            None,
-            TOKENIZER,
-            reply=reply,
-            max_turns=3,
-            reward_funcs=[total_length, steps],
-            reward_weights=[1, 2],
-            seed=seed,
-        )
+        rows = [{"prompt": [{"role": "user", "content": question}], "answer": answer} for question, answer in SUMS]
+        rewards = {"reward_funcs": [total_length, steps], "reward_weights": [1, 2]}
+        return MultiTurnGym(rows, None, TOKENIZER, reply=reply, max_turns=3, **rewards, seed=seed)
 
 
 class TestTwoTurns(ArithmeticPrompts):
@@ -88,41 +65,20 @@ class TestTwoTurns(ArithmeticPrompts):
         return GuessTwice(tokenizer=TOKENIZER, seed=seed)
 
 
-class TestNative(PlayedEnvironmentTestCase):
-    def make_env(self, seed=0):
-        return GymnasiumGroups("CartPole-v1", seed=seed)
+def played(make, env, **options):
+    """Return a suite for environments of these options."""
+
+    class Case(PlayedEnvironmentTestCase):
+        def make_env(self, seed=0):
+            return make(env, **options, seed=seed)
+
+    return Case
 
 
-class TestFewNativeLanes(PlayedEnvironmentTestCase):
-    def make_env(self, seed=0):
-        return GymnasiumGroups("Pendulum-v1", num_envs=5, max_episode_steps=30, seed=seed)
-
-
-class TestSerial(PlayedEnvironmentTestCase):
-    def make_env(self, seed=0):
-        return GymnasiumGroups("CartPole-v1", vectorization="serial", num_envs=5, max_episode_steps=40, seed=seed)
-
-
-class TestProcesses(PlayedEnvironmentTestCase):
-    def make_env(self, seed=0):
-        return GymnasiumGroups("CartPole-v1", vectorization="processes", num_envs=2, max_episode_steps=15, seed=seed)
-
-
-class TestMasked(PlayedEnvironmentTestCase):
-    def make_env(self, seed=0):
-        return GymnasiumGroups(probes.Masked, seed=seed)
-
-
-class TestNoise(PlayedEnvironmentTestCase):
-    def make_env(self, seed=0):
-        return GymnasiumGroups(probes.NoisyWalk, reseed_noise=True, recreate_env=True, num_envs=7, seed=seed)
-
-
-class TestBirthsAndEnds(PlayedEnvironmentTestCase):
-    def make_env(self, seed=0):
-        return PettingZooGroups(joint_probes.Lives, num_envs=5, seed=seed)
-
-
-class TestJointMasks(PlayedEnvironmentTestCase):
-    def make_env(self, seed=0):
-        return PettingZooGroups(joint_probes.Masked, seed=seed)
+TestNative = played(GymnasiumGroups, "Pendulum-v1", num_envs=5, max_episode_steps=30)
+TestSerial = played(GymnasiumGroups, "CartPole-v1", vectorization="serial", num_envs=5, max_episode_steps=40)
+TestProcesses = played(GymnasiumGroups, "CartPole-v1", vectorization="processes", num_envs=2, max_episode_steps=15)
+TestMasked = played(GymnasiumGroups, probes.Masked)
+TestNoise = played(GymnasiumGroups, probes.NoisyWalk, reseed_noise=True, recreate_env=True, num_envs=7)
+TestBirthsAndEnds = played(PettingZooGroups, joint_probes.Lives, num_envs=5)
+TestJointMasks = played(PettingZooGroups, joint_probes.Masked)

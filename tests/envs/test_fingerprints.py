@@ -50,7 +50,6 @@ def loaded(tmp_path, text, name="my_rewards"):
     return module
 
 
-@pytest.mark.parametrize("function", ["reward", "later"])
 @pytest.mark.parametrize(
     ("old", "new", "same"),
     [
@@ -62,33 +61,34 @@ def loaded(tmp_path, text, name="my_rewards"):
         ("Grader().grade(text) + BONUS", "Grader().grade(text) - BONUS", False),
     ],
 )
-def test_code_hash_covers_referenced_code_but_not_comments(tmp_path, function, old, new, same):
+def test_code_hash_covers_referenced_code_but_not_comments_or_caches(tmp_path, old, new, same):
     (tmp_path / "old").mkdir()
-    before = code_hash(getattr(loaded(tmp_path / "old", REWARDS), function))
-    after = code_hash(getattr(loaded(tmp_path, REWARDS.replace(old, new)), function))
-    assert (before == after) is same
+    module = loaded(tmp_path / "old", REWARDS)
+    before = [code_hash(module.reward), code_hash(module.later)]
+    module.reward("text 1", "", "")  # fills a cache
+    assert code_hash(module.reward) == before[0]
+    changed = loaded(tmp_path, REWARDS.replace(old, new))
+    after = [code_hash(changed.reward), code_hash(changed.later)]
+    assert [one == other for one, other in zip(before, after, strict=True)] == [same, same]
+    assert code_hash(loaded(tmp_path, REWARDS.replace("scale=1.0", "scale=2.0")).reward) != before[0]
 
 
-def test_code_hash_covers_defaults_and_closures_but_not_caches(tmp_path):
-    module = loaded(tmp_path, REWARDS)
-    before = code_hash(module.reward)
-    module.reward("text 1", "", "")
-    assert code_hash(module.reward) == before
-    assert code_hash(loaded(tmp_path, REWARDS.replace("scale=1.0", "scale=2.0")).reward) != before
+def scaled(factor):
+    return lambda completion, answer, question: factor * len(completion)
 
-    def scaled(factor):
-        return lambda completion, answer, question: factor * len(completion)
 
-    class Judge:
-        def __init__(self, strict):
-            self.strict = strict
+class Judge:
+    def __init__(self, strict):
+        self.strict = strict
 
-        def __call__(self, completion, answer, question):
-            return float(self.strict)
+    def __call__(self, completion, answer, question):
+        return float(self.strict)
 
-        def grade(self, completion, answer, question):
-            return 1.0
+    def grade(self, completion, answer, question):
+        return 1.0
 
+
+def test_code_hash_covers_closures_and_attributes():
     for one, other in [
         (scaled(1), scaled(2)),
         (Judge(True), Judge(False)),
@@ -120,7 +120,16 @@ def test_canonical_is_equal_for_equal_values():
     odd = {(1, 2): "a", 3: {"b", "c", "d"}, "k": [{None: 1, "x": 2}]}
     assert canonical(odd) == canonical(dict(reversed(odd.items())))
     assert canonical(odd) != canonical({**odd, 3: {"b", "c"}})
-    assert canonical({"s": {"b", "a"}}) == canonical({"s": {"a", "b"}})
+
+
+# ---- environments: the keys of a fingerprint name the difference
+
+
+def changed(make, options, **base):
+    """Return the keys that differ between an environment with and without these options."""
+    before, same, after = (make(**{**base, **each}).fingerprint() for each in ({}, {}, options))
+    assert before == same
+    return {name for name in {*before, *after} if before.get(name) != after.get(name)}
 
 
 def one(completion, answer, question):
@@ -131,18 +140,14 @@ def other(completion, answer, question):
     return 0.0
 
 
-def fingerprint_with(tokenizer, rows=ROWS, test=None, **options):
-    return HuggingFaceGym(rows, test, tokenizer, **{"reward_fn": one, **options}).fingerprint()
-
-
 @pytest.mark.parametrize(
     ("options", "names"),
     [
         ({"reward_fn": other}, {"reward one", "reward other"}),
-        ({"rows": [*ROWS, {"question": "12?", "answer": "12"}]}, {"prompts"}),
-        ({"rows": [{**row, "answer": "1"} for row in ROWS]}, {"train questions", "validation questions"}),
-        ({"rows": [{**row, "level": 1} for row in ROWS]}, {"train questions"}),
-        ({"test": [{"question": "x", "answer": "y"}]}, {"test questions"}),
+        ({"train_dataset": [*ROWS, {"question": "12?", "answer": "12"}]}, {"prompts"}),
+        ({"train_dataset": [{**row, "answer": "1"} for row in ROWS]}, {"train questions", "validation questions"}),
+        ({"train_dataset": [{**row, "level": 1} for row in ROWS]}, {"train questions"}),
+        ({"test_dataset": [{"question": "x", "answer": "y"}]}, {"test questions"}),
         ({"validation_size": 3}, {"validation questions", "train questions"}),
         ({"conversation_template": [{"role": "user", "content": "Q {question}"}]}, {"prompts"}),
         ({"chat_template_kwargs": {"extra": 1}}, {"chat_template_kwargs"}),
@@ -150,64 +155,41 @@ def fingerprint_with(tokenizer, rows=ROWS, test=None, **options):
         ({"data_batch_size": 3, "reward_workers": 0, "on_reward_error": "exclude"}, set()),
     ],
 )
-def test_fingerprint_keys_name_the_difference(tokenizer, options, names):
-    before, after = fingerprint_with(tokenizer), fingerprint_with(tokenizer, **options)
-    changed = {name for name in {*before, *after} if before.get(name) != after.get(name)}
-    assert names <= changed
-    assert bool(names) == bool(changed)
+def test_fingerprints_of_datasets(tokenizer, options, names):
+    found = changed(HuggingFaceGym, options, train_dataset=ROWS, tokenizer=tokenizer, reward_fn=one)
+    assert names <= found
+    assert bool(names) == bool(found)
 
 
-def first_reply(row, messages):
-    return None
+def zero(completions, **_):
+    return [0.0 for _ in completions]
 
 
-def other_reply(row, messages):
-    return "Go on."
-
-
-def test_fingerprint_covers_reply_and_max_turns(tokenizer):
+@pytest.mark.parametrize("options", [{"reply": lambda row, messages: "Go on."}, {"max_turns": 3}])
+def test_fingerprints_of_conversations(tokenizer, options):
     rows = [{"prompt": [{"role": "user", "content": f"{n}?"}]} for n in range(9)]
-
-    def length(completions, **_):
-        return [0.0 for _ in completions]
-
-    def make(**options):
-        return MultiTurnGym(
-            rows, tokenizer=tokenizer, reward_funcs=length, **{"reply": first_reply, "max_turns": 2, **options}
-        ).fingerprint()
-
-    assert make() == make()
-    assert make()["reply"] != make(reply=other_reply)["reply"]
-    assert make()["max_turns"] != make(max_turns=3)["max_turns"]
+    base = {"tokenizer": tokenizer, "reward_funcs": zero, "reply": lambda row, messages: None, "max_turns": 2}
+    assert changed(MultiTurnGym, options, train_dataset=rows, **base) == {*options}
 
 
 @pytest.mark.parametrize(
-    ("options", "name"),
+    ("make", "options", "names"),
     [
-        ({"env": "MountainCar-v0"}, "environment"),
-        ({"max_episode_steps": 20}, "max_episode_steps"),
-        ({"env_kwargs": {"sutton_barto_reward": True}}, "env_kwargs"),
-        ({"reseed_noise": True, "vectorization": "serial"}, "reseed_noise"),
-        ({"seed": 4}, "seed"),
-        ({"test_size": 9}, "test starts"),
-        ({"vectorization": "serial"}, None),
-        ({"num_envs": 3}, None),
+        (GymnasiumGroups, {"env": "MountainCar-v0"}, {"environment"}),
+        (GymnasiumGroups, {"env": probes.Masked}, {"environment"}),
+        (GymnasiumGroups, {"max_episode_steps": 20}, {"max_episode_steps"}),
+        (GymnasiumGroups, {"env_kwargs": {"sutton_barto_reward": True}}, {"env_kwargs"}),
+        (GymnasiumGroups, {"reseed_noise": True, "vectorization": "serial"}, {"reseed_noise"}),
+        (GymnasiumGroups, {"seed": 4}, {"seed"}),
+        (GymnasiumGroups, {"test_size": 9}, {"test starts"}),
+        (GymnasiumGroups, {"vectorization": "serial", "num_envs": 3}, set()),
+        (PettingZooGroups, {"env": joint_probes.Masked}, {"environment"}),
+        (PettingZooGroups, {"score": "min"}, {"score"}),
+        (PettingZooGroups, {"score": joint_probes.first_earns}, {"score"}),
+        (PettingZooGroups, {"score": "sum"}, set()),
     ],
 )
-def test_fingerprint_keys_name_changed_arguments(options, name):
-    before = GymnasiumGroups("CartPole-v1").fingerprint()
-    after = GymnasiumGroups(**{"env": "CartPole-v1", **options}).fingerprint()
-    changed = {key for key in before if before[key] != after[key]}
-    assert name in changed if name else not changed
-
-
-def doubled(returns):
-    return 2 * sum(returns.values())
-
-
-def test_fingerprint_covers_environment_and_score_code():
-    assert GymnasiumGroups(probes.Masked).fingerprint() != GymnasiumGroups(probes.NoisyWalk).fingerprint()
-    assert PettingZooGroups(joint_probes.Lives).fingerprint() != PettingZooGroups(joint_probes.Masked).fingerprint()
-    scored = PettingZooGroups(joint_probes.Lives, score=doubled).fingerprint()
-    plain = PettingZooGroups(joint_probes.Lives).fingerprint()
-    assert {name for name in plain if plain[name] != scored[name]} == {"score"}
+def test_fingerprints_of_played_environments(make, options, names):
+    found = changed(make, options, env="CartPole-v1" if make is GymnasiumGroups else joint_probes.Lives)
+    assert names <= found
+    assert bool(names) == bool(found)

@@ -1,126 +1,221 @@
-"""HuggingFaceGym as a group environment."""
+"""HuggingFaceGym: forms of datasets and rewards, questions of any type, template options, invalid arguments."""
+
+import json
 
 import datasets
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 
+from evogrpo import HuggingFaceGym
 from evogrpo.data import single_turn_conversations
-from evogrpo.envs import GroupEnvironment, HuggingFaceGym
+from evogrpo.envs.protocol import SPLITS
+from evogrpo.envs.text.datasets import tables_by_split
+from tests.envs.conftest import build
 
 QA = [{"question": f"{a}+{b}?", "answer": str(a + b), "level": a} for a in range(6) for b in range(5)]
 HELD_OUT = [{"question": f"{a}*{a}?", "answer": str(a * a), "level": a} for a in range(4)]
+TEMPLATE = [{"role": "system", "content": "Add."}, {"role": "user", "content": "Q: {question}"}]
 
 
 def exact(completion, answer, question):
-    return float(completion == answer)
+    return float(completion == str(answer))
+
+
+def zero(completions, **_):
+    return [0.0 for _ in completions]
 
 
 def agilerl(tokenizer, train=QA, test=HELD_OUT, **options):
     return HuggingFaceGym(train, test, tokenizer, **{"reward_fn": exact, **options})
 
 
-def messages(*texts):
-    return [{"prompt": [{"role": "user", "content": text}], "answer": text} for text in texts]
+def user(text):
+    return [{"role": "user", "content": text}]
 
 
-@pytest.mark.parametrize("form", [list, datasets.Dataset.from_list])
-def test_agilerl_form_renders_and_rewards(tokenizer, encode, form):
-    template = [{"role": "system", "content": "Add."}, {"role": "user", "content": "Q: {question}"}]
-    env: GroupEnvironment = agilerl(tokenizer, form(QA), form(HELD_OUT), conversation_template=template)
+# ---- tables
+
+
+class Frame:
+    """Interface of polars data frames."""
+
+    def __init__(self, rows):
+        self._rows = rows
+
+    def to_dicts(self):
+        return self._rows
+
+
+ROWS = [{"question": f"{n}?", "answer": n, "hint": None if n % 2 else [n, n + 1]} for n in range(20)]
+FORMS = {
+    "datasets": datasets.Dataset.from_list,
+    "pandas": pd.DataFrame,
+    "pandas read back": lambda rows: pa.Table.from_pylist(rows).to_pandas(),
+    "polars": Frame,
+    "pyarrow": pa.Table.from_pylist,
+    "datasets with tensors": lambda rows: datasets.Dataset.from_list(rows).with_format("torch"),
+    "datasets with a transform": lambda rows: datasets.Dataset.from_list(rows).with_transform(lambda batch: batch),
+    "splits": lambda rows: {"train": rows},
+    "DatasetDict": lambda rows: datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}),
+}
+
+
+def questions_of(env):
+    opened = {split: env.open(split, range(env.size(split))) for split in SPLITS}
+    return {split: list(zip(each.questions, each.prompts, each.rows, strict=True)) for split, each in opened.items()}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_all_table_types_give_the_same_environment(tokenizer, form):
+    def typed(completion, answer, question):
+        assert type(answer) is int
+        return float(answer)
+
+    sizes = {"validation_size": 2, "test_size": 3, "reward_fn": typed}
+    env, plain = (HuggingFaceGym(rows, None, tokenizer, **sizes) for rows in (FORMS[form](ROWS), ROWS))
+    assert questions_of(env) == questions_of(plain)
+    assert env.fingerprint() == plain.fingerprint()
+    env.preflight()
+
+
+def test_mappings_of_splits_are_accepted(tokenizer):
+    parts = {"train": ROWS[:10], "validation": ROWS[10:12], "test": ROWS[12:15], "other": ROWS[15:]}
+    env = agilerl(tokenizer, parts, None)
+    assert [env.size(split) for split in SPLITS] == [10, 2, 3]
+    for train, test, message in [
+        (parts, ROWS[12:15], r"train_dataset .*test_dataset"),
+        ({"train_sft": ROWS}, None, r"train_dataset .*mapping"),
+        (ROWS, {"test": ROWS}, r"test_dataset .*mapping"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            agilerl(tokenizer, train, test)
+
+
+def test_values_of_frames_become_plain(tokenizer):
+    """Missing values become None, arrays lists; so do messages and columns."""
+    frame = pd.DataFrame({"x": [1.5, np.nan], "y": [np.array([[1, 2]]), 0]})
+    rows = tables_by_split(frame, None, None)["train"]
+    assert list(rows) == [{"x": 1.5, "y": [[1, 2]]}, {"x": None, "y": 0}]
+
+    def level(completions, level, **_):
+        return [float(each) for each in level]
+
+    talk = [{"prompt": np.array(user(f"{n}")), "level": np.int64(n)} for n in range(9)]
+    lists = [{"prompt": user(f"{n}"), "level": n} for n in range(9)]
+    env, plain = (HuggingFaceGym(table, None, tokenizer, reward_funcs=level) for table in (talk, lists))
+    assert env.fingerprint() == plain.fingerprint()
+    assert env.open("train", [0]).questions[0].isdigit()
+    env.preflight()
+
+
+# ---- forms of rewards
+
+
+def test_agilerl_form_renders_and_rewards(tokenizer, plain_tokenizer, encode):
+    env = agilerl(tokenizer, conversation_template=TEMPLATE)
     assert env.size("train") + env.size("validation") == 30
-    assert env.size("test") == 4
     episodes = env.open("test", [3, 1])
+    assert episodes.questions == ("3*3?", "1*1?")  # without the template
     assert episodes.prompts == (encode("<s>Add.<eos><u>Q: 3*3?<eos><a>"), encode("<s>Add.<eos><u>Q: 1*1?<eos><a>"))
-    scores = episodes.score(
-        single_turn_conversations([1, 0, 1, 0], [encode(text) for text in ("1<eos>", "9<eos>", "0<eos>", "9")])
-    )
-    assert scores.rewards.tolist() == [1.0, 1.0, 0.0, 1.0]
+    texts = [encode(text) for text in ("1<eos>", "9<eos>", "0<eos>", "9")]
+    scores = episodes.score(single_turn_conversations([1, 0, 1, 0], texts))
+    assert scores.rewards.tolist() == scores.components["exact"].tolist() == [1.0, 1.0, 0.0, 1.0]
     assert scores.completions == ("1", "9", "0", "9")
-    assert scores.components["exact"].tolist() == [1.0, 1.0, 0.0, 1.0]
+    plain = agilerl(plain_tokenizer).open("test", [0])  # plain text without a chat template
+    assert plain_tokenizer.decode(plain.prompts[0]) == "0*0?"
 
 
-@pytest.mark.parametrize("form", [list, datasets.Dataset.from_list])
-def test_trl_form_passes_messages_and_columns(tokenizer, encode, form):
-    def reward(prompts, completions, answer, **_):
-        texts = [completion[0]["content"] for completion in completions]
-        contents = [prompt[-1]["content"] for prompt in prompts]
-        assert contents == answer
-        return [None if text == "?" else float(text == a) for text, a in zip(texts, answer, strict=True)]
-
-    env = HuggingFaceGym(form(messages("a", "b", "c", "d")), form(messages("x")), tokenizer, reward_funcs=reward)
-    episodes = env.open("test", [0])
-    assert episodes.prompts == (encode("<u>x<eos><a>"),)
-    scores = episodes.score(single_turn_conversations([0, 0, 0], [encode("x<eos>"), encode("y"), encode("?")]))
-    assert scores.rewards[:2].tolist() == [1.0, 0.0]
-    assert np.isnan(scores.rewards[2])
-
-
-def test_trl_form_passes_texts_for_text_prompts(plain_tokenizer):
-    def reward(prompts, completions, completion_ids, **_):
-        return [float(p == c) + len(i) for p, c, i in zip(prompts, completions, completion_ids, strict=True)]
-
-    rows = [{"prompt": text} for text in "abcdef"]
-    env = HuggingFaceGym(rows, None, plain_tokenizer, reward_funcs=[reward], validation_size=1, test_size=2)
-    assert [env.size(split) for split in ("validation", "test")] == [1, 2]
-    assert env.size("train") + env.filtered["train"].reserve == 3
-    episodes = env.open("train", [0])
-    text = plain_tokenizer.decode(episodes.prompts[0])
-    scores = episodes.score(single_turn_conversations([0], [[*episodes.prompts[0], plain_tokenizer.eos_token_id]]))
-    assert scores.rewards.tolist() == [3.0], text
-
-
-def silent(completions, **_):
-    return [0.0 for _ in completions]
-
-
-def test_questions_exclude_the_template(tokenizer, plain_tokenizer):
-    template = [{"role": "system", "content": "Add."}, {"role": "user", "content": "Q: {question}"}]
-    assert agilerl(tokenizer, conversation_template=template).open("test", [2, 0]).questions == ("2*2?", "0*0?")
+def test_the_question_of_a_conversation_is_its_last_user_message(tokenizer):
     said = [("system", "Be brief."), ("user", "early"), ("assistant", "yes"), ("user", "late"), ("assistant", "So")]
     talk = [{"role": role, "content": content} for role, content in said]
-    env = HuggingFaceGym(messages("a", "b", "c"), [{"prompt": talk, "answer": ""}], tokenizer, reward_funcs=silent)
+    env = HuggingFaceGym([{"prompt": user(text)} for text in "abc"], [{"prompt": talk}], tokenizer, reward_funcs=zero)
     assert env.open("test", [0]).questions == ("late",)
-    rows = [{"prompt": text} for text in "abcdef"]
-    env = HuggingFaceGym(rows, [{"prompt": "plain text"}], plain_tokenizer, reward_funcs=silent)
-    assert env.open("test", [0]).questions == ("plain text",)
 
 
-def test_questions_are_plain_text_without_a_chat_template(plain_tokenizer):
-    env = agilerl(plain_tokenizer)
-    assert plain_tokenizer.decode(env.open("test", [0]).prompts[0]) == "0*0?"
+# ---- questions and template options
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: [n, 2, 3],
+        lambda n: {"nums": [n], "target": n},
+        lambda n: [{"role": "user", "content": str(n)}],
+        lambda n: f"{n} \N{SNOWMAN} \u202e {{answer}}",
+    ],
+)
+def test_questions_may_be_any_json_value(tokenizer, make):
+    table, test = ([{"question": make(n), "answer": n} for n in numbers] for numbers in (range(12), (100, 101)))
+    seen = []
+
+    def reward(completion, answer, question):
+        seen.append(question)
+        return 1.0
+
+    mixed = [*json.loads(json.dumps(table)), {"question": [], "answer": "z"}]
+    opened = HuggingFaceGym(mixed, test, tokenizer, reward_fn=reward).open("test", [0])
+    assert opened.questions == (str(make(100)),)
+    opened.score(single_turn_conversations([0], [[3]]))
+    assert seen == [make(100)]
+
+
+TOOLS = (
+    "{% for m in messages %}<u>{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<eos>"
+    "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+THINKING = (
+    "{% for m in messages %}<u>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<a>"
+    "{% if not enable_thinking | default(true) %}</think>{% endif %}{{ style | default('') }}{% endif %}"
+)
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+def calling(number, **more):
+    return [*user(f"{number}?"), {"role": "assistant", "tool_calls": [CALL], **more}]
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+def test_tool_calls_reach_the_template(content):
+    tokenizer = build(TOOLS)
+    rows = [{"prompt": [*calling(n, **content), {"role": "tool", "content": "2"}]} for n in range(9)]
+    opened = HuggingFaceGym(rows, None, tokenizer, reward_funcs=zero).open("train", [0])
+    text = tokenizer.decode(opened.prompts[0])
+    assert json.loads(text[text.index("[{") : text.index("}]") + 2]) == [CALL]
+    assert opened.questions[0].endswith("?")
+
+
+def test_template_options_of_a_row_override_those_of_the_environment():
+    tokenizer = build(THINKING)
+    table = [{"question": f"{n}", "answer": n, "chat_template_kwargs": None} for n in range(12)]
+    own = {"enable_thinking": True, "style": "!"}
+    test = [{**table[0], "question": "a"}, {**table[0], "question": "b", "chat_template_kwargs": own}]
+
+    def prompts(**options):
+        env = agilerl(tokenizer, table, test, **options)
+        return [tokenizer.decode(prompt) for prompt in env.open("test", [0, 1]).prompts]
+
+    assert prompts() == ["<u>a<eos><a>", "<u>b<eos><a>!"]
+    silent = prompts(chat_template_kwargs={"enable_thinking": False})
+    assert silent == ["<u>a<eos><a></think>", "<u>b<eos><a>!"]
+
+
+# ---- invalid arguments
 
 
 def test_long_prompts_are_left_out_and_counted(tokenizer):
     long = {"question": "x" * 50, "answer": "", "level": 0}
     with pytest.warns(UserWarning, match="train: 1 too long"):
         env = agilerl(tokenizer, [*QA, long], max_prompt_length=20)
-    assert env.filtered["train"].too_long == 1
-    assert env.filtered["test"].too_long == 0
+    assert (env.filtered["train"].too_long, env.filtered["test"].too_long) == (1, 0)
     assert env.size("train") + env.size("validation") == len(QA)
-
-
-def test_dealing_depends_on_the_seed_and_covers_train(tokenizer):
-    env, same, other = (agilerl(tokenizer, seed=seed) for seed in (1, 1, 2))
-    assert env.deal(3, 5, 8) == same.deal(3, 5, 8) == env.deal(3, 8, 8)[:5]
-    assert env.deal(0, 24, 24) != other.deal(0, 24, 24)
-    assert sorted(env.deal(0, 24, 24)) == list(range(24))
-    env.open("test", [0, 1])
-    assert env.deal(3, 5, 8) == same.deal(3, 5, 8)
-
-
-@pytest.mark.parametrize(
-    ("split", "start", "message"),
-    [("dev", 0, "split 'dev'"), ("test", 4, "starts of test"), ("test", -1, "starts of test")],
-)
-def test_invalid_starts_are_refused(tokenizer, split, start, message):
-    with pytest.raises(ValueError, match=message):
-        agilerl(tokenizer).open(split, [start])
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reward_fn": None, "reward_funcs": exact}, r"columns \['prompt'\], got"),
+        ({"reward_fn": None, "reward_funcs": zero}, r"columns \['prompt'\], got"),
         ({"on_reward_error": "skip"}, "got 'skip'"),
         ({"max_prompt_length": 0}, "max_prompt_length .* 0"),
         ({"validation_size": 1.5}, "validation_size"),
@@ -130,19 +225,53 @@ def test_invalid_starts_are_refused(tokenizer, split, start, message):
         ({"data_batch_size": 0}, "data_batch_size .* 0"),
         ({"test_size": 3}, "test_size .*test_dataset"),
         ({"validation_size": 30}, "validation_size .* 30"),
-        ({"conversation_template": [{"role": "user", "content": "{prompt}"}]}, "conversation_template 'prompt'"),
+        ({"conversation_template": user("{prompt}")}, "conversation_template 'prompt'"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs .*tokenize"),
+        ({"train": None}, "train_dataset"),
+        ({"train": {"train": None}}, "train_dataset"),
         ({"train": []}, "train_dataset"),
         ({"test": [{"question": "a"}]}, "test_dataset .*columns"),
         ({"validation_dataset": [{"prompt": "a"}]}, "validation_dataset .*columns"),
         ({"train": [*QA, {"question": "x", "answer": ""}]}, "in row 30"),
         ({"test": QA}, "train_dataset was left out"),
+        ({"max_prompt_length": 1}, "too long"),
+        ({"tokenizer": "gpt2"}, "tokenizer .*'gpt2'"),
     ],
 )
 def test_invalid_arguments_are_refused(tokenizer, options, message):
     with pytest.raises(ValueError, match=message):
-        agilerl(tokenizer, **options)
+        agilerl(**{"tokenizer": tokenizer, **options})
 
 
-def test_tokenizer_names_are_refused():
-    with pytest.raises(ValueError, match=r"tokenizer .*'gpt2'"):
-        agilerl("gpt2")
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        *(({"question": missing}, "Row 30 of train_dataset .*question") for missing in (None, np.nan, "  \n")),
+        *(({"answer": missing}, "Row 30 of train_dataset .*answer") for missing in (None, np.nan)),
+        ({"question": b"1+1"}, r"question in row 30 .*bytes"),
+        ({"answer": b"2"}, r"answer in row 30 .*bytes"),
+        ({"question": "\ud83d"}, "row 30 of train_dataset"),
+    ],
+)
+def test_invalid_rows_are_refused(tokenizer, row, message):
+    with pytest.raises(ValueError, match=message):
+        agilerl(tokenizer, [*QA, {"question": "1?", "answer": "1", "level": 0, **row}])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (None, "Row 9 of train_dataset .*prompt"),
+        ("  ", "Row 9 of train_dataset .*prompt"),
+        ([{"role": "user"}], "role.*content"),
+        ([{"content": "x"}], "role.*content"),
+        (["x"], "role.*content"),
+        ([{"role": "asistant", "content": "x"}], "role.*assistant"),
+        (calling(1), r"row 9 of train_dataset .*tool_calls"),
+    ],
+)
+def test_invalid_prompts_are_refused(tokenizer, prompt, message):
+    rows = [{"prompt": user(f"{n}")} for n in range(9)]
+    with pytest.raises(ValueError, match=message):
+        HuggingFaceGym([*rows, {"prompt": prompt}], None, tokenizer, reward_funcs=zero)

@@ -1,15 +1,17 @@
 """MultiTurnGym: rendering of replies, arguments of user functions, positions of rewards."""
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from evogrpo.data import Conversation
 from evogrpo.envs import MultiTurnGym, StepRewards
+from evogrpo.envs.protocol import SPLITS
 from tests.envs.conftest import CHAT, build
 
 CLOSED = (  # every turn has an end marker, as in ChatML
     "{% for m in messages %}{{ {'system': '<s>', 'user': '<u>', 'assistant': '<a>'}[m.role] + m.content }}<eos>\n"
-    "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<a>{{ mood | default('') }}{% endif %}"
 )
 FORGETFUL = (  # omits assistant messages before the last question
     "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.role[0] + m.content }}{% endif %}{% endfor %}"
@@ -21,69 +23,47 @@ ROWS = [{"prompt": [{"role": "user", "content": f"guess {n}"}], "digit": n % 10}
 def hint(row, messages):
     """Return the distance of a guess, or None if it is right."""
     guess = messages[-1]["content"]
-    if guess == str(row["digit"]):
-        return None
-    return f"no: {guess} is not it\nafter {len(messages)}"
+    return None if guess == str(row["digit"]) else f"no: {guess} is not it\nafter {len(messages)}"
 
 
 def right(completions, digit, **columns):
     return [float(said[-1]["content"] == str(own)) for said, own in zip(completions, digit, strict=True)]
 
 
-def gym(template=CLOSED, **options):
+def gym(template=CLOSED, rows=ROWS, **options):
     defaults = {"reply": hint, "max_turns": 3, "reward_funcs": right, "validation_size": 4, "test_size": 4}
-    return MultiTurnGym(ROWS, None, build(template), **(defaults | options))
-
-
-def test_template_options_apply_to_every_turn():
-    template = CLOSED.replace("<a>{% endif %}", "<a>{{ mood | default('') }}{% endif %}")
-    rows = [
-        {**row, "chat_template_kwargs": {"mood": "?", "other": None} if n % 2 else None} for n, row in enumerate(ROWS)
-    ]
-    env = MultiTurnGym(
-        rows, None, build(template), reply=hint, max_turns=2, reward_funcs=right, chat_template_kwargs={"mood": "!"}
-    )
-    batch = env.open("train", range(8))
-    for start, row in enumerate(batch.rows):
-        mood = "?" if row["chat_template_kwargs"] else "!"
-        assert env.tokenizer.decode(batch.prompts[start]).endswith(f"<a>{mood}")
-        said = Conversation(row=0, start=start, completions=(encoded(env, "x"),), replies=())
-        (heard,) = batch.respond([said])
-        assert env.tokenizer.decode(heard).endswith(f"<a>{mood}")
+    return MultiTurnGym(rows, None, build(template), **(defaults | options))
 
 
 def encoded(env, text):
     return tuple(env.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def talk(env, *completions):
-    """Hold a conversation with these completions about training question 0; return the last tokens."""
-    batch, heard = env.open("train", [0]), []
+def talk(env, *completions, start=0):
+    """Hold a conversation with these completions about a training question."""
+    batch, heard = env.open("train", [start]), []
     said = tuple(encoded(env, text) for text in completions)
     for turn in range(len(said)):
-        transcript = Conversation(row=0, start=0, completions=said[: turn + 1], replies=tuple(heard))
-        (reply,) = batch.respond([transcript])
+        (reply,) = batch.respond([Conversation(row=0, start=0, completions=said[: turn + 1], replies=tuple(heard))])
         if reply is not None:
             heard.append(reply)
     return batch, Conversation(row=0, start=0, completions=said, replies=tuple(heard))
+
+
+SAID = [
+    {"role": "assistant", "content": "x"},
+    {"role": "user", "content": "no: x is not it\nafter 2"},
+    {"role": "assistant", "content": "yy"},
+    {"role": "user", "content": "no: yy is not it\nafter 4"},
+]
 
 
 @pytest.mark.parametrize("ending", ["<eos>", ""])
 def test_tokens_match_the_chat_template(ending):
     env = gym()
     batch, transcript = talk(env, f"x{ending}", f"yy{ending}")
-    question = batch.rows[0]["prompt"][0]["content"]
-    rendered = env.tokenizer.apply_chat_template(
-        [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": "x"},
-            {"role": "user", "content": "no: x is not it\nafter 2"},
-            {"role": "assistant", "content": "yy"},
-            {"role": "user", "content": "no: yy is not it\nafter 4"},
-        ],
-        tokenize=False,
-        add_generation_prompt=True,
-    )
+    messages = [*batch.rows[0]["prompt"], *SAID]
+    rendered = env.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert (*batch.prompts[0], *transcript.tokens) == encoded(env, rendered)
 
 
@@ -94,6 +74,18 @@ def test_templates_without_end_markers_work():
     assert text == f"<u>{batch.questions[0]}<eos><a>x<u>no: x is not it\nafter 2<eos><a>"
 
 
+def test_template_options_apply_to_every_turn():
+    rows = [
+        {**row, "chat_template_kwargs": {"mood": "?", "other": None} if n % 2 else None} for n, row in enumerate(ROWS)
+    ]
+    env = gym(rows=rows, chat_template_kwargs={"mood": "!"})
+    for start in range(8):
+        batch, transcript = talk(env, "x", start=start)
+        mood = "?" if batch.rows[0]["chat_template_kwargs"] else "!"
+        assert env.tokenizer.decode(batch.prompts[0]).endswith(f"<a>{mood}")
+        assert env.tokenizer.decode(transcript.tokens).endswith(f"<a>{mood}")
+
+
 def test_reply_gets_the_row_and_all_messages():
     calls = []
 
@@ -102,11 +94,9 @@ def test_reply_gets_the_row_and_all_messages():
         return "more" if len(calls) == 1 else None
 
     batch, transcript = talk(gym(reply=reply), "x<eos>", "y")
-    question = batch.rows[0]["prompt"]
-    assert [row for row, _ in calls] == [batch.rows[0]] * 2
-    first = [*question, {"role": "assistant", "content": "x"}]
-    assert calls[0][1] == first
-    assert calls[1][1] == [*first, {"role": "user", "content": "more"}, {"role": "assistant", "content": "y"}]
+    first = [*batch.rows[0]["prompt"], SAID[0]]
+    more = [*first, {"role": "user", "content": "more"}, {"role": "assistant", "content": "y"}]
+    assert calls == [(batch.rows[0], first), (batch.rows[0], more)]
     assert len(transcript.replies) == 1
 
 
@@ -117,34 +107,30 @@ def test_rewards_get_messages_and_all_tokens():
         seen.append((prompts, completions, completion_ids, digit))
         return [1.0]
 
-    env = gym(reward_funcs=reward)
-    batch, transcript = talk(env, "x<eos>", "y")
+    batch, transcript = talk(gym(reward_funcs=reward), "x<eos>", "yy")
     scores = batch.score([transcript])
-    ((prompts, completions, ids, digits),) = seen
-    assert (prompts, digits) == ([batch.rows[0]["prompt"]], [batch.rows[0]["digit"]])
-    assert completions == [
-        [
-            {"role": "assistant", "content": "x"},
-            {"role": "user", "content": "no: x is not it\nafter 2"},
-            {"role": "assistant", "content": "y"},
-            {"role": "user", "content": "no: y is not it\nafter 4"},
-        ]
-    ]
-    assert ids == [list(transcript.tokens)]
-    assert scores.completions == ("x\n>>> no: x is not it\n>>> after 2\ny\n>>> no: y is not it\n>>> after 4\n",)
+    row = batch.rows[0]
+    assert seen == [([row["prompt"]], [SAID], [list(transcript.tokens)], [row["digit"]])]
+    shown = "x\n>>> no: x is not it\n>>> after 2\nyy\n>>> no: yy is not it\n>>> after 4\n"
+    assert scores.completions == (shown,)
 
 
 def test_rewards_at_a_reply_belong_to_the_last_sampled_token():
     def everywhere(completion_ids, **columns):
         return [StepRewards([1.0] * len(ids), range(len(ids))) for ids in completion_ids]
 
-    env = gym(reward_funcs=[everywhere, right])
-    batch, transcript = talk(env, "abc<eos>", "de")
+    batch, transcript = talk(gym(reward_funcs=[everywhere, right]), "abc<eos>", "de")
     (steps,) = batch.score([transcript]).step_rewards
     first, second = (len(part) for part in transcript.replies)
     blank = [np.nan]
     expected = [1.0, 1.0, 1.0, 1.0 + first, *blank * first, 1.0, 1.0 + second + 0.0, *blank * second]
     np.testing.assert_array_equal(steps, expected)
+
+
+def test_data_frames_are_accepted():
+    env = gym(rows=pd.DataFrame(ROWS))
+    assert sum(map(env.size, SPLITS)) + env.filtered["train"].reserve == 30
+    assert env.open("train", [0]).questions[0].startswith("guess ")
 
 
 @pytest.mark.parametrize(
@@ -161,9 +147,16 @@ def test_invalid_arguments_are_refused(options, message):
         gym(**options)
 
 
+@pytest.mark.parametrize(
+    "reply", [lambda row: "again", lambda row, messages: 7, lambda row, messages: row["missing"], lambda *_: ["a"]]
+)
+def test_preflight_refuses_failing_replies(reply):
+    with pytest.raises(ValueError, match="reply"):
+        gym(reply=reply).preflight()
+
+
 def test_invalid_replies_are_refused():
     with pytest.raises(ValueError, match=r"reply .* 7"):
         talk(gym(reply=lambda row, messages: 7), "x")
-    env = gym()
     with pytest.raises(ValueError, match="replies"):
-        env.open("train", [0]).score([Conversation(row=0, start=0, completions=((9,), (9,)), replies=((9,),))])
+        gym().open("train", [0]).score([Conversation(row=0, start=0, completions=((9,), (9,)), replies=((9,),))])

@@ -16,6 +16,8 @@ from tests.envs.test_multi_turn_gym import CLOSED
 
 QA = [{"question": f"{n}?", "answer": str(n)} for n in range(12)]
 STEERING = "\x1b[2J\x1b]0;title\x07\x9b31m\r\x08\x00\u202eabc\ud800"
+ESCAPED = "\\x1b[2J\\x1b]0;title\\x07\\x9b31m\n\\x08\\x00\\u202eabc\\ud800"
+ONE = single_turn_conversations([0], [[3]])
 
 
 def escaped(text):
@@ -39,23 +41,14 @@ async def printing_later(completion, answer, question):
     return printing(completion, answer, question)
 
 
-def printing_all(completions, **_):
-    return [printing("", "", "") for _ in completions]
-
-
-@pytest.mark.parametrize("function", [printing, printing_later, printing_all])
-def test_prints_are_escaped_and_streams_restored(tokenizer, plain_tokenizer, function, capsys):
+@pytest.mark.parametrize("function", [printing, printing_later])
+def test_prints_are_escaped_and_streams_restored(tokenizer, function, capsys):
     before = sys.stdout, sys.stderr
-    if function is printing_all:
-        env = HuggingFaceGym([{"prompt": f"{n}"} for n in range(9)], None, plain_tokenizer, reward_funcs=function)
-    else:
-        env = HuggingFaceGym(QA, None, tokenizer, reward_fn=function)
-    env.open("train", [0]).score(single_turn_conversations([0], [[3]]))
+    HuggingFaceGym(QA, None, tokenizer, reward_fn=function).open("train", [0]).score(ONE)
     assert (sys.stdout, sys.stderr) == before
     captured = capsys.readouterr()
-    for name, text in (("out", captured.out), ("err", captured.err)):
-        assert text.startswith(f"{name} \\x1b[2J\\x1b]0;title\\x07\\x9b31m\n\\x08\\x00\\u202eabc\\ud800\n"), text
-        assert text.replace("\n", "").isprintable()
+    assert captured.out == f"out {ESCAPED}\n"
+    assert captured.err == f"err {ESCAPED}\n"
 
 
 def test_prints_do_not_break_a_live_display(tokenizer):
@@ -63,8 +56,7 @@ def test_prints_do_not_break_a_live_display(tokenizer):
     console = Console(file=stream, force_terminal=True, width=80)
     env = HuggingFaceGym(QA, None, tokenizer, reward_fn=printing)
     with Live("BAR", console=console, auto_refresh=False):
-        opened = env.open("train", [0])
-        opened.score(single_turn_conversations([0], [[3]]))
+        env.open("train", [0]).score(ONE)
     text = stream.getvalue()
     assert text.count("out \\x1b[2J") == 1
     assert "\x1b[2J" not in text
@@ -73,16 +65,10 @@ def test_prints_do_not_break_a_live_display(tokenizer):
 
 
 def test_prints_of_reply_are_escaped(capsys):
-    def reply(row, messages):
-        print(STEERING)
-        return
-
     rows = [{"prompt": [{"role": "user", "content": f"{n}?"}]} for n in range(9)]
-    env = MultiTurnGym(rows, tokenizer=build(CLOSED), reply=reply, max_turns=2, reward_funcs=printing_all)
-    env.open("train", [0]).respond(single_turn_conversations([0], [[3]]))
-    text = capsys.readouterr().out
-    assert "\\x1b[2J" in text
-    assert text.replace("\n", "").isprintable()
+    options = {"reply": lambda row, messages: print(STEERING), "reward_funcs": lambda completions, **_: [1.0]}
+    MultiTurnGym(rows, tokenizer=build(CLOSED), max_turns=2, **options).open("train", [0]).respond(ONE)
+    assert capsys.readouterr().out == f"{ESCAPED}\n"
 
 
 @pytest.mark.parametrize("ending", ["", "\n"])

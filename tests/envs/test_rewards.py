@@ -1,4 +1,4 @@
-"""Reward functions: calls, checks and weighted sums."""
+"""Reward functions: arguments, calls, checks, weighted sums, and the preflight."""
 
 import functools
 import json
@@ -9,20 +9,27 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from transformers import TrainerState
 
+from evogrpo import HuggingFaceGym
+from evogrpo.data import single_turn_conversations
 from evogrpo.envs.text.prompt_batch import compute_rewards
 from evogrpo.envs.text.reward_functions import RewardError, RewardInputs, StepRewards, make_rewards
 from evogrpo.envs.text.verifier_worker import encoded
 
 TEXT_ROWS = [{"prompt": "p", "level": 1}, {"prompt": "q", "level": 2}]
+QA = [{"question": f"{n}?", "answer": str(n)} for n in range(12)]
+PROMPTS = [{"prompt": f"{n}?", "level": n} for n in range(12)]
 
 
-def answers(texts=("one", "two"), rows=TEXT_ROWS):
-    return RewardInputs(rows=rows, texts=texts, token_ids=[[ord(c) for c in text] for text in texts])
+def trl(function, *more, weights=None, on_error="raise", texts=("one", "two"), rows=TEXT_ROWS):
+    inputs = RewardInputs(rows=rows, texts=texts, token_ids=[[ord(c) for c in text] for text in texts])
+    return compute_rewards(make_rewards(None, [function, *more], weights), inputs, on_error)
 
 
-def trl(function, *more, weights=None, on_error="raise", **given):
-    return compute_rewards(make_rewards(None, [function, *more], weights), answers(**given), on_error)
+def agilerl(function, on_error="raise"):
+    inputs = RewardInputs(rows=[{"question": "q", "answer": "a"}], texts=["c"], token_ids=[[1]])
+    return compute_rewards(make_rewards(function, None, None), inputs, on_error)
 
 
 def returning(value):
@@ -32,7 +39,75 @@ def returning(value):
     return reward
 
 
-def test_trl_functions_get_texts_columns_and_ids():
+def fragile(completions, **_):
+    return [1.0 / len(text) for text in completions]
+
+
+def ones(completions, **_):
+    return [1.0] * len(completions)
+
+
+# ---- arguments
+
+
+def defined(parameters, body="return 1.0", **scope):
+    """Return a function with these parameters."""
+    exec(f"def reward({parameters}):\n    {body}", scope)  # noqa: S102 (our own text)
+    return scope["reward"]
+
+
+NAMED = {"completion": "c", "answer": "a", "question": "q"}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "passed"),
+    [
+        ("question, completion, answer", NAMED),
+        ("completion, answer, question, strict=True", {**NAMED, "strict": True}),
+        ("completion, /, answer, question", NAMED),
+        ("one, two, /, question", {"one": "c", "two": "a", "question": "q"}),
+        ("one, two, three", {"one": "c", "two": "a", "three": "q"}),
+        ("answer, completion", {"completion": "c", "answer": "a"}),
+        ("completion, **more", {"completion": "c", "more": {"answer": "a", "question": "q"}}),
+        ("*given", {"given": ("c", "a", "q")}),
+        ("**given", {"given": NAMED}),
+    ],
+)
+def test_parameters_are_passed_by_name_or_position(parameters, passed):
+    seen = {}
+    agilerl(defined(parameters, "seen.update(locals())\n    return 1.0", seen=seen))
+    assert seen == passed
+
+
+@pytest.mark.parametrize(
+    ("form", "parameters", "message"),
+    [
+        ("agilerl", "", r"got \(\)"),
+        ("agilerl", "completion, answer, question, level", r"\(completion, answer, question, level\)"),
+        ("agilerl", "question, /, completion, answer", "question, /, completion, answer"),
+        ("agilerl", "answer, text, question", "answer, text, question"),
+        ("agilerl", "prompts, completions, **columns", "reward_funcs"),
+        ("trl", "completions, solution", r"solution.*train_dataset .*\['level'\]"),
+        ("trl", "completion", "reward_fn"),
+        ("trl", "", "completions"),
+        ("trl", "completions, /, level", "by name"),
+    ],
+)
+def test_functions_with_wrong_parameters_are_refused(plain_tokenizer, form, parameters, message):
+    rows, name = (QA, "reward_fn") if form == "agilerl" else (PROMPTS, "reward_funcs")
+    with pytest.raises(ValueError, match=f"'reward'.*{message}"):
+        HuggingFaceGym(rows, None, plain_tokenizer, **{name: defined(parameters)})
+
+
+def test_partial_functions_and_lambdas_are_supported():
+    def graded(scale, completion, question):
+        return scale * len(completion + question)
+
+    assert agilerl(functools.partial(graded, 2.0)).rewards.tolist() == [4.0]
+    assert agilerl(lambda c, a, q: len(c)).rewards.tolist() == [1.0]
+
+
+def test_trl_functions_get_texts_or_messages_with_columns_and_ids():
     seen = []
 
     def reward(prompts, completions, completion_ids, **columns):
@@ -40,52 +115,54 @@ def test_trl_functions_get_texts_columns_and_ids():
         return [0.5, 1]
 
     earned = trl(reward)
-    texts, ids = ["one", "two"], [[111, 110, 101], [116, 119, 111]]
-    assert seen == [(["p", "q"], texts, ids, {"level": [1, 2]})]
     assert earned.rewards.tolist() == earned.components["reward"].tolist() == [0.5, 1.0]
     assert earned.rewards.dtype == np.float64
     assert earned.steps == {}
-
-
-def test_trl_functions_get_messages_for_message_prompts():
     prompts = [[{"role": "user", "content": text}] for text in "pq"]
-    rows = [{"prompt": prompt, "completion": "x", "completion_ids": [0]} for prompt in prompts]
+    trl(reward, rows=[{"prompt": prompt, "completion": "x", "completion_ids": [0]} for prompt in prompts])
+    ids = [[111, 110, 101], [116, 119, 111]]
+    messages = [[{"role": "assistant", "content": text}] for text in ("one", "two")]
+    assert seen == [(["p", "q"], ["one", "two"], ids, {"level": [1, 2]}), (prompts, messages, ids, {})]
 
-    def reward(**given):
-        assert given == {
-            "prompts": prompts,
-            "completions": [[{"role": "assistant", "content": text}] for text in ("one", "two")],
-            "completion_ids": [[111, 110, 101], [116, 119, 111]],
-        }
-        return [1.0, 0.0]
 
-    assert trl(reward, rows=rows).rewards.tolist() == [1.0, 0.0]
+def test_trainer_arguments_are_passed_by_name(plain_tokenizer):
+    seen = []
+
+    def wants(completions, level, trainer_state, log_extra, log_metric):
+        seen.append((type(trainer_state), trainer_state.global_step, trainer_state.max_steps))
+        log_extra("length", [len(text) for text in completions])
+        log_metric("longest", max(map(len, completions)))
+        log_metric("longest", 0)
+        return [float(n) for n in level]
+
+    def takes_all(**given):
+        seen.append(set(given))
+        return [0.0 for _ in given["completions"]]
+
+    env = HuggingFaceGym(PROMPTS, None, plain_tokenizer, reward_funcs=[wants, takes_all, lambda completions: [0.0] * 3])
+    env.set_progress(7, 20)
+    ids = plain_tokenizer(["ab", "c", "def"])["input_ids"]
+    scores = env.open("train", [0, 1]).score(single_turn_conversations([0, 1, 1], ids))
+    offered = {"trainer_state", "log_extra", "log_metric"}
+    assert seen == [(TrainerState, 7, 20), {"prompts", "completions", "completion_ids", "level", *offered}]
+    assert scores.columns == {"length": (2, 1, 3)}
+    assert scores.metrics == {"longest": 1.5}
+
+
+# ---- sums and values
 
 
 def test_weights_multiply_and_none_is_skipped():
     earned = trl(returning([1.0, None]), returning([2.0, 5.0]), weights=[10, -0.5])
-    components = earned.components
     assert earned.rewards.tolist() == [9.0, -2.5]
-    assert list(components) == ["reward", "reward_2"]
-    assert components["reward"][0] == 1.0
-    assert math.isnan(components["reward"][1])
-
-
-def test_rewards_are_nan_only_if_no_function_applies():
-    earned = trl(returning([None, None]), returning([None, 0.0]))
-    assert np.isnan(earned.rewards).tolist() == [True, False]
+    assert list(earned.components) == ["reward", "reward_2"]
+    np.testing.assert_array_equal(earned.components["reward"], [1.0, np.nan])
+    # The sum is NaN only if no function applies.
+    np.testing.assert_array_equal(trl(returning([None, None]), returning([None, 0.0])).rewards, [np.nan, 0.0])
 
 
 @pytest.mark.parametrize(
-    "value",
-    [
-        [True, 0],
-        (1, 0.0),
-        np.array([1, 0]),
-        torch.tensor([1.0, 0.0]),
-        [torch.tensor(1), np.float32(0)],
-        [np.True_, np.int8(0)],
-    ],
+    "value", [[True, 0], (1, 0.0), np.array([1, 0]), [torch.tensor(1), np.float32(0)], [np.True_, 0]]
 )
 def test_all_number_types_are_accepted(value):
     assert trl(returning(value)).rewards.tolist() == [1.0, 0.0]
@@ -107,8 +184,7 @@ def test_sums_beyond_float32_are_refused():
         trl(lambda **_: [StepRewards([1e308, 1e308], [0, 1]), 1.0])
 
 
-def fragile(completions, **_):
-    return [1.0 / len(text) for text in completions]
+# ---- failures
 
 
 def test_exceptions_name_the_function_and_are_chained():
@@ -131,34 +207,51 @@ def test_messages_show_completions_escaped_and_short():
     assert len(message) < 1000
 
 
-def test_failures_only_with_several_completions_are_raised():
+@pytest.mark.parametrize("on_error", ["raise", "exclude"])
+def test_failures_only_with_several_completions_are_raised(on_error):
     def reward(completions, **_):
         if len(completions) > 1:
             raise RuntimeError("too many")
         return [1.0]
 
-    for on_error in ("raise", "exclude"):
-        with pytest.raises(RewardError, match=r"too many.* 2 completions"):
-            trl(reward, on_error=on_error)
+    with pytest.raises(RewardError, match=r"too many.* 2 completions"):
+        trl(reward, on_error=on_error)
 
 
 def test_exclude_affects_only_failing_completions():
     with pytest.warns(UserWarning, match=r"1 of 2 completions excluded; the first: .*ZeroDivisionError"):
-        earned = trl(fragile, returning_like_one, texts=("", "ab"), on_error="exclude")
-    assert np.isnan(earned.rewards).tolist() == [True, False]
-    assert earned.rewards[1] == 1.5
-    assert earned.components["returning_like_one"].tolist() == [1.0, 1.0]
-
-
-def returning_like_one(completions, **_):
-    return [1.0] * len(completions)
-
-
-def test_exclude_covers_invalid_values_but_not_wrong_lengths():
+        earned = trl(fragile, ones, texts=("", "ab"), on_error="exclude")
+    np.testing.assert_array_equal(earned.rewards, [np.nan, 1.5])
+    assert earned.components["ones"].tolist() == [1.0, 1.0]
     with pytest.warns(UserWarning, match="1 of 2 completions excluded"):
         assert np.isnan(trl(returning([math.nan, 1.0]), on_error="exclude").rewards).tolist() == [True, False]
-    with pytest.raises(RewardError, match="2 rewards"):
+    with pytest.raises(RewardError, match="2 rewards"):  # a wrong length concerns all completions
         trl(returning([1.0]), on_error="exclude")
+
+
+ODD = [
+    (lambda: 10**400, "finite numbers of at most 1e+38, got 1000"),
+    (lambda: Fraction(10**400, 3), "finite numbers"),
+    *((error, f"raised {error.__name__}") for error in (GeneratorExit, BaseException, StopIteration)),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), ODD)
+def test_all_results_and_exceptions_are_handled(make, message):
+    def odd(completion, answer, question):
+        value = make()
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+    with pytest.raises(RewardError, match=re.escape(message)):
+        agilerl(odd)
+    with pytest.warns(UserWarning, match="1 of 1 completions excluded"):
+        assert np.isnan(agilerl(odd, "exclude").rewards).all()
+    json.loads(encoded(make()))  # results of worker processes are serialisable
+
+
+# ---- functions
 
 
 def test_names_are_unique():
@@ -166,13 +259,12 @@ def test_names_are_unique():
         def __call__(self, completions, **_):
             return [0.0] * len(completions)
 
-    def reward_2(**_):
-        return [0.0, 0.0]
-
-    same = functools.partial(returning_like_one)
-    made = make_rewards(None, [Judge(), same, reward_2, returning([0, 0]), returning([0, 0]), returning([0, 0])], None)
-    assert [reward.name for reward in made][:4] == ["Judge", "returning_like_one", "reward_2", "reward"]
-    assert len({reward.name for reward in made}) == 6
+    second = returning(0)
+    second.__name__ = "reward_2"
+    functions = [Judge(), functools.partial(ones), second, *(returning([0, 0]) for _ in range(3))]
+    names = [reward.name for reward in make_rewards(None, functions, None)]
+    assert names[:4] == ["Judge", "ones", "reward_2", "reward"]
+    assert len(set(names)) == 6
 
 
 @pytest.mark.parametrize(
@@ -193,36 +285,49 @@ def test_invalid_functions_are_refused(arguments, message):
         make_rewards(*arguments)
 
 
-ODD = {
-    "a whole number that no float holds": (lambda: 10**400, "finite numbers of at most 1e+38, got 1000"),
-    "a fraction that no float holds": (lambda: Fraction(10**400, 3), "finite numbers"),
-    "the end of a generator": (GeneratorExit, "raised GeneratorExit"),
-    "an exception of its own kind": (BaseException, "raised BaseException"),
-    "the end of an iterator": (StopIteration, "raised StopIteration"),
-}
+# ---- preflight
 
 
-@pytest.mark.parametrize("case", ODD)
-@pytest.mark.parametrize("plain_function", [True, False])
-def test_all_results_and_exceptions_are_handled(case, plain_function):
-    make, message = ODD[case]
+def preflight(tokenizer, function, **options):
+    return HuggingFaceGym(QA, None, tokenizer, reward_fn=function, **options).preflight()
 
-    def odd(completion, answer, question):
-        value = make()
-        if isinstance(value, BaseException):
-            raise value
-        return value
 
-    async def waiting(completion, answer, question):
-        return odd(completion, answer, question)
+def test_preflight_uses_two_sample_completions(tokenizer):
+    seen = []
 
-    if case in ("the end of an iterator", "the end of a generator") and not plain_function:
-        message = "raised"  # Python replaces the error
-    function = odd if plain_function else waiting
-    rewards, given = make_rewards(function, None, None), answers(("x",), [{"question": "q", "answer": "a"}])
-    with pytest.raises(RewardError, match=re.escape(message)):
-        compute_rewards(rewards, given, "raise")
-    with pytest.warns(UserWarning, match="1 of 1 completions excluded"):
-        earned = compute_rewards(rewards, given, "exclude")
-    assert np.isnan(earned.rewards).all()
-    json.loads(encoded(make()))  # results are serialisable
+    def reward(completion, answer, question):
+        seen.append((completion, question == f"{answer}?"))
+        return 0.5
+
+    trial = preflight(tokenizer, reward)
+    first, second = seen
+    assert first == ("This is a made-up completion: 42.", True)
+    assert second[0] != first[0]
+    assert trial.rewards == {"reward": 0.5}
+    assert trial.tokens == tuple(tokenizer(trial.prompt, add_special_tokens=False)["input_ids"])
+
+
+@pytest.mark.parametrize("on_error", ["raise", "exclude"])
+@pytest.mark.parametrize("value", ["1.0", [1.0], math.inf, {}])
+def test_preflight_refuses_invalid_rewards(tokenizer, value, on_error):
+    with pytest.raises(RewardError, match="'<lambda>' must return"):
+        preflight(tokenizer, lambda completion, answer, question: value, on_reward_error=on_error)
+
+
+def test_preflight_raises_failures_unless_excluded(tokenizer):
+    def reward(completion, answer, question):
+        return 1 / 0
+
+    with pytest.raises(RewardError, match="'reward' raised ZeroDivisionError"):
+        preflight(tokenizer, reward)
+    assert preflight(tokenizer, reward, on_reward_error="exclude").rewards == {"reward": None}
+
+
+@pytest.mark.parametrize(("name", "value"), [("slot", 1.0), ("mine", math.nan), ("mine", "high")])
+def test_preflight_refuses_invalid_metrics_and_lists_of_another_length(plain_tokenizer, name, value):
+    for reward, message in (
+        (lambda completions, log_metric: [log_metric(name, value) for _ in completions], "log_metric"),
+        (returning([0.5]), "2 rewards"),
+    ):
+        with pytest.raises(RewardError, match=message):
+            HuggingFaceGym(PROMPTS, None, plain_tokenizer, reward_funcs=reward).preflight()

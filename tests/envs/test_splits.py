@@ -24,7 +24,7 @@ NONE = {"validation": None, "test": None}
 
 
 def rows(*questions):
-    return [{"question": question} for question in questions]
+    return [{"question": str(question)} for question in questions]
 
 
 def read(table):
@@ -37,8 +37,12 @@ def read(table):
 
 
 def split(tables, max_prompt_length=None, sizes=NONE, seed=0):
+    """Return the questions of each split, and the counts of rows that are left out."""
     whole = {name: read(table) for name, table in tables.items()}
-    return make_splits(whole, max_prompt_length=max_prompt_length, sizes=sizes, seed=seed)
+    parts, filtered = make_splits(whole, max_prompt_length=max_prompt_length, sizes=sizes, seed=seed)
+    for part in parts.values():
+        assert ["".join(map(chr, ids)) for ids in part.prompts] == questions(part)
+    return {name: questions(part) for name, part in parts.items()}, filtered
 
 
 def questions(part):
@@ -55,11 +59,9 @@ def test_splits_are_disjoint_and_every_row_is_counted(train, held_out, given_spl
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         parts, filtered = split(tables, max_prompt_length=20)
-    used = [question for part in parts.values() for question in questions(part)]
+    used = [question for part in parts.values() for question in part]
     assert len(used) == len(set(used))
-    for name, part in parts.items():
-        assert ["".join(map(chr, ids)) for ids in part.prompts] == questions(part)
-        assert len(part.rows) >= 1, name
+    assert all(parts.values())
     left_out = sum(c.too_long + c.duplicates + c.held_out + c.reserve for c in filtered.values())
     assert len(used) + left_out == sum(len(table) for table in tables.values())
 
@@ -73,11 +75,7 @@ def test_left_out_rows_are_counted_by_reason():
     with pytest.warns(UserWarning, match=r"train: 1 too long, 1 duplicates, 2 held out") as caught:
         parts, filtered = split(tables, max_prompt_length=3)
     assert len(caught) == 1
-    assert {name: questions(part) for name, part in parts.items()} == {
-        "train": ["a", "b"],
-        "validation": ["v"],
-        "test": ["t"],
-    }
+    assert parts == {"train": ["a", "b"], "validation": ["v"], "test": ["t"]}
     assert filtered == {
         "train": Filtered(too_long=1, duplicates=1, held_out=2),
         "validation": Filtered(duplicates=1, held_out=1),
@@ -85,11 +83,15 @@ def test_left_out_rows_are_counted_by_reason():
     }
 
 
-def test_the_draw_depends_only_on_the_seed():
-    tables = {"train": rows(*map(str, range(50)))}
-    drawn = [questions(split(tables, seed=seed, sizes={"validation": 5, "test": 7})[0]["test"]) for seed in (0, 0, 1)]
+def test_the_draw_depends_only_on_questions_and_seed():
+    tables = {"train": rows(*range(50))}
+    drawn = [split(tables, seed=seed, sizes={"validation": 5, "test": 7})[0]["test"] for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert len(drawn[0]) == 7
+    whole = read(tables["train"])
+    longer = replace(whole, prompts=[array("i", [7, *ids]) for ids in whole.prompts])  # another template
+    parts, _ = make_splits({"train": longer}, max_prompt_length=None, sizes=NONE, seed=0)
+    assert {name: questions(part) for name, part in parts.items()} == split(tables)[0]
 
 
 @given(
@@ -99,15 +101,15 @@ def test_the_draw_depends_only_on_the_seed():
     st.randoms(use_true_random=False),
 )
 def test_added_rows_move_no_question_between_splits(first, added, sizes, order):
-    texts = list(map(str, first | added))
+    texts = list(first | added)
     order.shuffle(texts)
-    before, _ = split({"train": rows(*map(str, first))}, sizes=sizes)
+    before, _ = split({"train": rows(*first)}, sizes=sizes)
     after, _ = split({"train": rows(*texts)}, sizes=sizes)
-    home = {question: name for name in SPLITS for question in questions(after[name])}
-    assert {home.get(question, "train") for question in questions(before["train"])} == {"train"}
+    home = {question: name for name in SPLITS for question in after[name]}
+    assert {home.get(question, "train") for question in before["train"]} == {"train"}
     for name in ("validation", "test"):
         # If no question is in the interval, the nearest one is held out.
-        held = [question for question in questions(before[name]) if depth(name, question) < HELD_OUT_FRACTION]
+        held = [question for question in before[name] if depth(name, question) < HELD_OUT_FRACTION]
         assert {home.get(question, name) for question in held if sizes[name] is None} <= {name}
 
 
@@ -119,49 +121,34 @@ def depth(name, question):
 @pytest.mark.parametrize("more", [50, 1000])
 def test_reserved_questions_are_not_trained_on(more):
     sizes = {"validation": 20, "test": 20}
-    before, filtered = split({"train": rows(*map(str, range(1000)))}, sizes=sizes)
-    after, _ = split({"train": rows(*map(str, range(1000 + more)))}, sizes=sizes)
+    before, filtered = split({"train": rows(*range(1000))}, sizes=sizes)
+    after, _ = split({"train": rows(*range(1000 + more))}, sizes=sizes)
     assert filtered["train"].reserve == 2 * (RESERVE_FACTOR - 1) * 20
-    assert len(before["train"].rows) == 1000 - 2 * RESERVE_FACTOR * 20
-    trained = set(questions(after["train"]))
+    assert len(before["train"]) == 1000 - 2 * RESERVE_FACTOR * 20
     for name, other in (("validation", "test"), ("test", "validation")):
-        assert trained.isdisjoint(questions(before[name]))
-        assert set(questions(after[other])).isdisjoint(questions(before[name]))
-        assert set(questions(before["train"])).isdisjoint(questions(after[name]))
-        assert set(questions(before[name])) & set(questions(after[name]))
-
-
-def test_the_template_does_not_change_the_split():
-    whole = read(rows(*map(str, range(50))))
-    longer = replace(whole, prompts=[array("i", [7, *ids]) for ids in whole.prompts])
-    parts, _ = make_splits({"train": longer}, max_prompt_length=None, sizes=NONE, seed=0)
-    tables = {"train": whole.table}
-    assert {n: questions(p) for n, p in parts.items()} == {n: questions(p) for n, p in split(tables)[0].items()}
+        assert set(before[name]).isdisjoint([*after["train"], *after[other]])
+        assert set(before["train"]).isdisjoint(after[name])
+        assert set(before[name]) & set(after[name])
 
 
 def test_default_sizes_are_bounded():
-    parts, _ = split({"train": rows(*map(str, range(3000)))})
-    assert (len(parts["validation"].rows), len(parts["test"].rows)) == (64, 256)
+    parts, _ = split({"train": rows(*range(3000))})
+    assert (len(parts["validation"]), len(parts["test"])) == (64, 256)
+    assert [len(part) for part in split({"train": rows("a", "b", "c")})[0].values()] == [1, 1, 1]
 
 
-@pytest.mark.parametrize(("size", "rest"), [(0, 10), (10, 10), (11, 10), (-1, 10)])
-def test_invalid_sizes_are_refused(size, rest):
-    tables = {"train": rows(*map(str, range(10))), "test": rows("x")}
-    with pytest.raises(ValueError, match=rf"validation_size .* {rest} .*got {size}"):
+@pytest.mark.parametrize(
+    ("tables", "size", "message"),
+    [
+        *(({"train": rows(*range(10)), "test": rows("x")}, n, rf"size .* 10 .*got {n}") for n in (0, 10, 11, -1)),
+        ({"train": rows("a", "b"), "test": rows("b", "a")}, None, r"train_dataset was left out.* 2 held out"),
+        ({"train": rows("a")}, None, "test_dataset"),
+        ({"train": rows("a", "b", "a")}, None, "validation_dataset"),
+    ],
+)
+def test_invalid_sizes_and_empty_splits_are_refused(tables, size, message):
+    with pytest.raises(ValueError, match=message):
         split(tables, sizes={"validation": size, "test": None})
-
-
-def test_empty_splits_are_refused():
-    with pytest.raises(ValueError, match=r"train_dataset was left out.* 2 held out"):
-        split({"train": rows("a", "b"), "test": rows("b", "a")})
-
-
-def test_too_few_questions_are_refused():
-    with pytest.raises(ValueError, match="test_dataset"):
-        split({"train": rows("a")})
-    with pytest.raises(ValueError, match="validation_dataset"):
-        split({"train": rows("a", "b", "a")})
-    assert [len(part.rows) for part in split({"train": rows("a", "b", "c")})[0].values()] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tokenizers import ByteLevelBPETokenizer
+from tokenizers import ByteLevelBPETokenizer, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -12,14 +12,15 @@ from evogrpo.data import single_turn_conversations
 from evogrpo.envs.text.prompt_batch import character_ends, token_positions
 from evogrpo.envs.text.reward_functions import RewardError
 
-ROWS = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(6) for b in range(5)]
-TEST = [{"prompt": "9*9", "answer": "81"}]
+ROWS = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(3) for b in range(4)]
+NAN = np.nan
 
 
-def scored(tokenizer, *functions, texts, weights=None, **options):
-    env = HuggingFaceGym(ROWS, TEST, tokenizer, reward_funcs=list(functions), reward_weights=weights, **options)
+def scored(tokenizer, *functions, texts, weights=None):
+    env = HuggingFaceGym(ROWS, [{"prompt": "9*9", "answer": "81"}], tokenizer, reward_funcs=functions,
+                         reward_weights=weights)  # fmt: skip
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    return ids, env.open("test", [0]).score(single_turn_conversations([0] * len(ids), ids))
+    return env.open("test", [0]).score(single_turn_conversations([0] * len(ids), ids))
 
 
 def returning(*values):
@@ -60,78 +61,21 @@ def test_positions_count_from_the_start_of_the_completion(plain_tokenizer):
     """There is one token per character, and an EOS without text."""
     by_token = StepRewards([1.0, 2.0], [0, 4])
     by_character = StepRewards([1.0, 2.0, 4.0], [1, 3, 1], "character")
-    ids, scores = scored(plain_tokenizer, returning(by_token, by_character), texts=["abcd<eos>", "abcd<eos>"])
-    assert [len(row) for row in ids] == [5, 5]
-    np.testing.assert_array_equal(scores.step_rewards, [[1, np.nan, np.nan, np.nan, 2], [np.nan, 5, np.nan, 2, np.nan]])
-    assert scores.rewards.tolist() == [3.0, 7.0]
-    assert scores.components["steps"].tolist() == [3.0, 7.0]
-
-
-def byte_level():
-    """Return a byte tokenizer with a few merges, in which other characters than ASCII have several tokens."""
-    raw = ByteLevelBPETokenizer()
-    raw.train_from_iterator(["the sum is seven the sum is four"] * 8, vocab_size=280, min_frequency=2)
-    return PreTrainedTokenizerFast(tokenizer_object=RawTokenizer.from_str(raw.to_str()), eos_token="<|e|>")
-
-
-def word_pieces():
-    """Return a tokenizer with a space before each word, except at the start of the text."""
-    from tokenizers import decoders, models, pre_tokenizers
-
-    raw = RawTokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "▁three": 2, "<unk>": 3}, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.Metaspace()
-    raw.decoder = decoders.Metaspace()
-    return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>")
-
-
-@pytest.mark.parametrize("text", ["the sum is seven", "the séven 😀 is four 😀", "\n\n", "x" * 40, "日本語"])
-def test_characters_belong_to_the_token_that_completes_them(text):
-    """Slow oracle: the shortest token prefix with the complete character."""
-    tokenizer = byte_level()
-    ids = tokenizer(text)["input_ids"]
-    rewards = StepRewards([1.0] * len(text), range(len(text)), "character")
-    places = token_positions(rewards, ids, text, tokenizer.decode)
-    for position, place in enumerate(places):
-        covered = [
-            count
-            for count in range(1, len(ids) + 1)
-            if tokenizer.decode(ids[:count])[: position + 1] == text[: position + 1]
-        ]
-        assert place == covered[0] - 1
-
-
-def test_spaces_between_words_belong_to_the_next_token():
-    tokenizer = word_pieces()
-    text = "one two three"
-    ids = tokenizer(text)["input_ids"]
-    assert tokenizer.decode(ids) == text
-    assert character_ends(ids, text, tokenizer.decode) == [3, 7, 13]
-    rewards = StepRewards([1.0] * 4, [0, 3, 6, 12], "character")
-    assert token_positions(rewards, ids, text, tokenizer.decode) == [0, 1, 1, 2]
-
-
-def test_special_tokens_have_no_characters(plain_tokenizer):
-    ids = plain_tokenizer("ab<eos>", add_special_tokens=False)["input_ids"]
-
-    def decode(ids):
-        return plain_tokenizer.decode(ids, skip_special_tokens=True)
-
-    assert token_positions(StepRewards([1.0], [1], "character"), ids, "ab", decode) == [1]
+    none = StepRewards([], [])
+    scores = scored(plain_tokenizer, returning(by_token, by_character, none), texts=["abcd<eos>"] * 3)
+    np.testing.assert_array_equal(
+        scores.step_rewards, [[1, NAN, NAN, NAN, 2], [NAN, 5, NAN, 2, NAN], [NAN, NAN, NAN, NAN, NAN]]
+    )
+    assert scores.rewards.tolist() == scores.components["steps"].tolist() == [3.0, 7.0, 0.0]
 
 
 def test_weights_apply_to_steps_and_scalars_go_to_the_last_token(plain_tokenizer):
     steps = returning(StepRewards([1.0], [0]), None, StepRewards([2.0], [2]))
     whole = returning(10.0, 20.0, None)
-    _, scores = scored(plain_tokenizer, steps, whole, texts=["abc", "ab", "abc"], weights=[2.0, 0.5])
-    np.testing.assert_array_equal(scores.step_rewards, [[2, np.nan, 5], [np.nan, 10, np.nan], [np.nan, np.nan, 4]])
+    scores = scored(plain_tokenizer, steps, whole, texts=["abc", "ab", "abc"], weights=[2.0, 0.5])
+    np.testing.assert_array_equal(scores.step_rewards, [[2, NAN, 5], [NAN, 10, NAN], [NAN, NAN, 4]])
     np.testing.assert_array_equal(np.nansum(scores.step_rewards, axis=1), scores.rewards)
     assert scores.weights == (2.0, 0.5)
-
-
-def test_no_steps_give_a_reward_of_zero(plain_tokenizer):
-    _, scores = scored(plain_tokenizer, returning(StepRewards([], []), StepRewards([1.0], [0])), texts=["ab", "ab"])
-    assert scores.rewards.tolist() == [0.0, 1.0]
-    assert np.isnan(scores.step_rewards[0]).all()
 
 
 @pytest.mark.parametrize(
@@ -144,3 +88,36 @@ def test_no_steps_give_a_reward_of_zero(plain_tokenizer):
 def test_positions_beyond_the_completion_are_refused(plain_tokenizer, rewards, message):
     with pytest.raises(RewardError, match=f"'steps' .*position {message}"):
         scored(plain_tokenizer, returning(rewards), texts=["ab<eos>"])
+
+
+@pytest.fixture(scope="module")
+def byte_level():
+    """A byte tokenizer with a few merges, in which other characters than ASCII have several tokens."""
+    raw = ByteLevelBPETokenizer()
+    raw.train_from_iterator(["the sum is seven the sum is four"] * 8, vocab_size=280, min_frequency=2)
+    return PreTrainedTokenizerFast(tokenizer_object=RawTokenizer.from_str(raw.to_str()), eos_token="<|e|>")
+
+
+@pytest.mark.parametrize("text", ["the sum is seven", "the séven 😀 is four 😀", "\n\n", "x" * 40, "日本語"])
+def test_characters_belong_to_the_token_that_completes_them(byte_level, text):
+    """Slow oracle: the shortest token prefix with the complete character."""
+    decode = byte_level.decode
+    ids = byte_level(text)["input_ids"]
+    rewards = StepRewards([1.0] * len(text), range(len(text)), "character")
+    for position, place in enumerate(token_positions(rewards, ids, text, decode)):
+        prefixes = (
+            count for count in range(1, len(ids) + 1) if decode(ids[:count])[: position + 1] == text[: position + 1]
+        )
+        assert place == next(prefixes) - 1
+
+
+def test_spaces_between_words_belong_to_the_next_token():
+    raw = RawTokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "▁three": 2, "<unk>": 3}, unk_token="<unk>"))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>")
+    text = "one two three"  # a space before each word, except at the start of the text
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    assert character_ends(ids, text, tokenizer.decode) == [3, 7, 13]
+    rewards = StepRewards([1.0] * 4, [0, 3, 6, 12], "character")
+    assert token_positions(rewards, ids, text, tokenizer.decode) == [0, 1, 1, 2]

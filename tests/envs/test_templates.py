@@ -5,6 +5,7 @@ import pytest
 from evogrpo.envs.text.templates import check_template, fill_template, render, tokenize
 
 ASK = [{"role": "system", "content": "Think."}, {"role": "user", "content": "{question}"}]
+HI = [{"role": "user", "content": "hi"}]
 
 
 @pytest.mark.parametrize(
@@ -12,59 +13,49 @@ ASK = [{"role": "system", "content": "Think."}, {"role": "user", "content": "{qu
     ["{answer}", "{0}", "{question.__class__}", "{{x}}", "{", "}", r"\1 \g<0>", '{"a": [1, {}]}', "%s {a!r}"],
 )
 def test_braces_in_questions_are_unchanged(question):
-    template = check_template([{"role": "user", "content": "Q: {question} ({answer})"}])
-    assert fill_template(template, question, "SECRET") == [{"role": "user", "content": f"Q: {question} (SECRET)"}]
+    template = check_template([{"role": "user", "content": r"Q: {question} ({answer}) \boxed{{answer}} {{}} {}"}])
+    (filled,) = fill_template(template, question, "SECRET")
+    assert filled == {"role": "user", "content": rf"Q: {question} (SECRET) \boxed{{answer}} {{}} {{}}"}
+    assert fill_template(template, 24, [1, 2])[0]["content"].startswith("Q: 24 ([1, 2])")
 
 
-def test_doubled_braces_are_literal():
-    template = check_template([{"role": "user", "content": r"\boxed{{answer}} {{}} {} {question} {answer}"}])
-    assert fill_template(template, 24, [1, 2])[0]["content"] == r"\boxed{answer} {} {} 24 [1, 2]"
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (r"{question} {context}", "conversation_template 'context'"),
+        *((content, r"conversation_template .*\{question\}") for content in ("no field", "{{question}}", "{answer}")),
+        (3, "conversation_template"),
+    ],
+)
+def test_templates_without_question_or_with_unknown_fields_are_refused(template, message):
+    with pytest.raises(ValueError, match=message):
+        check_template([{"role": "user", "content": template}])
 
 
-def test_unknown_fields_are_refused():
-    with pytest.raises(ValueError, match="conversation_template 'context'"):
-        check_template([{"role": "user", "content": "{question} {context}"}])
-
-
-@pytest.mark.parametrize("content", ["no field", "{{question}}", "{answer}"])
-def test_templates_without_question_are_refused(content):
-    with pytest.raises(ValueError, match=r"conversation_template .*\{question\}"):
-        check_template([{"role": "user", "content": content}])
-
-
-@pytest.mark.parametrize("template", [[], "text", [{"role": "user"}], ["{question}"], [{"role": "user", "content": 3}]])
+@pytest.mark.parametrize("template", [[], "text", [{"role": "user"}], ["{question}"]])
 def test_malformed_templates_are_refused(template):
     with pytest.raises(ValueError, match="conversation_template"):
         check_template(template)
 
 
-def test_render_opens_an_assistant_turn(tokenizer):
-    assert render(fill_template(ASK, "2+2?", ""), tokenizer) == "<s>Think.<eos><u>2+2?<eos><a>"
-
-
-def test_render_continues_a_final_assistant_message(tokenizer):
-    messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is"}]
-    assert render(messages, tokenizer) == "<u>2+2?<eos><a>It is"
-    messages[-1]["content"] = ""
-    assert render(messages, tokenizer) == "<u>2+2?<eos><a>"
+def test_render_opens_an_assistant_turn_or_continues_a_final_one(tokenizer):
+    messages = fill_template(ASK, "2+2?", "")
+    assert render(messages, tokenizer) == "<s>Think.<eos><u>2+2?<eos><a>"
+    for said in ("It is", ""):
+        last = {"role": "assistant", "content": said}
+        assert render([*messages, last], tokenizer) == f"<s>Think.<eos><u>2+2?<eos><a>{said}"
 
 
 def test_special_tokens_are_not_added_twice(tokenizer, encode):
-    (ids,) = tokenize([([{"role": "user", "content": "hi"}], {})], tokenizer, "x")
+    (ids,) = tokenize([(HI, {})], tokenizer, "x")
     assert ids.tolist() == encode("<u>hi<eos><a>")
     assert len(ids) == 5
 
 
-def test_mixed_text_and_messages_are_refused(tokenizer):
+def test_invalid_prompts_are_refused(tokenizer, plain_tokenizer):
     with pytest.raises(ValueError, match="of x "):
-        tokenize([("hi", {}), ([{"role": "user", "content": "hi"}], {})], tokenizer, "x")
-
-
-def test_messages_need_a_chat_template(plain_tokenizer):
-    with pytest.raises(ValueError, match="row 0 of x"):
-        tokenize([([{"role": "user", "content": "hi"}], {})], plain_tokenizer, "x")
-
-
-def test_empty_prompts_are_refused(plain_tokenizer):
+        tokenize([("hi", {}), (HI, {})], tokenizer, "x")
+    with pytest.raises(ValueError, match="row 0 of x"):  # messages need a chat template
+        tokenize([(HI, {})], plain_tokenizer, "x")
     with pytest.raises(ValueError, match="row 1 of x"):
         tokenize([("a", {}), ("", {})], plain_tokenizer, "x")
