@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
+from evogrpo import GymnasiumGroups
 from evogrpo.safe_parsing import read_yaml_file
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.configuration.sections import CONFIG_FILE
@@ -59,11 +60,8 @@ FULL = (8, 32, 64, 256)
     [
         # 100 steps of 8 x 32 episodes of 25 steps of 10 ms take 6,400 s
         (7000.0, FULL),
-        (3500.0, (8, 16, 32, 128)),
         (1700.0, (4, 16, 32, 128)),
-        (850.0, (4, 8, 32, 64)),
         (450.0, (2, 8, 32, 64)),
-        (250.0, (1, 8, 32, 64)),
         (60.0, (1, 8, 32, 64)),  # 30 of one member's
         (1.0, (1, 8, 32, 64)),
         (None, FULL),
@@ -103,8 +101,6 @@ def test_episodes_are_expected_to_become_longer(clock):
             seen, reward, *_ = super().step(action)
             return seen, reward, self.left == 0, False, {}
 
-    from evogrpo import GymnasiumGroups
-
     # 256 episodes take 3.1 s at 4 steps, and 15.4 s at the geometric mean of 4 and 100 steps.
     env = GymnasiumGroups(Short, max_episode_steps=100)
     assert sizes(prepare_in(configured(15.5 * 100), env).config) == FULL
@@ -120,11 +116,8 @@ def test_groups_shrink_if_not_one_fits(clock):
         said = prepared.facts()["sizes"]
         assert f"{group} episodes a step, in groups of {group}" in said
         assert abs(int(re.search(r"about (\d+) learning steps fit", said).group(1)) - steps) <= 1
-
-
-def test_smallest_sizes_if_nothing_can_be_measured_in_time(clock):
-    small = {"hyperparameters": {"group_size": "auto"}}
-    prepared = prepare_in(configured(6.0, **small), costly(clock, steps=100, seconds=0.0025))
+    # Nothing can be measured in time.
+    prepared = prepare_in(configured(6.0, hyperparameters=small["hyperparameters"]), costly(clock, 100, 0.0025))
     assert sizes(prepared.config)[:2] == (1, 2)
 
 
@@ -156,13 +149,10 @@ def test_images_are_limited_by_memory(monkeypatch):
         action_space = spaces.Discrete(2)
 
         def reset(self, *, seed=None, options=None):
-            super().reset(seed=seed)
-            return np.zeros((96, 96, 3), np.uint8), {}
+            return self.observation_space.low, {}
 
         def step(self, action):
-            return np.zeros((96, 96, 3), np.uint8), 0.0, False, False, {}
-
-    from evogrpo import GymnasiumGroups
+            return self.observation_space.low, 0.0, False, False, {}
 
     env = GymnasiumGroups(Images, max_episode_steps=1000)
     for there, members, samples in ((200e9, 8, 32), (40e9, 8, 16), (5e9, 1, 8), (1e6, 1, 8)):
@@ -188,24 +178,10 @@ def test_a_resumed_run_keeps_its_sizes(clock, tmp_path):
 
 
 @pytest.mark.parametrize("task", [{"name": "two_digit_sums"}, {"parallel_env": "mpe2.simple_spread_v3"}])
-def test_auto_is_refused_for_other_runs(task):
-    from evogrpo.envs.text.tasks import TASKS
-
-    task = {"name": next(iter(TASKS))} if "name" in task else task
+def test_auto_is_refused_elsewhere(task):
     with pytest.raises(ValueError, match=r"population.size .*'auto'"):
         parse_config({"task": task, "population": {"size": "auto"}, "schedule": {"generations": 2}})
-
-
-def test_auto_is_the_only_name_of_a_size():
     with pytest.raises(ValueError, match=r"schedule\.generations must be an integer, got 'auto'"):
         configured(schedule={"generations": "auto"})
     with pytest.raises(ValueError, match="auto"):
         parse_config({"task": {"env": "CartPole-v1"}, "schedule": {"generations": 2}, "auto": ["population.size"]})
-
-
-def test_sizes_with_shared_experience(clock):
-    prepared = prepare_in(configured(3500.0, experience="shared"), costly(clock))
-    size, samples = prepared.config.population.size, prepared.config.schedule.samples_per_step
-    assert size > 1
-    most = size * samples
-    assert f"{most} at most" in prepared.forecast().rows["samples"]

@@ -39,57 +39,47 @@ class TestRanges:
         assert high / low == pytest.approx(1000)
 
 
-def test_one_agent_with_a_calibrated_learning_rate_is_the_default():
-    config = parse_config({"task": QUESTIONS["task"]})
-    assert config.population.size == 1
-    assert not config.search_space
+BOTH = pytest.mark.parametrize("values", [QUESTIONS, PLAY], ids=["questions", "play"])
+
+
+def founders_of(config, size):
+    rng, samples = np.random.default_rng(0), config.schedule.samples_per_step
+    return spread_founders(config.hyperparameters, config.search_space, size, rng, samples)
+
+
+@BOTH
+def test_a_missing_learning_rate_is_calibrated(values):
+    config = parse_config(values)
+    assert config == parse_config({**values, "hyperparameters": {"lr": "auto"}})
     assert config.hyperparameters.target_kl == DEFAULT_TARGET_KL
+    targets = [founder.target_kl for founder in founders_of(config, 8)]
+    assert len(set(targets)) == 8
+    assert max(targets) / min(targets) <= 4**2  # KL grows with the square of the learning rate
 
 
-@pytest.mark.parametrize("values", [QUESTIONS, PLAY], ids=["questions", "play"])
-class TestLearningRates:
-    def test_a_missing_learning_rate_is_calibrated(self, values):
-        assert parse_config(values) == parse_config({**values, "hyperparameters": {"lr": "auto"}})
-        assert parse_config(values).hyperparameters.target_kl == DEFAULT_TARGET_KL
-
-    def test_a_number_is_used_as_it_is(self, values):
-        config = parse_config({**values, "hyperparameters": {"lr": 3e-4}})
-        assert (config.hyperparameters.lr, config.hyperparameters.target_kl) == (3e-4, None)
+@BOTH
+def test_given_and_evolving_learning_rates_are_not_calibrated(values):
+    for given, target_kl in (({"lr": 3e-4}, None), ({"lr": 3e-4, "target_kl": 0.02}, 0.02)):
+        config = parse_config({**values, "hyperparameters": given})
+        assert (config.hyperparameters.lr, config.hyperparameters.target_kl) == (3e-4, target_kl)
         assert not {"lr", "target_kl"} & set(config.search_space)
-
-    def test_a_first_guess_may_be_given(self, values):
-        config = parse_config({**values, "hyperparameters": {"lr": 3e-4, "target_kl": 0.02}})
-        assert (config.hyperparameters.lr, config.hyperparameters.target_kl) == (3e-4, 0.02)
-
-    def test_learning_rates_that_evolve_are_not_calibrated(self, values):
-        config = parse_config({**values, "search_space": {"lr": "auto"}})
-        assert config.hyperparameters.target_kl is None
-        with pytest.raises(ValueError, match="lr"):
-            parse_config({**values, "search_space": {"lr": "auto"}, "hyperparameters": {"lr": "auto"}})
-
-    def test_members_differ_by_at_most_a_factor_of_four(self, values):
-        config = parse_config(values)
-        founders = spread_founders(
-            config.hyperparameters, config.search_space, 8, np.random.default_rng(0), config.schedule.samples_per_step
-        )
-        targets = [founder.target_kl for founder in founders]
-        assert len(set(targets)) == 8
-        assert max(targets) / min(targets) <= 4**2  # KL grows with the square of the learning rate
+    assert parse_config({**values, "search_space": {"lr": "auto"}}).hyperparameters.target_kl is None
+    with pytest.raises(ValueError, match="lr"):
+        parse_config({**values, "search_space": {"lr": "auto"}, "hyperparameters": {"lr": "auto"}})
 
 
 def test_a_dataset_and_a_reward_suffice():
+    single = parse_config({"task": QUESTIONS["task"]})
+    assert (single.population.size, dict(single.search_space)) == (1, {})
+    assert single.hyperparameters.target_kl == DEFAULT_TARGET_KL
     config = parse_config(QUESTIONS)
     assert set(config.search_space) == set(DEFAULT_SEARCHED)
     assert config.search_space["target_kl"] == LANGUAGE_RANGES["target_kl"]
     assert config.model == "smollm2-135m"
     assert config.schedule.generations == 10
-    founders = spread_founders(
-        config.hyperparameters, config.search_space, 4, np.random.default_rng(0), config.schedule.samples_per_step
-    )
-    assert len({founder.target_kl for founder in founders}) == 4
 
 
-@pytest.mark.parametrize("values", [QUESTIONS, PLAY], ids=["questions", "play"])
+@BOTH
 def test_the_search_space_defaults_to_auto_and_explicit_values_are_fixed(values):
     assert parse_config({**values, "search_space": "auto"}) == parse_config(values)
     given = parse_config({**values, "hyperparameters": {"lr": 3e-4, "group_size": 4}})
@@ -99,7 +89,7 @@ def test_the_search_space_defaults_to_auto_and_explicit_values_are_fixed(values)
     assert list(own.search_space) == ["beta"]
 
 
-@pytest.mark.parametrize("values", [QUESTIONS, PLAY], ids=["questions", "play"])
+@BOTH
 class TestHowASearchGoes:
     """Without search space and strategy: the best search of the study."""
 
@@ -145,12 +135,6 @@ def test_no_shared_experience_with_separate_observation_statistics():
     assert (config.experience, config.strategy) == (None, Tournament())
 
 
-def test_clips_are_searched_if_shared_samples_make_them_effective():
-    once = {"update_epochs": 1, "batch_size": 64}
-    shared = {"experience": "shared", "schedule": {"generations": 3, "samples_per_step": 64}}
-    assert "clip_coef" in parse_config({**QUESTIONS, "hyperparameters": once, **shared}).search_space
-
-
 @pytest.mark.parametrize("name", HYPERPARAMETER_NAMES)
 @pytest.mark.parametrize("section", ["hyperparameters", "search_space"])
 @pytest.mark.parametrize(
@@ -163,17 +147,11 @@ def test_any_hyperparameter_may_be_auto_in_either_section(values, ranges, name, 
     assert dict(config.search_space) == ({} if chosen or calibrated else {name: ranges[name]})
 
 
-def test_a_first_value_is_kept_beside_an_automatic_range():
-    config = parse_config({**QUESTIONS, "hyperparameters": {"lr": 2e-5}, "search_space": {"lr": "auto"}})
-    assert config.hyperparameters.lr == 2e-5
-    assert config.search_space["lr"] == LANGUAGE_RANGES["lr"]
-    with pytest.raises(ValueError, match="lr must start in"):
-        parse_config({**QUESTIONS, "hyperparameters": {"lr": 1.0}, "search_space": {"lr": "auto"}})
-
-
 def test_ineffective_hyperparameters_do_not_evolve():
     once = {"update_epochs": 1, "batch_size": 64}  # one optimizer step per rollout clips nothing
     assert "clip_coef" not in parse_config({**QUESTIONS, "hyperparameters": once, "experience": "own"}).search_space
+    shared = {"experience": "shared", "schedule": {"generations": 3, "samples_per_step": 64}}
+    assert "clip_coef" in parse_config({**QUESTIONS, "hyperparameters": once, **shared}).search_space
     soft = {"agent": {"objective": {"loss_type": "sapo"}}}  # a soft gate instead of a clip
     assert "clip_coef" not in parse_config({**QUESTIONS, **soft}).search_space
     odd = {"schedule": {"generations": 1, "samples_per_step": 34}, "hyperparameters": {"batch_size": 8}}
@@ -190,34 +168,27 @@ def test_group_sizes_evolve_only_if_several_divide_the_samples():
         assert ("group_size" in with_sizes(fixed, sizes).search_space) == evolves
 
 
-class TestInPython:
-    def test_populations_search_missing_hyperparameters(self):
-        members = GRPO.population(4, *SPACES, hp_config="auto", lr=1e-3, samples_per_step=32)
-        assert set(members.space) == set(DEFAULT_SEARCHED) - {"target_kl"}
-        assert {agent.hyperparameters.lr for agent in members} == {1e-3}
-        assert len({agent.hyperparameters.update_epochs for agent in members}) > 1
-
-    def test_group_sizes_evolve_only_with_known_samples_per_step(self):
-        assert "group_size" not in GRPO.population(2, *SPACES, hp_config="auto").space
-
-    def test_language_models_have_different_ranges(self):
-        members = GRPO.population(2, actor_network=tiny_model(), pad_token_id=0, hp_config="auto", samples_per_step=16)
-        assert members.space["update_epochs"] == LANGUAGE_RANGES["update_epochs"]
-
-    def test_the_objective_is_respected(self):
-        soft = GRPO.population(
-            2, actor_network=tiny_model(), pad_token_id=0, hp_config="auto", objective=Objective(loss_type="sapo")
-        )
-        assert "clip_coef" not in soft.space
-
-    def test_a_single_agent_evolves_nothing(self):
-        with pytest.raises(ValueError, match="hp_config must be"):
-            GRPO(*SPACES, hp_config="auto")
-        with pytest.raises(ValueError, match="hp_config must be"):
-            GRPO.population(2, *SPACES, hp_config="automatic")
+def test_populations_search_missing_hyperparameters():
+    members = GRPO.population(4, *SPACES, hp_config="auto", lr=1e-3, samples_per_step=32)
+    assert set(members.space) == set(DEFAULT_SEARCHED) - {"target_kl"}
+    assert {agent.hyperparameters.lr for agent in members} == {1e-3}
+    assert len({agent.hyperparameters.update_epochs for agent in members}) > 1
+    assert "group_size" not in GRPO.population(2, *SPACES, hp_config="auto").space  # unknown samples per step
+    language = {"actor_network": tiny_model(), "pad_token_id": 0, "hp_config": "auto", "samples_per_step": 16}
+    assert GRPO.population(2, **language).space["update_epochs"] == LANGUAGE_RANGES["update_epochs"]
+    assert "clip_coef" not in GRPO.population(2, **language, objective=Objective(loss_type="sapo")).space
+    with pytest.raises(ValueError, match="hp_config must be"):
+        GRPO(*SPACES, hp_config="auto")  # a single agent evolves nothing
+    with pytest.raises(ValueError, match="hp_config must be"):
+        GRPO.population(2, *SPACES, hp_config="automatic")
 
 
-def test_an_explicit_range_beside_auto_is_kept():
+def test_explicit_values_and_ranges_are_kept_beside_auto():
+    config = parse_config({**QUESTIONS, "hyperparameters": {"lr": 2e-5}, "search_space": {"lr": "auto"}})
+    assert config.hyperparameters.lr == 2e-5
+    assert config.search_space["lr"] == LANGUAGE_RANGES["lr"]
+    with pytest.raises(ValueError, match="lr must start in"):
+        parse_config({**QUESTIONS, "hyperparameters": {"lr": 1.0}, "search_space": {"lr": "auto"}})
     config = parse_config({**QUESTIONS, "search_space": {"lr": {"min": 1e-5, "max": 1e-4}, "clip_coef": "auto"}})
     assert config.search_space["lr"] == RLParameter(min=1e-5, max=1e-4)
     assert config.search_space["clip_coef"] == LANGUAGE_RANGES["clip_coef"]

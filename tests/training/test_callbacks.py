@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from evogrpo import Callback, evolve, resume
-from evogrpo.storage.journal import read_journal
+from evogrpo.reporting.records import StepReport
 from evogrpo.training.loop.run import Run
-from tests.tiny_steps import cart_pole, step_population
-from tests.tiny_training import QUICK, tiny_env, tiny_population
+from tests.tiny_steps import QUICK, cart_pole, step_population
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,24 +74,20 @@ def test_an_error_in_a_hook_ends_a_run_that_can_be_resumed(tmp_path):
     assert [report.generation for report in resume(tmp_path / "run", env, generations=2)] == [2]
 
 
-def test_every_field_of_an_event_is_documented(tmp_path):
-    schedule = {**QUICK, "generations": 1, "run_dir": tmp_path / "run"}
-    list(evolve(tiny_population(2), tiny_env(), **schedule))
+def test_every_field_of_an_event_is_documented(stored_language_run):
     table = (ROOT / "docs" / "howto" / "callbacks.md").read_text(encoding="utf-8").split("## Events")[1]
     fields = {
         row.split("`")[1]: set(re.findall(r"`(\w+)`", row)) for row in table.splitlines() if row.startswith("| `")
     }
-    for event in read_journal(tmp_path / "run" / "journal.jsonl"):
+    for event in stored_language_run.events():
         missing = event.keys() - fields[event["event"]] - {"event", "time"}
         assert missing <= {"micro_batch_tokens", "task"}, event["event"]
 
 
-def test_a_step_takes_as_long_as_its_phases():
-    reports = [
-        each for each in evolve(tiny_population(2), tiny_env(), **QUICK).trainer.reports() if hasattr(each, "phases")
-    ]
-    for report in reports:
-        assert set(report.phases) == {"sampling", "scoring", "learning"}
-        assert min(report.phases.values()) > 0
-        assert sum(report.phases.values()) == pytest.approx(report.seconds)
-        assert report.waiting == ()
+def test_a_step_takes_as_long_as_its_phases(stored_language_run):
+    for report in stored_language_run.reports:
+        if isinstance(report, StepReport):
+            assert set(report.phases) == {"sampling", "scoring", "learning"}
+            assert min(report.phases.values()) > 0
+            assert sum(report.phases.values()) == pytest.approx(report.seconds)
+            assert report.waiting == ()

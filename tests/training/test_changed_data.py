@@ -1,29 +1,27 @@
 """A resumed run requires the questions, rewards and environment of its start unless a change is allowed."""
 
+import shutil
 import warnings
 
 import pytest
 
-from evogrpo import GRPO, GymnasiumGroups, HuggingFaceGym, evolve, resume
+from evogrpo import HuggingFaceGym, evolve, resume
 from evogrpo.reporting.report import html_page
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.run_dir import open_run
 from tests.tiny_models import tiny_model
-from tests.tiny_training import QUESTIONS, shared_tokenizer, tiny_env, tiny_population
-
-BRIEF = {"generations": 1, "steps_per_generation": 1, "samples_per_step": 8, "validation_questions": 2}
+from tests.tiny_steps import cart_pole
+from tests.tiny_training import QUESTIONS, QUICK, shared_tokenizer, tiny_env, tiny_population
 
 
 def generous(completion, answer, question):
     return 100.0
 
 
-@pytest.fixture(scope="module")
-def begun(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("begun") / "run"
-    list(evolve(tiny_population(2), tiny_env(), run_dir=folder, **BRIEF, test_questions=2))
-    return folder
+@pytest.fixture
+def begun(stored_language_run, tmp_path):
+    return shutil.copytree(stored_language_run.folder, tmp_path / "run")
 
 
 def gym(rows, **options):
@@ -52,7 +50,7 @@ def test_changed_dataset_template_or_reward_is_refused_before_members_are_restor
 
 def test_an_allowed_change_is_recorded(begun):
     run = resume(
-        begun, tiny_env(reward_fn=generous), actor_network=tiny_model(), allow_changed_data=True, generations=2
+        begun, tiny_env(reward_fn=generous), actor_network=tiny_model(), allow_changed_data=True, generations=4
     )
     list(run)
     events = read_journal(begun / "journal.jsonl")
@@ -62,7 +60,7 @@ def test_an_allowed_change_is_recorded(begun):
     assert open_run(begun).record.data == tiny_env(reward_fn=generous).fingerprint()
     page = html_page(summarise(events))
     assert "changed during the run" in page
-    assert "before step 1: reward generous: none -&gt; weight 1" in page
+    assert "before step 6: reward generous: none -&gt; weight 1" in page
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the allowed change is the new reference
         resume(begun, tiny_env(reward_fn=generous), actor_network=tiny_model(), generations=9)
@@ -78,7 +76,7 @@ class Silent:
 
 
 def test_a_missing_fingerprint_warns_once(tmp_path):
-    list(evolve(tiny_population(1), Silent(tiny_env()), run_dir=tmp_path, **BRIEF, test_questions=0))
+    list(evolve(tiny_population(1), Silent(tiny_env()), run_dir=tmp_path, **QUICK | {"generations": 1}))
     assert open_run(tmp_path).record.data is None
     for env, reason in ((Silent(tiny_env()), "Silent has no fingerprint"), (tiny_env(), "checkpoint")):
         with pytest.warns(UserWarning, match=reason) as told:
@@ -86,10 +84,8 @@ def test_a_missing_fingerprint_warns_once(tmp_path):
         assert [each.filename for each in told] == [__file__]
 
 
-def test_changed_environment_arguments_are_refused(tmp_path):
-    env = GymnasiumGroups("CartPole-v1", max_episode_steps=9)
-    population = GRPO.population(2, observation_space=env.observation_space, action_space=env.action_space)
-    list(evolve(population, env, run_dir=tmp_path, **BRIEF, test_questions=0))
-    with pytest.raises(ValueError, match="max_episode_steps: 9 -> 11"):
-        resume(tmp_path, GymnasiumGroups("CartPole-v1", max_episode_steps=11))
-    resume(tmp_path, GymnasiumGroups("CartPole-v1", max_episode_steps=9, num_envs=3))
+def test_changed_environment_arguments_are_refused(stored_network_run, tmp_path):
+    folder = shutil.copytree(stored_network_run.folder, tmp_path / "run")
+    with pytest.raises(ValueError, match="max_episode_steps: 40 -> 11"):
+        resume(folder, cart_pole(max_episode_steps=11))
+    resume(folder, cart_pole(num_envs=3), generations=9)

@@ -2,6 +2,7 @@
 
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from evogrpo import HyperparameterConfig, RLParameter, evolve, resume
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.evolution import Tournament
+from evogrpo.reporting.records import GenerationReport
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.exports import generation_curves
 from evogrpo.training.loop.trainer import Trainer
@@ -59,7 +61,7 @@ def run(request, tmp_path_factory):
     return request.param, folder, reports
 
 
-def test_population_and_members_have_separate_folders(run):
+def test_members_population_and_best_have_curves(run):
     _, folder, reports = run
     logs = logs_of(folder)
     slots = range(len(reports[0].members))
@@ -74,31 +76,21 @@ def test_population_and_members_have_separate_folders(run):
     assert fitness == pytest.approx([report.best.fitness for report in reports])
 
 
-def test_a_resumed_run_continues_the_curves(run):
+def test_a_resumed_run_continues_the_curves_of_the_journal(run):
     _, folder, _ = run
     logs = logs_of(folder)
-    journal = [event for event in read_journal(folder / "journal.jsonl") if event["event"] == "step"]
-    for tag in logs.Tags()["scalars"]:
-        steps = [step for step, _ in curve(logs, tag)]
-        assert steps == sorted(set(steps)), tag
-    written = [(event["step"], pytest.approx(event["members"][1]["reward"])) for event in journal]
-    assert curve(logs, "reward/slot_1") == written
-
-
-def test_tags_are_the_names_of_the_journal(run):
-    _, folder, _ = run
-    tags = logs_of(folder).Tags()["scalars"]
+    tags = logs.Tags()["scalars"]
+    for tag in tags:
+        numbers = [step for step, _ in curve(logs, tag)]
+        assert numbers == sorted(set(numbers)), tag
     steps = [event for event in read_journal(folder / "journal.jsonl") if event["event"] == "step"]
+    written = [(event["step"], pytest.approx(event["members"][1]["reward"])) for event in steps]
+    assert curve(logs, "reward/slot_1") == written
     measured = {name for event in steps for name, value in event["members"][1].items() if isinstance(value, float)}
     assert {f"{name}/slot_1" for name in measured} <= set(tags)
     assert {name for tag in tags if (name := tag.partition("/")[0]) in HYPERPARAMETER_NAMES} == {"lr"}
-
-
-def test_fitness_curves_share_one_chart(run):
-    logs = logs_of(run[1])
-    assert "custom_scalars__config__" in logs.Tags()["tensors"]
     (first, *_) = logs.Tensors("custom_scalars__config__")
-    assert b"^fitness/" in first.tensor_proto.string_val[0]
+    assert b"^fitness/" in first.tensor_proto.string_val[0]  # fitness curves share one chart
 
 
 def test_steps_after_the_checkpoint_of_a_killed_run_are_replaced(tmp_path):
@@ -118,16 +110,14 @@ def test_steps_after_the_checkpoint_of_a_killed_run_are_replaced(tmp_path):
     assert [step for step, _ in curve(logs, "fitness/slot_0")] == [1, 3]
 
 
-def test_a_differing_fixed_hyperparameter_is_shown():
-    population = step_population(2, cart_pole())
-    run = evolve(population, cart_pole(), **QUICK | {"generations": 1})
-    (report,) = run
-    scalars = generation_curves(report.members, ()).keys()
+def test_a_differing_fixed_hyperparameter_is_shown(stored_network_run):
+    report = next(each for each in stored_network_run.reports if isinstance(each, GenerationReport))
+    members = [replace(each, hyperparameters=report.members[0].hyperparameters) for each in report.members]
+    scalars = generation_curves(members, ()).keys()
     assert {f"fitness/{which}" for which in ("slot_0", "slot_1", "best", "mean")} <= scalars
     assert not {tag.partition("/")[0] for tag in scalars} & set(HYPERPARAMETER_NAMES)
-    population[1].lr = 0.5
-    (report,) = evolve(population, cart_pole(), **QUICK | {"generations": 1})
-    assert generation_curves(report.members, ())["lr/slot_1"] == 0.5
+    members[1] = replace(members[1], hyperparameters=replace(members[1].hyperparameters, lr=0.5))
+    assert generation_curves(members, ())["lr/slot_1"] == 0.5
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts what is open in /proc")
@@ -137,11 +127,7 @@ def test_finished_runs_leave_no_open_files(tmp_path):
         writers = [thread for thread in threading.enumerate() if "tensorboard" in type(thread).__module__]
         return [name for name in names if tmp_path.name in name or name.startswith("events.")], writers
 
-    for number in range(2):
-        env = cart_pole()
-        run = evolve(
-            step_population(2, env), env, run_dir=tmp_path / str(number), **QUICK | {"generations": 1}
-        ).finish()
-        assert len(logs_of(tmp_path / str(number)).Tags()["scalars"]) > 10  # it was logged
-        assert held() == ([], [])
-        assert run.result.complete
+    run = evolve(step_population(2), cart_pole(), run_dir=tmp_path / "run", **QUICK | {"generations": 1}).finish()
+    assert len(logs_of(tmp_path / "run").Tags()["scalars"]) > 10  # it was logged
+    assert held() == ([], [])
+    assert run.result.complete

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from evogrpo import GRPO, GymnasiumGroups, evolve, resume
+from evogrpo import evolve, resume
 from tests.tiny_training import shared_model, tiny_env, tiny_population
 
 BRIEF = {"generations": 2, "steps_per_generation": 2, "samples_per_step": 8, "validation_questions": 2}
@@ -19,11 +19,9 @@ def run(env, **schedule):
     return [str(each.message) for each in told if "No learning signal" in str(each.message)], told
 
 
-@pytest.mark.parametrize("value", [0.0, 1, -2.5])
-def test_constant_rewards_warn_once(value):
-    messages, told = run(tiny_env(reward_fn=lambda completion, answer, question: value))
-    (message,) = messages
-    assert f"the first 3 learning steps: all rewards were {value:g}" in message
+def test_constant_rewards_warn_once():
+    (message,), told = run(tiny_env(reward_fn=lambda completion, answer, question: -2.5))
+    assert "the first 3 learning steps: all rewards were -2.5" in message
     assert "partial credit" in message
     assert {each.filename for each in told if str(each.message) == message} == {__file__}  # the user's line
 
@@ -56,13 +54,6 @@ def test_rewards_that_never_apply_warn():
 
     ((message,), _) = run(tiny_env(reward_funcs=held_out_only), steps_per_generation=4, generations=1)
     assert "no reward applied to any sample" in message
-
-
-def test_constant_returns_of_environments_warn():
-    env = GymnasiumGroups("MountainCar-v0", max_episode_steps=5)
-    population = GRPO.population(2, observation_space=env.observation_space, action_space=env.action_space)
-    with pytest.warns(UserWarning, match="all rewards were -5"):
-        list(evolve(population, env, **(BRIEF | {"generations": 1, "steps_per_generation": 3})))
 
 
 def test_a_resumed_run_does_not_warn(tmp_path):

@@ -1,14 +1,122 @@
 """Conformance of the task types."""
 
+from abc import ABC, abstractmethod
+from contextlib import closing
+from dataclasses import replace
+
 import pytest
 
-from evogrpo.reporting.records import TERMS
-from evogrpo.training.configuration.reading import parse_config
-from evogrpo.training.task_types import TASK_TYPES, select_task
+from evogrpo.cli.main import make_parser
+from evogrpo.reporting.records import TERMS, terms_of
+from evogrpo.reporting.summary import summarise
+from evogrpo.storage.journal import read_journal
+from evogrpo.training.configuration.reading import load_config, parse_config
+from evogrpo.training.configuration.sections import CONFIG_FILE
+from evogrpo.training.launch import read_resumable, resume, start, write_config
+from evogrpo.training.run_dir import open_run
+from evogrpo.training.task_types import TASK_TYPES, select_task, task_type_of
 from tests.cli.project import CONFIG, write_project
-from tests.training.task_type_case import TaskTypeTestCase
+from tests.tiny_training import equal_states
 
-SCHEDULE = {"generations": 1, "steps_per_generation": 1, "samples_per_step": 8}
+
+class TaskTypeTestCase(ABC):
+    """Conformance suite of task types. Implement `values`."""
+
+    @abstractmethod
+    def values(self, folder):
+        """Return a configuration as in YAML with `schedule.generations` of 1; files may be put into the folder."""
+
+    @pytest.fixture
+    def given(self, tmp_path):
+        return self.values(tmp_path)
+
+    @pytest.fixture
+    def kind(self, given):
+        return task_type_of(parse_config(given).task)
+
+    @pytest.fixture
+    def prepared(self, kind, given):
+        return kind.prepare(parse_config(given))
+
+    def test_task_type_is_found_by_name_and_by_task(self, kind):
+        assert TASK_TYPES[kind.word] is kind
+        assert kind.tasks
+        for other in TASK_TYPES.values():
+            shared = {task.key for task in kind.tasks} & {task.key for task in other.tasks}
+            assert other is kind or not shared
+        assert all(task.description for task in kind.tasks)
+
+    def test_defaults_round_trip(self, kind, given, tmp_path):
+        config = parse_config({**given, "agent": {}, "hyperparameters": {}})
+        assert isinstance(config.agent, kind.agent)
+        assert config.agent.objective == kind.objective
+        partial = parse_config({**given, "agent": {"objective": {"advantage_eps": 1e-5}}})
+        assert partial.agent.objective == replace(kind.objective, advantage_eps=1e-5)
+        assert {name: getattr(config.hyperparameters, name) for name in kind.hyperparameters} == kind.hyperparameters
+        assert config.logging.completions == kind.completions
+        write_config(config, tmp_path)
+        assert load_config(tmp_path / CONFIG_FILE) == config
+
+    def test_the_plan_is_printed(self, prepared, given):
+        config = prepared.config
+        for rows in (prepared.facts(), prepared.forecast().rows, config.task.facts()):
+            assert all(name and words and "\n" not in words for name, words in rows.items())
+        assert any(config.task.label in words for words in prepared.facts().values())
+        assert "population" in prepared.facts()
+        assert {"samples", "groups", "steps"} <= set(prepared.forecast().rows)
+
+    def test_memory_does_not_depend_on_how_a_run_starts(self, kind, prepared):
+        need = prepared.forecast().need
+        assert need == kind.need(
+            prepared.population(), prepared.env, prepared.config.schedule, prepared.config.experience
+        )
+        assert need.size > 0
+        assert need.savings
+
+    def test_founders_have_the_right_class_and_number_and_are_deterministic(self, kind, prepared, given):
+        population = prepared.population()
+        assert len(population) == prepared.config.population.size
+        assert population.members.kind == kind.word
+        population.check(prepared.env)
+        for mine, yours in zip(population, kind.prepare(parse_config(given)).population(), strict=True):
+            assert mine.hyperparameters == yours.hyperparameters
+            assert equal_states(mine.state(), yours.state())
+
+    def test_a_run_trains_stores_resumes_and_is_reported(self, kind, prepared, given, tmp_path):
+        folder = tmp_path / "run"
+        with closing(prepared.env):
+            run = start(prepared, folder)
+            assert all(report.to_json() for report in run.reports())
+            states = [agent.state() for agent in run.population]
+        resumable = read_resumable(folder, ["generations=2"])
+        again = kind.prepare(resumable.config)
+        with closing(again.env):
+            resumed = resume(again, resumable, folder)
+            for agent, state in zip(resumed.population, states, strict=True):
+                assert equal_states(agent.state(), state)
+            assert [report.generation for report in resumed] == [2]
+        assert open_run(folder).base["kind"] == kind.word
+        journal = read_journal(folder / "journal.jsonl")
+        summary = summarise(journal)
+        assert summary.facts["kind"] == kind.word
+        assert summary.terms is terms_of(kind.word)
+        assert len(summary.generations) == 2
+        assert (folder / "completions").is_dir() == (kind.completions > 0)
+
+    def test_best_member_can_be_used_as_promised(self, kind, tmp_path):
+        assert kind.uses(tmp_path) or kind.commands(tmp_path)
+        for expression in kind.uses(tmp_path).values():
+            assert compile(expression, "expression", "eval")
+            assert str(tmp_path) in expression
+        for words in kind.commands(tmp_path).values():
+            assert make_parser().parse_args([str(word) for word in words]).command
+
+    def test_an_unavailable_device_is_refused(self, kind, given):
+        with pytest.raises(ValueError, match="'cuda:99'"):
+            kind.prepare(parse_config({**given, "device": "cuda:99"}))
+
+
+SCHEDULE = {"generations": 1, "steps_per_generation": 2, "samples_per_step": 8}
 
 
 class TestLanguage(TaskTypeTestCase):
@@ -36,18 +144,6 @@ class TestTeam(TaskTypeTestCase):
 def test_every_task_type_is_tested():
     tried = {TestLanguage: "language", TestNetworks: "networks", TestTeam: "joint"}
     assert set(tried.values()) == set(TASK_TYPES) == set(TERMS)
-
-
-@pytest.mark.parametrize(
-    "kind", [kind for kind in TASK_TYPES.values() if kind.word != "language"], ids=lambda kind: kind.word
-)
-def test_environments_take_no_model_and_write_no_completions(kind):
-    (task,) = kind.tasks
-    values = {"task": {task.key: "CartPole-v1"}, "schedule": SCHEDULE}
-    with pytest.raises(ValueError, match=rf"model must be left out where task\.{task.key} is given, got 'some'"):
-        parse_config({**values, "model": "some"})
-    with pytest.raises(ValueError, match=rf"logging\.completions must be 0 where task\.{task.key} is given"):
-        parse_config({**values, "logging": {"completions": 3}})
 
 
 def test_a_task_names_one_task_type():
