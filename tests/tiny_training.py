@@ -13,8 +13,12 @@ from transformers import PreTrainedModel
 
 from evogrpo import GRPO, HuggingFaceGym, HyperparameterConfig, Population, RLParameter
 from evogrpo.algorithms.agent import Agent
+from evogrpo.algorithms.learning.learning_step import learn
 from evogrpo.algorithms.policies.language_sampling import as_batch
-from evogrpo.data import Batch
+from evogrpo.algorithms.policies.policy_set import RolloutBatch
+from evogrpo.algorithms.rollout.collect import collect
+from evogrpo.config.hyperparameters import Optimizer
+from evogrpo.data import Batch, LearnReport
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.envs.text.templates import Tokenizer
 from evogrpo.evolution import Strategy
@@ -36,6 +40,9 @@ SPACE = HyperparameterConfig(
     clip_coef=RLParameter(min=0.1, max=0.4),
     group_size=RLParameter(choices=[2, 4, 8]),
 )
+DAMPED = Optimizer(eps=1e-5)  # Adam divides rounding errors of vanishing gradients by eps
+REWARDS = torch.tensor([[0.1, 0.4, 0.2, 0.9], [0.1, 0.1, 0.1, 0.1], [1.0, 0.2, 0.7, 0.3]])  # no signal in the second
+HOLES = torch.tensor([[0.1, 0.4, 0.2, 0.9], [0.1, 0.1, 0.1, 0.1], [1.0, torch.nan, 0.7, 0.3]])
 
 
 @cache
@@ -88,6 +95,21 @@ def randomise_adapter(agent: Agent, seed: int = 0, std: float = 0.2) -> None:
     bank.load_state(agent.slot, state | {"adapter": std * torch.from_numpy(values)})
 
 
+def random_agent(seed: int = 0, **options: Any) -> GRPO:
+    """Return an agent with random adapters."""
+    agent = tiny_agent(**options)
+    randomise_adapter(agent, seed)
+    return agent
+
+
+def random_population(size: int, **options: Any) -> Population:
+    """Return members with different random adapters."""
+    population = tiny_population(size, **options)
+    for agent in population:
+        randomise_adapter(agent, agent.slot)
+    return population
+
+
 def state_of(agent: Agent) -> dict[str, Tensor]:
     return agent.state()
 
@@ -137,6 +159,22 @@ def sampled(agent: GRPO, rewards: Tensor) -> Batch:
     ids, masks = agent.get_action(tiny_env(data_batch_size=len(rewards)).reset()[0], training=True)
     batch = as_batch((ids, masks, rewards), agent.slot, agent.hyperparameters, 0, agent.device)
     return replace(batch, sampler_log_probs=agent.members.banks["default"].log_probs(batch))
+
+
+def learn_from(agent: Agent, batch: Batch, step: int | None = None) -> LearnReport:
+    """Take a learning step with an agent alone; the batch holds its rows only."""
+    return learn(agent.members, [agent.learner(step)], {"default": batch})[agent.slot]
+
+
+def collect_alone(agent: Agent, env: Any, step: int = 0, *, samples: int = 16, block: int = 8) -> RolloutBatch:
+    """Collect the samples of a learning step with an agent alone."""
+    return collect(agent.members, [agent.learner(step)], env, samples_per_step=samples, block=block)
+
+
+def own_rows(batch: Batch, slot: int) -> Batch:
+    """Return a member's rows as the batch of an agent alone."""
+    own = batch.select_members([slot])
+    return replace(own, member_ids=torch.zeros_like(own.member_ids))
 
 
 def learn_fixed_batch(agent: GRPO, seed: int = 0) -> None:

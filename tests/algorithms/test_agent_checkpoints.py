@@ -1,28 +1,36 @@
-"""Damaged and incompatible checkpoints of agents raise and change nothing."""
+"""Damaged, incompatible and forged checkpoints raise CheckpointError quickly and change nothing."""
 
-import hashlib
 import io
 import json
+import resource
 import shutil
+import warnings
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
+from gymnasium import spaces
 from safetensors.torch import load_file, save
 
+import evogrpo
+from benchmarking.soaking.forging import forged, put_bytes, put_in
 from evogrpo import GRPO
 from evogrpo.algorithms.checkpointing import population_state
-from evogrpo.storage.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
+from evogrpo.randomness import generator
+from evogrpo.storage.checkpoint import CheckpointError, generation_folder, stored_generations, write_checkpoint
 from evogrpo.validation import dump
 from tests.tiny_batches import lora
 from tests.tiny_models import tiny_model
+from tests.tiny_steps import cart_pole, step_agent, step_run
+from tests.tiny_teams import team_population
 from tests.tiny_training import (
     SPACE,
     equal_states,
-    graded,
-    randomise_adapter,
+    finish,
+    learn_fixed_batch,
+    random_agent,
     shared_model,
-    state_of,
     tiny_agent,
     tiny_env,
     tiny_population,
@@ -32,10 +40,8 @@ from tests.tiny_training import (
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Return the folder of a saved, trained agent."""
-    agent = tiny_agent(hp_config=SPACE, beta=0.25)
-    randomise_adapter(agent)
-    ids, masks = agent.get_action(tiny_env().reset()[0])
-    agent.learn((ids, masks, graded(ids)))
+    agent = random_agent(hp_config=SPACE, beta=0.25)
+    learn_fixed_batch(agent)
     folder = tmp_path_factory.mktemp("saved") / "agent"
     agent.save_checkpoint(folder)
     return folder
@@ -46,48 +52,23 @@ def copy(saved, tmp_path):
     return Path(shutil.copytree(saved, tmp_path / "agent"))
 
 
-def reseal(folder: Path) -> None:
-    """Update a forged checkpoint's manifest to match its files."""
-    path = folder / "manifest.json"
-    manifest = json.loads(path.read_text())
-    for name in manifest["files"]:
-        content = (folder / name).read_bytes()
-        manifest["files"][name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    path.write_text(json.dumps(manifest))
+@pytest.fixture
+def whole(agents, tmp_path):
+    """Return a copy of the folder of a new agent saved with its base."""
+    return Path(shutil.copytree(agents["language"][1], tmp_path / "agent"))
 
 
-def edit(folder: Path, change) -> None:
-    """Change the record of a checkpoint and reseal it."""
-    record = json.loads((folder / "agent.json").read_text())
+def edit(folder: Path, change, name: str = "agent.json") -> None:
+    """Change a record of a checkpoint, with a manifest that matches."""
+    record = json.loads((folder / name).read_text())
     change(record)
-    (folder / "agent.json").write_text(json.dumps(record))
-    reseal(folder)
-
-
-def truncate(folder: Path) -> None:
-    path = folder / "agent.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
+    put_in(folder, name, record)
 
 
 def flip_a_bit(folder: Path) -> None:
-    path = folder / "agent.safetensors"
-    content = bytearray(path.read_bytes())
+    content = bytearray((folder / "agent.safetensors").read_bytes())
     content[-50] ^= 1
-    path.write_bytes(bytes(content))
-
-
-def tamper_with_the_record(folder: Path) -> None:
-    path = folder / "agent.json"
-    path.write_text(path.read_text().replace('"beta": 0.25', '"beta": 0.75'))
-
-
-def tamper_with_the_export(folder: Path) -> None:
-    path = folder / "adapter_config.json"
-    path.write_text(path.read_text().replace('"r": 3', '"r": 4'))
-
-
-def remove_the_manifest(folder: Path) -> None:
-    (folder / "manifest.json").unlink()
+    (folder / "agent.safetensors").write_bytes(content)
 
 
 def make_newer(folder: Path) -> None:
@@ -95,89 +76,58 @@ def make_newer(folder: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest | {"version": 99}))
 
 
-def another_base(folder: Path) -> None:
-    edit(folder, lambda record: record["shared"].update(fingerprint="0" * 32))
+def shorten(folder: Path) -> None:
+    tensors = load_file(folder / "agent.safetensors")
+    put_bytes(folder, "agent.safetensors", save(tensors | {"adapter": tensors["adapter"][:-1].clone()}))
 
 
-def no_counters(folder: Path) -> None:
-    edit(folder, lambda record: record["member"].pop("steps"))
+def unchanged_by(load, agent, rule):
+    """Check that loading into an agent raises and changes nothing."""
+    state, attributes = agent.state(), GRPO.inspect_attributes(agent)
+    with pytest.raises(CheckpointError, match=rule):
+        load()
+    assert equal_states(agent.state(), state)
+    assert GRPO.inspect_attributes(agent) == attributes
 
 
-def no_settings(folder: Path) -> None:
-    edit(folder, lambda record: record.pop("shared"))
+DAMAGES = {
+    "flipped bit": (flip_a_bit, "agent"),
+    "newer": (make_newer, "version"),
+    "another base": (lambda folder: edit(folder, lambda r: r["shared"].update(fingerprint="0" * 32)), "agent"),
+    "shorter tensors": (shorten, "agent"),
+    "missing": (shutil.rmtree, "agent"),
+}
 
 
-def shorter_tensors(folder: Path) -> None:
-    tensors = {
-        name: value[:-1] if value.dim() else value for name, value in load_file(folder / "agent.safetensors").items()
-    }
-    (folder / "agent.safetensors").write_bytes(save(tensors))
-    reseal(folder)
-
-
-DAMAGES = [
-    truncate,
-    flip_a_bit,
-    tamper_with_the_record,
-    tamper_with_the_export,
-    remove_the_manifest,
-    make_newer,
-    another_base,
-    no_counters,
-    no_settings,
-    shorter_tensors,
-    shutil.rmtree,
-]
-
-
-def snapshot(agent):
-    return state_of(agent), GRPO.inspect_attributes(agent)
-
-
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_a_damaged_checkpoint_raises_and_changes_nothing(copy, damage):
+@pytest.mark.parametrize("case", DAMAGES)
+def test_a_damaged_checkpoint_raises_and_changes_nothing(copy, case):
+    damage, rule = DAMAGES[case]
     damage(copy)
     agent = tiny_agent(lr=2e-2, hp_config=SPACE)
-    state, attributes = snapshot(agent)
-    with pytest.raises(CheckpointError, match="agent"):
-        agent.load_checkpoint(copy)
-    assert equal_states(state_of(agent), state)
-    assert GRPO.inspect_attributes(agent) == attributes
-    with pytest.raises(CheckpointError, match="agent"):
+    unchanged_by(lambda: agent.load_checkpoint(copy), agent, rule)
+    with pytest.raises(CheckpointError, match=rule):
         GRPO.load(copy, actor_network=shared_model())
 
 
-def test_a_newer_format_version_raises(copy):
-    make_newer(copy)
-    with pytest.raises(CheckpointError, match="version"):
-        GRPO.load(copy, actor_network=shared_model())
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"actor_network": tiny_model(seed=1)}, "fingerprint"),
+        *(
+            ({"lora_config": lora(**change)}, "lora_config")
+            for change in ({"r": 4}, {"lora_alpha": 60}, {"target_modules": ["q_proj"]}, {"use_rslora": True})
+        ),
+    ],
+)
+def test_checkpoints_of_other_members_raise_and_change_nothing(saved, options, rule):
+    agent = tiny_agent(**options)
+    unchanged_by(lambda: agent.load_checkpoint(saved), agent, rule)
 
 
-def test_another_base_model_raises(saved):
-    agent = tiny_agent(actor_network=tiny_model(seed=1), lr=0.5)
-    state, attributes = snapshot(agent)
-    with pytest.raises(CheckpointError, match="fingerprint"):
-        agent.load_checkpoint(saved)
-    assert equal_states(state_of(agent), state)
-    assert GRPO.inspect_attributes(agent) == attributes
+def test_another_base_or_a_population_raises(saved, tmp_path):
     for other in (tiny_model(seed=1), tiny_model("qwen3")):
         with pytest.raises(CheckpointError, match="same base model"):
             GRPO.load(saved, actor_network=other)
-
-
-@pytest.mark.parametrize("change", [{"r": 4}, {"lora_alpha": 60}, {"target_modules": ["q_proj"]}, {"use_rslora": True}])
-def test_another_adapter_shape_raises(saved, change):
-    agent = tiny_agent(lora_config=lora(**change))
-    state, attributes = snapshot(agent)
-    with pytest.raises(CheckpointError, match="lora_config"):
-        agent.load_checkpoint(saved)
-    assert equal_states(state_of(agent), state)
-    assert GRPO.inspect_attributes(agent) == attributes
-
-
-def test_agents_and_populations_are_distinguished(saved, tmp_path):
-    with pytest.raises(CheckpointError, match="kind 'agent'"):
-        read_checkpoint(saved, kind="population")
     tensors, record = population_state(tiny_population(2))
     write_checkpoint(tmp_path / "population", tensors, dump(record))
     with pytest.raises(CheckpointError, match="kind 'population'"):
@@ -186,86 +136,59 @@ def test_agents_and_populations_are_distinguished(saved, tmp_path):
 
 def test_a_checkpoint_with_its_base_loads_alone(tmp_path):
     model = tiny_model("gemma", seed=5)
-    agent = tiny_agent(actor_network=model)
-    randomise_adapter(agent)
+    agent = random_agent(actor_network=model)
     agent.save_checkpoint(tmp_path / "agent", include_base=True)
     loaded = GRPO.load(tmp_path / "agent")
-    assert loaded.members.banks["default"].base.model is not model
-    ids = torch.tensor([[8, 9, 10]])
-    assert torch.equal(loaded.get_policy()(ids), agent.get_policy()(ids))
+    base = loaded.members.banks["default"].base.model
+    assert base is not model
+    assert equal_states(dict(base.named_parameters()), dict(model.named_parameters()))
+    assert equal_states(loaded.state(), agent.state())
     assert loaded.test(tiny_env()) == agent.test(tiny_env())
-    weights = dict(loaded.members.banks["default"].base.model.named_parameters())
-    assert equal_states(weights, dict(model.named_parameters()))
 
 
-def test_a_changed_base_raises(tmp_path):
-    agent = tiny_agent()
-    agent.save_checkpoint(tmp_path / "agent", include_base=True)
-    path = tmp_path / "agent" / "base_model.safetensors"
-    path.write_bytes(save({name: 2 * value for name, value in load_file(path).items()}))
-    with pytest.raises(CheckpointError, match="base_model"):
-        GRPO.load(tmp_path / "agent")
-    reseal(tmp_path / "agent")  # forged: the fingerprint still detects it
+def test_a_changed_base_raises(whole):
+    weights = load_file(whole / "base_model.safetensors")
+    put_bytes(whole, "base_model.safetensors", save({name: 2 * value for name, value in weights.items()}))
     with pytest.raises(CheckpointError, match="fingerprint"):
-        GRPO.load(tmp_path / "agent")
+        GRPO.load(whole)
+
+
+@pytest.mark.parametrize("change", [{"model_type": "no_such_model"}, {"hidden_size": "x"}, {"num_attention_heads": 0}])
+def test_an_invalid_config_of_a_saved_base_raises(whole, change):
+    edit(whole, lambda record: record.update(change), "base_config.json")
+    with pytest.raises(CheckpointError, match=r"base_config\.json"):
+        GRPO.load(whole)
 
 
 @pytest.mark.parametrize("where", ["", "text_config"])
-def test_remote_code_of_a_saved_base_is_never_executed(tmp_path, monkeypatch, where):
+def test_remote_code_of_a_saved_base_is_never_executed(whole, tmp_path, monkeypatch, where):
     """With forged configs in every place where transformers reads them, and an affirmative answer to its prompt."""
-    agent = tiny_agent()
-    agent.save_checkpoint(tmp_path / "agent", include_base=True)
     evil = tmp_path / "evil"
     evil.mkdir()
     (evil / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: ...\nclass Model: ...\n")
-    path = tmp_path / "agent" / "base_config.json"
-    values = json.loads(path.read_text())
     named = {"AutoConfig": f"{evil}--code.Config", "AutoModelForCausalLM": f"{evil}--code.Model"}
     forged = {"auto_map": named, "_name_or_path": str(evil), "_attn_implementation": "somebody/kernels"}
-    if where:
-        values[where] = forged
-    else:
-        values.update(forged)
-    path.write_text(json.dumps(values))
-    reseal(tmp_path / "agent")
+    edit(whole, lambda record: record.update({where: forged} if where else forged), "base_config.json")
     monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\n"))
     monkeypatch.chdir(evil)
     if where:  # this family has no such part
         with pytest.raises(CheckpointError, match="base_config"):
-            GRPO.load(tmp_path / "agent")
+            GRPO.load(whole)
     else:
-        assert equal_states(GRPO.load(tmp_path / "agent").state(), agent.state())
+        assert equal_states(GRPO.load(whole).state(), tiny_agent().state())
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(
-    "change", [{"model_type": "no_such_model"}, {"hidden_size": "x"}, {"num_attention_heads": 0}, {"model_type": None}]
-)
-def test_an_invalid_config_of_a_saved_base_raises(tmp_path, change):
-    tiny_agent().save_checkpoint(tmp_path / "agent", include_base=True)
-    path = tmp_path / "agent" / "base_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    reseal(tmp_path / "agent")
-    with pytest.raises(CheckpointError, match=r"base_config\.json"):
-        GRPO.load(tmp_path / "agent")
-
-
-@pytest.mark.parametrize("source", ["folder", "relative", "home", "file"])
-def test_a_path_in_a_checkpoint_is_never_followed(copy, tmp_path, monkeypatch, source):
-    model = tiny_model()
-    model.save_pretrained(tmp_path / "base")
+def test_a_path_in_a_checkpoint_is_never_followed(copy, tmp_path, monkeypatch):
+    shared_model().save_pretrained(tmp_path / "base")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    sources = {"folder": str(tmp_path / "base"), "relative": "base", "home": "~/base", "file": "elsewhere/model.gguf"}
-    edit(copy, lambda record: record["shared"].update(source=sources[source]))
-    with pytest.raises(ValueError, match=r"not followed.*actor_network="):
-        GRPO.load(copy)
-    assert equal_states(state_of(GRPO.load(copy, actor_network=model)), load_file(copy / "agent.safetensors"))
-
-
-def test_a_missing_base_raises_with_the_argument(saved):
-    with pytest.raises(ValueError, match=r"'LlamaForCausalLM' cannot be loaded.*actor_network="):
-        GRPO.load(saved)
+    for source in (str(tmp_path / "base"), "base", "~/base", "elsewhere/model.gguf"):
+        edit(copy, lambda record, source=source: record["shared"].update(source=source))
+        with pytest.raises(ValueError, match=r"not followed.*actor_network="):
+            GRPO.load(copy)
+    loaded = GRPO.load(copy, actor_network=shared_model())
+    assert equal_states(loaded.state(), load_file(copy / "agent.safetensors"))
 
 
 def test_the_demo_model_is_found_by_name(copy, tmp_path, monkeypatch):
@@ -277,13 +200,146 @@ def test_the_demo_model_is_found_by_name(copy, tmp_path, monkeypatch):
     (tmp_path / "site" / "broken-model.gguf").write_bytes(b"not a model")
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setenv("EVOGRPO_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match=r"'LlamaForCausalLM' cannot be loaded.*actor_network="):
+        GRPO.load(copy)
     edit(copy, lambda record: record["shared"].update(source="smollm2-135m"))
     with pytest.raises(ValueError, match=r"'smollm2-135m' cannot be loaded.*actor_network=.*(broken-model\.gguf|gguf)"):
         GRPO.load(copy)
 
 
 def test_the_source_is_stored_as_named_by_the_user(tmp_path):
-    agent = tiny_agent(source="someone/some-model")
-    agent.save_checkpoint(tmp_path / "agent")
-    assert read_checkpoint(tmp_path / "agent", kind="agent")[1]["shared"]["source"] == "someone/some-model"
+    tiny_agent(source="someone/some-model").save_checkpoint(tmp_path / "agent")
+    assert json.loads((tmp_path / "agent" / "agent.json").read_text())["shared"]["source"] == "someone/some-model"
     assert GRPO.load(tmp_path / "agent", actor_network=shared_model()).members.source == "someone/some-model"
+
+
+def made(kind):
+    """Return an agent of a kind."""
+    if kind == "mixed":
+        image = spaces.Box(0, 255, (8, 8, 1), np.uint8)
+        observed = spaces.Dict(b=spaces.MultiBinary(3), d=spaces.MultiDiscrete([3, 4]), i=image)
+        return GRPO(observation_space=observed, action_space=spaces.MultiDiscrete([2, 3]))
+    return {"networks": step_agent, "joint": lambda: team_population(1)[0], "language": tiny_agent}[kind]()
+
+
+@pytest.fixture(scope="module")
+def agents(tmp_path_factory):
+    """Return an agent of every kind with its folder."""
+    folder, found = tmp_path_factory.mktemp("agents"), {}
+    for kind in ("networks", "joint", "language", "mixed"):
+        found[kind] = made(kind), folder / kind
+        found[kind][0].save_checkpoint(folder / kind, **({"include_base": True} if kind == "language" else {}))
+    return found
+
+
+def raises_checkpoint_error(load):
+    """Return True if loading raises a CheckpointError; other exceptions fail the test."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            load()
+        except CheckpointError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize(("kind", "number"), [("networks", 40), ("joint", 40), ("language", 6)])
+def test_forged_agent_records_raise_or_load(agents, kind, number, tmp_path):
+    agent, original = agents[kind]
+    record = json.loads((original / "agent.json").read_text())
+    folder = Path(shutil.copytree(original, tmp_path / "agent"))
+    refused = 0
+    for each in range(number):
+        put_in(folder, "agent.json", forged(record, generator(each, f"forge {kind}"))[0])
+        refused += sum(raises_checkpoint_error(partial(load, folder)) for load in (agent.load, agent.load_checkpoint))
+    assert refused >= number / 2
+
+
+@pytest.fixture(scope="module")
+def finalists(tmp_path_factory):
+    """Return the folder of a run whose checkpoints hold finalists and births."""
+    folder = tmp_path_factory.mktemp("finalists") / "run"
+    way = {"fitness": {"second_set": 4, "finalists": 2}, "env": cart_pole(validation_size=10), "generations": 2}
+    finish(step_run(folder, **way))
+    return folder
+
+
+def with_newest_only(original, folder):
+    """Copy a run without older checkpoints; return its folder and that of the newest checkpoint."""
+    shutil.copytree(original, folder)
+    newest, *older = (generation_folder(folder, number) for number in stored_generations(folder))
+    for each in older:
+        shutil.rmtree(each)
+    return folder, newest
+
+
+@pytest.mark.parametrize(("kind", "number"), [("networks", 8), ("language", 4)])
+def test_forged_run_records_raise_or_resume(finalists, stored_language_run, kind, number, tmp_path):
+    given, original = {"env": tiny_env(), "actor_network": tiny_model()}, stored_language_run.folder
+    if kind == "networks":
+        given, original = {"env": cart_pole(validation_size=10)}, finalists
+    outcomes = []
+    for each in range(number):
+        folder, newest = with_newest_only(original, tmp_path / str(each))
+        record = json.loads((newest / "population.json").read_text())
+        put_in(newest, "population.json", forged(record, generator(each, f"forge {kind}"))[0])
+        run = partial(evogrpo.resume, folder, generations=4, progress=False, test_questions=0, **given)
+        outcomes.append(raises_checkpoint_error(lambda run=run: list(run())))
+    assert sum(outcomes) > 0  # some of them raise
+
+
+def test_invalid_tensors_raise(finalists, tmp_path):
+    """Of members and finalists."""
+    folder, newest = with_newest_only(finalists, tmp_path / "run")
+    tensors = load_file(newest / "population.safetensors")
+    firsts = {name.split(" ")[0]: name for name in sorted(tensors) if name.endswith("weights")}
+    assert sorted(firsts) == ["0.weights", "1.weights", "2.weights", "best:", "finalist"]
+    wrong = [None, lambda t: t[: len(t) // 2].clone(), lambda t: t.double(), lambda t: t[0].clone()]
+    for name in firsts.values():
+        for change in wrong:
+            others = {each: tensor for each, tensor in tensors.items() if each != name}
+            changed = {} if change is None else {name: change(tensors[name])}
+            put_bytes(newest, "population.safetensors", save(others | changed))
+            with pytest.raises(CheckpointError):
+                evogrpo.resume(folder, env=cart_pole(validation_size=10), progress=False)
+
+
+SPACES, NETWORK = ("shared", "observation_spaces", 0, 1), ("shared", "settings", "network")
+SIZES = [
+    ("networks", (*SPACES, "shape"), lambda n: [n]),
+    ("networks", (*SPACES, "shape"), lambda n: [n, n]),
+    ("networks", ("shared", "action_spaces", 0, 1, "n"), lambda n: n),
+    ("networks", (*NETWORK, "hidden"), lambda n: [n, n]),
+    ("networks", (*NETWORK, "hidden"), lambda n: [min(n, 65_536)] * 8),
+    ("mixed", (*SPACES, "parts", 0, 1, "n"), lambda n: n),
+    ("mixed", (*SPACES, "parts", 1, 1, "nvec"), lambda n: [n, n]),
+    ("mixed", (*SPACES, "parts", 2, 1, "shape"), lambda n: [n, n, 3]),
+    ("mixed", ("shared", "action_spaces", 0, 1, "nvec"), lambda n: [n, n]),
+    ("mixed", (*NETWORK, "convolutions"), lambda n: [[n, 3, 1], [n, 3, 1]]),
+    ("language", ("shared", "lora_config", "r"), lambda n: n),
+    *(("language", (name,), lambda n: n) for name in ("vocab_size", "hidden_size", "num_hidden_layers")),
+]
+
+
+@pytest.mark.parametrize("size", [2**20, 2**62])
+def test_declared_sizes_are_checked_before_allocation(agents, size, tmp_path):
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    for number, (kind, place, value_of) in enumerate(SIZES):
+        agent, original = agents[kind]
+        name = "agent.json" if place[0] == "shared" else "base_config.json"
+        folder = Path(shutil.copytree(original, tmp_path / str(number)))
+        record = json.loads((folder / name).read_text())
+        parent = record
+        for key in place[:-1]:
+            parent = parent[key]
+        assert place[-1] in parent
+        parent[place[-1]] = value_of(size)
+        put_in(folder, name, record)
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, before[1]))
+        try:
+            with pytest.raises(CheckpointError) as refused:
+                type(agent).load(folder)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+        assert "memory" not in str(refused.value), (kind, place)  # not an allocation error

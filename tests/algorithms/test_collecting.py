@@ -1,4 +1,4 @@
-"""Rollouts of a learning step and evaluation."""
+"""Rollouts of a learning step, dynamic sampling, step rewards, the overlong penalty, and evaluation."""
 
 from dataclasses import replace
 
@@ -6,32 +6,34 @@ import numpy as np
 import pytest
 import torch
 
-from evogrpo.algorithms.learning.learning_step import learn
-from evogrpo.algorithms.rollout.collect import collect
+from evogrpo import Objective, StepRewards
+from evogrpo.algorithms.rollout.collect import groups_without_signal
 from evogrpo.algorithms.rollout.evaluation import evaluate
-from evogrpo.randomness import generator
-from evogrpo.testing.policy_banks import assert_gradients_agree
+from evogrpo.data import Batch, TokenInputs
+from evogrpo.functional.rewards import consecutive_ids, zero_variance_groups
 from tests.tiny_models import EOS, tiny_model
 from tests.tiny_training import (
-    equal_states,
-    peft_twin,
-    randomise_adapter,
-    shared_model,
-    state_of,
+    collect_alone,
+    completions,
+    own_rows,
+    random_population,
+    shared_tokenizer,
     tiny_env,
-    tiny_population,
     variety,
 )
 
 
-@pytest.fixture
-def population():
-    """Return three members with different adapters, group sizes and temperatures."""
-    population = tiny_population(3, max_grad_norm=1.0)
-    for seed, (agent, group_size, temperature) in enumerate(zip(population, (2, 8, 4), (1.0, 0.5, 1.5), strict=True)):
-        randomise_adapter(agent, seed)
+def population_of(size=3, **objective):
+    """Return members with different adapters, group sizes and temperatures."""
+    population = random_population(size, max_grad_norm=1.0, objective=Objective(**objective))
+    for agent, group_size, temperature in zip(population, (2, 8, 4), (1.0, 0.5, 1.5), strict=False):
         agent.group_size, agent.temperature = group_size, temperature
     return population
+
+
+@pytest.fixture
+def population():
+    return population_of()
 
 
 def answers(slots, shared, **options):
@@ -51,29 +53,22 @@ def answers(slots, shared, **options):
 
 def test_members_answer_prefixes_of_one_block_at_equal_cost(population):
     env = tiny_env()
-    for step in (0, 3):
-        collected = population.collect(env, step=step, samples_per_step=16, block=8)
-        batch = collected.experience["default"]
-        assert collected.starts == env.deal(step, 8, 8)
-        assert batch.inputs.prompts == tuple(map(tuple, env.open("train", collected.starts).prompts))
-        assert batch.member_ids.bincount().tolist() == [16, 16, 16]
-        for agent in population:
-            own = batch.select_members([agent.slot])
-            size = agent.group_size
-            assert own.inputs.prompt_ids.tolist() == [row // size for row in range(16)]
-            groups = own.group_ids.view(-1, size)
-            assert bool((groups == groups[:, :1]).all())
-            assert len(groups[:, 0].unique()) == 16 // size
-            assert own.inputs.temperature.tolist() == pytest.approx([agent.temperature] * 16)
-        assert len(batch.group_ids.unique()) == 8 + 2 + 4
-
-
-def test_a_members_questions_do_not_depend_on_the_population(population):
-    env = tiny_env()
-    alone = population[1].clone()
-    together = population.collect(env, step=2, samples_per_step=16, block=8)
-    own = collect(alone.members, [alone.learner(2)], env, samples_per_step=16, block=8)
-    assert own.starts == together.starts[:2]
+    collected = population.collect(env, step=3, samples_per_step=16, block=8)
+    batch = collected.experience["default"]
+    assert collected.starts == env.deal(3, 8, 8)
+    assert batch.inputs.prompts == tuple(map(tuple, env.open("train", collected.starts).prompts))
+    assert batch.member_ids.bincount().tolist() == [16, 16, 16]
+    for agent in population:
+        own, size = batch.select_members([agent.slot]), agent.group_size
+        assert own.inputs.prompt_ids.tolist() == [row // size for row in range(16)]
+        groups = own.group_ids.view(-1, size)
+        assert bool((groups == groups[:, :1]).all())
+        assert own.inputs.temperature.tolist() == pytest.approx([agent.temperature] * 16)
+        prompts = sum(len(prompt) for prompt in batch.inputs.prompts[: 16 // size])  # counted once per group
+        assert collected.tokens[agent.slot] == int(own.present.sum()) + prompts
+    assert len(batch.group_ids.unique()) == 8 + 2 + 4
+    with pytest.raises(ValueError, match=r"divide samples_per_step=12.*got 8 \(member 1\)"):
+        population.collect(env, step=0, samples_per_step=12, block=6)
 
 
 @pytest.mark.parametrize("slot", [0, 1, 2])
@@ -81,86 +76,23 @@ def test_a_members_completions_do_not_depend_on_other_members(population, slot):
     env = tiny_env()
     alone = population[slot].clone()
     together = population.collect(env, step=5, samples_per_step=16, block=8)
-    by_itself = collect(alone.members, [alone.learner(5)], env, samples_per_step=16, block=8)
-    own = together.experience["default"].select_members([slot])
-    assert torch.equal(own.actions, by_itself.experience["default"].actions)
-    assert torch.equal(own.present, by_itself.experience["default"].present)
-    assert torch.equal(own.rewards, by_itself.experience["default"].rewards)
-    torch.testing.assert_close(
-        own.sampler_log_probs, by_itself.experience["default"].sampler_log_probs, rtol=1e-4, atol=1e-4
-    )
+    by_itself = collect_alone(alone, env, 5)
+    own, single = own_rows(together.experience["default"], slot), by_itself.experience["default"]
+    for name in ("actions", "present", "rewards", "member_ids"):
+        assert torch.equal(getattr(own, name), getattr(single, name))
+    torch.testing.assert_close(own.sampler_log_probs, single.sampler_log_probs, rtol=1e-4, atol=1e-4)
     assert together.tokens[slot] == by_itself.tokens[0]
-
-
-def test_uniforms_follow_from_seed_step_and_index(population):
-    """Slow oracle for one member: token t of row r inverts the distribution at uniform [r, t] of its stream."""
-    agent = population[1]
-    batch = (
-        population.collect(tiny_env(), step=3, samples_per_step=16, block=8).experience["default"].select_members([1])
-    )
-    draws = generator(0, "sample", 3, agent.index).random((16, 6), dtype=np.float32)
-    member, checked = peft_twin(agent), 0
-    for row in range(16):
-        prompt = batch.inputs.prompts[int(batch.inputs.prompt_ids[row])]
-        tokens = batch.actions[row][batch.present[row]].tolist()
-        for place, token in enumerate(tokens):
-            chances = member.probabilities([*prompt, *tokens[:place]], temperature=0.5).numpy()
-            edges = np.cumsum(chances) / chances.sum()
-            if np.abs(edges - draws[row, place]).min() > 1e-5:
-                assert token == np.searchsorted(edges, draws[row, place], side="right")
-                assert float(batch.sampler_log_probs[row, place]) == pytest.approx(np.log(chances[token]), abs=1e-3)
-                checked += 1
-    assert checked > 40
-
-
-def test_rewards_are_those_of_the_decoded_completions(population):
-    env = tiny_env()
-    collected = population.collect(env, step=0, samples_per_step=16, block=8)
-    batch = collected.experience["default"]
-    for row in range(48):
-        text = env.tokenizer.decode(batch.actions[row][batch.present[row]].tolist(), skip_special_tokens=True)
-        assert collected.scores.completions[row] == text
-        assert float(batch.rewards[row]) == float(batch.reward_components[row, 0])
-        assert float(batch.rewards[row]) == pytest.approx(variety(text, "", ""))
-        ended = EOS in batch.actions[row][batch.present[row]]
-        assert bool(batch.truncated[row]) == bool(collected.truncated[row]) == (not ended)
-
-
-def test_tokens_count_each_prompt_once_per_group(population):
-    collected = population.collect(tiny_env(), step=0, samples_per_step=16, block=8)
-    prompt = len(collected.experience["default"].inputs.prompts[0])
-    assert {len(tokens) for tokens in collected.experience["default"].inputs.prompts} == {prompt}
-    for agent in population:
-        sampled = int(collected.experience["default"].select_members([agent.slot]).present.sum())
-        assert collected.tokens[agent.slot] == sampled + prompt * 16 // agent.group_size
-
-
-def test_group_sizes_must_divide_the_samples(population):
-    with pytest.raises(ValueError, match=r"divide samples_per_step=12.*got 8 \(member 1\)"):
-        population.collect(tiny_env(), step=0, samples_per_step=12, block=6)
-
-
-def test_failed_members_take_no_part(population):
-    population[1].failed = "for a reason"
-    batch = population.collect(tiny_env(), step=0, samples_per_step=16, block=8).experience["default"]
-    assert batch.member_ids.unique().tolist() == [0, 2]
-    assert set(population.learn({"default": batch}, step=0)) == {0, 2}
-    population.evaluate(tiny_env())
-    assert [agent.fitness is None for agent in population] == [False, True, False]
+    assert together.starts[: len(by_itself.starts)] == by_itself.starts
 
 
 def test_evaluation_is_greedy_on_equal_questions(population):
     prompts, per_member = answers([0, 1, 2], population.members)
     assert len({tuple(prompt for prompt, _ in own) for own in per_member}) == 1
-    for agent, own in zip(population, per_member, strict=True):
-        assert len(own) == len(prompts) == 8
-        member = peft_twin(agent)
-        for prompt, (_, tokens) in zip(prompts, own, strict=True):
-            expected = list(prompt)
-            while len(expected) - len(prompt) < 6 and expected[-1] != EOS:
-                expected.append(int(member.probabilities(expected, temperature=1.0).argmax()))
-            assert tokens == tuple(expected[len(prompt) :])
     assert len({tuple(own) for own in per_member}) > 1
+    given = [{"input_ids": torch.tensor([list(prompt)])} for prompt in prompts]
+    for agent, own in zip(population, per_member, strict=True):
+        greedy = completions((*agent.get_action(given, training=False), None))
+        assert [tokens for _, tokens in greedy] == [list(tokens) for _, tokens in own]
 
 
 def test_the_reference_is_greedy_generation_of_the_base(population):
@@ -183,57 +115,208 @@ def test_fitness_is_the_mean_reward_with_its_standard_error(population):
         assert agent.fitness.standard_error == pytest.approx(row.std(ddof=1) / 5**0.5)
     assert population.best.fitness.mean == max(agent.fitness.mean for agent in population)
     assert evaluate(population.members, [1], env, "validation", questions=1000).shape == (1, 8)
-
-
-def test_evaluation_does_not_affect_training(population):
-    """Members trained with and without evaluations are bit-equal."""
-    other = tiny_population(3, max_grad_norm=1.0)
-    for agent, twin in zip(population, other, strict=True):
-        twin.load_state(state_of(agent))
-        twin.hyperparameters = agent.hyperparameters
-    env, quiet = tiny_env(), tiny_env()
-    served = env.reset()[1]["starts"]
-    for step in range(3):
-        population.evaluate(env, "validation")
-        population.evaluate(env, "test", questions=3)
-        population[0].test(env)
-        population[1].get_action(env.reset()[0], training=False)
-        population.learn(population.collect(env, step=step, samples_per_step=16, block=8).experience, step=step)
-        other.learn(other.collect(quiet, step=step, samples_per_step=16, block=8).experience, step=step)
-    assert all(equal_states(state_of(agent), state_of(twin)) for agent, twin in zip(population, other, strict=True))
-    assert env.reset()[1]["starts"] == served
-
-
-def test_fitness_requires_a_reward_for_every_question(population):
-    def sometimes(completions, answer, **columns):
-        return [None if int(number) % 2 else 1.0 for number in answer]
-
     with pytest.raises(ValueError, match="have no reward"):
-        population.evaluate(tiny_env(reward_funcs=sometimes))
+        population.evaluate(tiny_env(reward_funcs=lambda completions, **_: [None, *[1.0] * (len(completions) - 1)]))
 
 
-def test_missing_rewards_are_nan(population):
-    def sometimes(completions, answer, **columns):
-        return [None if int(number) % 2 else float(len(text)) for number, text in zip(answer, completions, strict=True)]
+LENGTH = 6  # max_output_tokens of the tiny agents
 
-    batch = population.collect(tiny_env(reward_funcs=sometimes), step=0, samples_per_step=16, block=8).experience[
-        "default"
+
+def fussy(completions, answer, **columns):
+    """Reward variety if the sum is divisible by three: about two thirds of the questions give no signal."""
+    return [
+        variety(text, "", "") if int(number) % 3 == 0 else 0.5 for text, number in zip(completions, answer, strict=True)
     ]
-    assert 0 < int(batch.rewards.isnan().sum()) < 48
-    reports = population.learn({"default": batch}, step=0)
+
+
+def gathered(population, env=None, step=0):
+    return population.collect(env or tiny_env(), step=step, samples_per_step=16, block=8)
+
+
+def equal(batch):
+    """Return the rows of groups whose rewards are all equal."""
+    number, count = consecutive_ids(batch.group_ids)
+    return zero_variance_groups(batch.rewards, number, count)[number]
+
+
+def test_groups_without_signal_are_replaced_by_the_next_questions():
+    env, step = tiny_env(reward_funcs=fussy), 2
+    before = gathered(population_of(), env, step).experience["default"]
+    population = population_of(dynamic_sampling=3)
+    after = gathered(population, env, step)
+    assert after.starts[:8] == env.deal(step, 8, 32)
+    assert after.starts == env.deal(step, len(after.starts), 32)
+    batch = after.experience["default"]
+    assert len(batch) == len(before) == 48
+    assert float(equal(batch).float().mean()) < 0.7 * float(equal(before).float().mean())
+    answers = {start: env.open("train", [start]).rows[0]["answer"] for start in after.starts}
+    for agent in population:
+        own, first = batch.select_members([agent.slot]), 16 // agent.group_size
+        prompts_of_groups = own.inputs.prompt_ids.view(-1, agent.group_size)
+        assert bool((prompts_of_groups == prompts_of_groups[:, :1]).all())
+        assert len(prompts_of_groups[:, 0].unique()) == first
+        new = [place for place in prompts_of_groups[:, 0].tolist() if place >= first]
+        assert new == sorted(new)  # in the block's order
+        assert all(int(answers[after.starts[place]]) % 3 == 0 for place in new)
+        assert not bool(equal(own)[own.inputs.prompt_ids >= first].any())
+    for row in range(48):  # rewards are those of the decoded completions
+        tokens = batch.actions[row][batch.present[row]].tolist()
+        text = shared_tokenizer().decode(tokens, skip_special_tokens=True)
+        answer = answers[after.starts[int(batch.inputs.prompt_ids[row])]]
+        assert after.scores.completions[row] == text
+        assert float(batch.rewards[row]) == pytest.approx(fussy([text], [answer])[0])
+        assert float(batch.rewards[row]) == pytest.approx(after.scores.rewards[row])
+        assert bool(batch.truncated[row]) == bool(after.truncated[row]) == (EOS not in tokens)
+    reports = population.learn({"default": batch}, step=step)
     assert all(report.failed is None for report in reports.values())
 
 
-def test_row_order_of_a_batch_does_not_matter(population):
-    """After collection only the ids of rows count."""
-    twins = [agent.clone() for agent in population]
-    batch = population.collect(tiny_env(), step=0, samples_per_step=16, block=8).experience["default"]
-    order = torch.randperm(48, generator=torch.Generator().manual_seed(0))
-    renamed = replace(batch.select(order), group_ids=1000 - 7 * batch.group_ids[order])
-    population.learn({"default": renamed}, step=0)
-    for agent, twin in zip(population, twins, strict=True):
-        own = batch.select_members([agent.slot])
-        own = replace(own, member_ids=torch.zeros_like(own.member_ids))
-        learn(twin.members, [twin.learner(0)], {"default": own})
-        assert_gradients_agree(state_of(agent)["exp_avg"], state_of(twin)["exp_avg"])
-    assert shared_model().training == tiny_model().training
+@pytest.mark.parametrize("slot", [0, 1, 2])
+def test_resampling_does_not_depend_on_the_population(slot):
+    env = tiny_env(reward_funcs=fussy)
+    population = population_of(dynamic_sampling=3)
+    alone = population[slot].clone()
+    together = gathered(population, env, 5)
+    by_itself = collect_alone(alone, env, 5)
+    own, single = own_rows(together.experience["default"], slot), by_itself.experience["default"]
+    assert own.actions[own.present].tolist() == single.actions[single.present].tolist()
+    assert torch.equal(own.present.sum(1), single.present.sum(1))
+    assert torch.equal(own.rewards, single.rewards)
+    assert torch.equal(own.inputs.prompt_ids, single.inputs.prompt_ids)
+    assert torch.equal(consecutive_ids(own.group_ids)[0], consecutive_ids(single.group_ids)[0])
+    assert together.starts[: len(by_itself.starts)] == by_itself.starts
+    assert together.tokens[slot] == by_itself.tokens[0]
+
+
+def test_resampling_is_bounded_and_counted_and_the_rest_stays():
+    scored = []
+
+    def counted(completions, **_):
+        scored.append(len(completions))
+        return [0.25] * len(completions)
+
+    population = population_of(dynamic_sampling=2)
+    env = tiny_env(reward_funcs=counted)
+    plain, refilled = gathered(population_of(), env), gathered(population, env)
+    assert scored == [48, 48, 48, 48]
+    new, old = refilled.experience["default"], plain.experience["default"]
+    for name in ("actions", "present", "member_ids"):
+        assert torch.equal(getattr(old, name), getattr(new, name))
+    assert torch.equal(consecutive_ids(old.group_ids)[0], consecutive_ids(new.group_ids)[0])
+    prompt = len(old.inputs.prompts[0])
+    for agent in population:
+        groups, more = 16 // agent.group_size, refilled.tokens[agent.slot] - plain.tokens[agent.slot]
+        assert 2 * (groups * prompt + 16) < more <= 2 * (groups * prompt + 16 * LENGTH)
+    lengths = gathered(population_of(), env, 1).experience["default"]
+    scored.clear()
+    alike = equal(replace(lengths, rewards=lengths.present.sum(1).float()))
+    assert 0 < int(alike.sum()) < 48
+    gathered(population_of(overlong_buffer=6, dynamic_sampling=1), env, 1)
+    assert scored == [48, int(alike.sum())]  # a penalty gives equal rewards a signal
+
+
+def test_signal_depends_on_the_advantage_estimator():
+    nan, ids, ones = torch.nan, torch.arange(3).repeat_interleave(2), torch.ones(6, 2, dtype=torch.bool)
+    steps = [[1.0, 0.0], [0.0, 1.0], [1.0, nan], [nan, 1.0], [0.5, 0.5], [0.5, 0.5]]  # totals are all 1
+    components = [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0], [nan, 1.0]]
+    batch = Batch(
+        inputs=TokenInputs(prompts=((5,),) * 3, prompt_ids=ids, temperature=torch.ones(6)),
+        actions=ones.long(),
+        present=ones,
+        action_mask=ones,
+        rewards=torch.ones(6),
+        group_ids=10 + ids,
+        member_ids=torch.zeros_like(ids),
+        step_rewards=torch.tensor(steps),
+        reward_components=torch.tensor(components),
+    )
+    single = replace(batch, rewards=torch.tensor([1.0, nan, 1.0, 2.0, 1.0, 2.0]))
+    for given, kind, idle in (
+        (batch, "outcome", [10, 11, 12]),
+        (batch, "process", [11, 12]),
+        (batch, "gdpo", [10, 12]),
+        (replace(batch, step_rewards=None), "process", [10, 11, 12]),
+        (single, "outcome", [10]),
+    ):
+        assert groups_without_signal(given, {0: kind}) == {0: idle}
+
+
+def test_step_rewards_missing_in_some_rounds_are_completed():
+    """The function returns step rewards for some completions; totals of the others are placed on their last action."""
+
+    def sometimes(completions, answer, **columns):
+        values = fussy(completions, answer)
+        return [
+            StepRewards([value], [0]) if int(n) % 3 == 0 else value for value, n in zip(values, answer, strict=True)
+        ]
+
+    batch = gathered(population_of(dynamic_sampling=3), tiny_env(reward_funcs=sometimes)).experience["default"]
+    torch.testing.assert_close(batch.step_rewards.nansum(1), batch.rewards)
+    last = (batch.present.sum(1) - 1).tolist()
+    places = [(~row.isnan()).nonzero()[:, 0].tolist() for row in batch.step_rewards]
+    assert {place == [end] for place, end in zip(places, last, strict=True)} == {True, False}
+    assert all(place in ([0], [end]) for place, end in zip(places, last, strict=True))
+
+
+def test_step_rewards_and_components_reach_the_learner():
+    def inside(completion_ids, **columns):
+        return [StepRewards([1.0] * len(ids), range(len(ids))) for ids in completion_ids]
+
+    def whole(completions, **columns):
+        return [2.0] * (len(completions) - 1) + [None]
+
+    env = tiny_env(reward_funcs=[inside, whole], reward_weights=[1.0, 0.5])
+    population = population_of(advantage="return_to_go_timestep")
+    batch = population.collect(env, step=1, samples_per_step=64, block=32).experience["default"]
+    lengths = batch.present.sum(1)
+    torch.testing.assert_close(batch.reward_components[:, 0], lengths.float())
+    assert batch.reward_components[:-1, 1].eq(2.0).all()
+    assert bool(batch.reward_components[-1, 1].isnan())
+    assert (batch.component_names, batch.component_weights) == (("inside", "whole"), (1.0, 0.5))
+    assert torch.equal(batch.step_rewards.isnan(), ~batch.present)
+    ends = batch.step_rewards.gather(1, lengths[:, None] - 1)[:, 0]
+    assert ends.tolist() == [2.0] * (3 * 64 - 1) + [1.0]
+    torch.testing.assert_close(batch.step_rewards.nansum(1), batch.rewards)
+    reports = population.learn({"default": batch}, step=1)
+    assert all(report.failed is None and any(report.advantages) for report in reports.values())
+
+
+def ramp(length, buffer):
+    """DAPO, equation 13."""
+    return min(0.0, (LENGTH - buffer - length) / buffer)
+
+
+@pytest.mark.parametrize("buffer", [1, 6])
+def test_long_completions_are_penalised_in_training_only(buffer):
+    env = tiny_env()
+    kinds = population_of(), population_of(overlong_buffer=buffer)
+    plain, punished = (gathered(population, env) for population in kinds)
+    batch, without = punished.experience["default"], plain.experience["default"]
+    lengths = batch.present.sum(1).tolist()
+    assert len(set(lengths)) > 2
+    penalties = torch.tensor([ramp(length, buffer) for length in lengths])
+    torch.testing.assert_close(batch.rewards, without.rewards + penalties)
+    assert batch.component_names == ("variety", "overlong_penalty")
+    torch.testing.assert_close(batch.reward_components[:, 1], penalties)
+    torch.testing.assert_close(batch.reward_components @ torch.tensor(batch.component_weights), batch.rewards)
+    np.testing.assert_array_equal(punished.scores.rewards, plain.scores.rewards)
+    assert list(punished.scores.components) == ["variety"]
+    for population in kinds:
+        population.evaluate(env)
+    assert [agent.fitness for agent in kinds[0]] == [agent.fitness for agent in kinds[1]]
+
+
+def test_the_penalty_is_on_the_last_action_of_rewarded_completions():
+    def inside(completions, answer, **columns):
+        return [None if int(number) % 2 else StepRewards([1.0], [0]) for number in answer]
+
+    batch = gathered(population_of(overlong_buffer=5), tiny_env(reward_funcs=inside)).experience["default"]
+    none = batch.rewards.isnan()
+    assert 0 < int(none.sum()) < 48
+    assert bool(batch.step_rewards[none].isnan().all())
+    assert bool(batch.reward_components[none].isnan().all())
+    for row in (~none).nonzero()[:, 0].tolist():
+        length = int(batch.present[row].sum())
+        expected = torch.full((batch.actions.shape[1],), torch.nan)
+        expected[0], expected[length - 1] = 1.0, ramp(length, 5) + (length == 1)
+        torch.testing.assert_close(batch.step_rewards[row], expected, equal_nan=True)

@@ -1,5 +1,6 @@
-"""Constructor arguments of agents, and precision set by an accelerator."""
+"""Constructor arguments of agents, precision set by an accelerator, and members that start from a PEFT adapter."""
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -7,18 +8,23 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from gymnasium.spaces import Box, Discrete
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 
-from evogrpo import GRPO, HyperparameterConfig, MultiAgentGRPO, Objective, RLParameter
+from evogrpo import GRPO, HyperparameterConfig, MultiAgentGRPO, Objective
+from evogrpo.algorithms.checkpointing import population_state, restore_population
 from evogrpo.config.hyperparameters import Optimizer
-from evogrpo.testing.policy_banks import assert_gradients_agree
+from evogrpo.models.networks.architecture import NetworkConfig
+from evogrpo.testing.samplers import different_members
+from tests.causal_families import family_model
 from tests.tiny_models import EOS, VOCABULARY, tiny_model
 from tests.tiny_training import (
     equal_states,
     graded,
+    learn_fixed_batch,
+    random_agent,
     randomise_adapter,
     shared_model,
-    state_of,
     tiny_agent,
     tiny_env,
     tiny_options,
@@ -38,88 +44,69 @@ def accelerators() -> Iterator[None]:
     ("options", "rule"),
     [
         ({"clip_coeff": 0.1}, "unknown argument 'clip_coeff': did you mean 'clip_coef'"),
-        ({"group_sise": 4}, "did you mean 'group_size'"),
-        ({"actor_network": None}, "actor_network must be a transformers model .*got NoneType"),
         ({"actor_network": torch.nn.Linear(2, 2)}, "actor_network must be a transformers model .*got Linear"),
         ({"actor_network": "smollm2-135m"}, "load_base"),
         ({"pad_token_id": None}, "pad_token_id must be given"),
-        ({"lr": 0.0}, "lr must be above 0"),
-        ({"lr": float("nan")}, "lr must be finite"),
-        ({"clip_coef": 1.0}, r"clip_coef must be below 1"),
-        ({"group_size": 1}, "group_size must be at least 2"),
-        ({"beta": -0.1}, "beta must be at least 0"),
-        ({"temperature": 0.0}, "temperature must"),
-        ({"update_epochs": 0}, "update_epochs must be at least 1"),
-        ({"batch_size": 2.5}, "batch_size must be an integer"),
-        ({"max_output_tokens": 0}, "max_output_tokens must be at least 1"),
+        ({"pad_token_id": VOCABULARY}, "pad_token_id"),
+        ({"eos_token_ids": (1, VOCABULARY)}, rf"eos_token_ids .*0 to {VOCABULARY - 1}\), got"),
         ({"min_output_tokens": 7}, r"min_output_tokens must lie in \[0, max_output_tokens = 6\]"),
-        ({"seed": -1}, "seed must be at least 0"),
-        ({"micro_batch_tokens": 0}, "micro_batch_tokens must be at least 1"),
+        ({"max_episode_tokens": 5}, "max_episode_tokens must be at least max_output_tokens = 6"),
         ({"micro_batch_tokens": "auto"}, "micro_batch_tokens"),
         ({"lora_config": LoraConfig(target_modules="all-linear", lora_dropout=0.1)}, "lora_dropout"),
-        ({"lora_config": LoraConfig(target_modules=["nothing"])}, "matches no module"),
+        ({"network": NetworkConfig()}, "network is for small networks"),
+        ({"objective": Objective(kl_estimator="full"), "beta": 0.1}, "kl_estimator='full'"),
+        ({"top_k": -1}, "top_k must be at least 0, got -1: 0 keeps all"),
+        ({"top_p": "0.9"}, "top_p must be a number"),
+        ({"min_p": 1.0}, "min_p must lie in"),
+        ({"repetition_penalty": torch.inf}, "repetition_penalty must be finite"),
+        ({"hp_config": {"lr": (1e-5, 1e-4)}, "lr": 0.5}, r"must start in its range \[1e-05, 0.0001\], got 0.5"),
+        ({"hp_config": {"loss_type": ["grpo", "dapo"]}, "loss_type": "cispo"}, "choices .*got 'cispo'"),
     ],
 )
 def test_invalid_arguments_raise(make, options, rule):
+    if "hp_config" in options:
+        options = options | {"hp_config": HyperparameterConfig(**options["hp_config"])}
     with pytest.raises(ValueError, match=rule):
         make(**options)
 
 
-def test_a_population_requires_a_member():
-    with pytest.raises(ValueError, match="size"):
-        tiny_population(0)
-
-
-def test_a_model_without_eos_requires_eos_token_ids():
+def test_eos_token_ids_and_pad_token_id_are_used():
     model = tiny_model()
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     with pytest.raises(ValueError, match="eos_token_ids must be given"):
         tiny_agent(actor_network=model)
-    agent = tiny_agent(actor_network=model, eos_token_ids=(5, 7))
-    assert agent.members.settings.eos_token_ids == (5, 7)
+    assert tiny_agent().members.settings.eos_token_ids == (EOS,)
+    assert tiny_agent(eos_token_ids=5).members.settings.eos_token_ids == (5,)
+    agent = tiny_agent(actor_network=model, eos_token_ids=(5, 7), pad_token_id=9)
     ids, masks = agent.get_action([{"input_ids": torch.tensor([[8, 9]])}] * 6)
     ends = 0
     for rows, mask in zip(ids, masks, strict=True):
-        for tokens, counted in zip(rows[:, 2:].tolist(), mask[:, 1:].tolist(), strict=True):
-            sampled = tokens[: sum(counted)]
-            assert not {5, 7} & set(sampled[:-1])
-            ends += len(sampled) < 6
+        for tokens, counted in zip(rows[:, 2:], mask[:, 1:], strict=True):
+            assert not {5, 7} & set(tokens[counted][:-1].tolist())
+            assert set(tokens[~counted].tolist()) <= {9}
+            ends += int(counted.sum()) < 6
     assert ends > 0  # some completions ended
-
-
-def test_the_models_eos_is_the_default():
-    assert tiny_agent().members.settings.eos_token_ids == (EOS,)
-
-
-def test_min_output_tokens_delays_the_end():
-    prompts = tiny_env().reset()[0]
-    free, held = tiny_agent(seed=2, temperature=2.0), tiny_agent(seed=2, temperature=2.0, min_output_tokens=6)
-    assert any(EOS in rows[:, -6:] for rows in free.get_action(prompts)[0])
-    ids, masks = held.get_action(prompts)
-    assert all(bool(mask[:, -6:].all()) for mask in masks)
-    before = state_of(held)
-    held.learn((ids, masks, graded(ids)))
-    assert not equal_states(state_of(held), before)
+    held = tiny_agent(actor_network=model, eos_token_ids=(5, 7), min_output_tokens=6)
+    _, masks = held.get_action([{"input_ids": torch.tensor([[8, 9]])}] * 6)
+    assert all(bool(mask[:, 1:].all()) for mask in masks)
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "qwen3", "gemma2"])
 def test_agents_learn_on_other_architectures(architecture):
-    agent = GRPO(**tiny_options(actor_network=tiny_model(architecture), beta=0.1))
-    ids, masks = agent.get_action(tiny_env().reset()[0])
-    report = agent.learn((ids, masks, graded(ids)))
-    assert report.failed is None
-    assert int(state_of(agent)["step"]) == 1
+    agent = tiny_agent(actor_network=tiny_model(architecture), beta=0.1)
+    learn_fixed_batch(agent)
+    assert agent.failed is None
+    assert int(agent.state()["step"]) == 1
     assert agent.clone().test(tiny_env()) == agent.test(tiny_env())
 
 
 def test_settings_reach_the_bank():
     optimizer = Optimizer(betas=(0.5, 0.6), eps=1e-4, weight_decay=0.3, warmup_steps=3)
-    agent = tiny_agent(optimizer=optimizer, lr=0.4)
-    randomise_adapter(agent)
-    before = state_of(agent)["adapter"]
+    agent = random_agent(optimizer=optimizer, lr=0.4)
+    before = agent.state()["adapter"]
     ids, masks = agent.get_action(tiny_env().reset()[0])
     report = agent.learn((ids, masks, graded(ids)))
-    after = state_of(agent)
+    after = agent.state()
     gradient = after["exp_avg"] / 0.5
     assert report.lr == 0.0, "the first of three steps of warm-up"
     assert torch.equal(after["adapter"], before)
@@ -127,87 +114,51 @@ def test_settings_reach_the_bank():
     assert report.lr == pytest.approx(0.4 / 3)
     # The first moment divided by its bias correction is the gradient, which is the same twice.
     expected = before * (1 - 0.4 / 3 * 0.3) - 0.4 / 3 * gradient / (gradient.abs() + 1e-4)
-    torch.testing.assert_close(state_of(agent)["adapter"], expected, rtol=1e-4, atol=1e-5)
-
-
-def test_memory_settings_change_no_result():
-    results = []
-    for options in (
-        {"micro_batch_tokens": 10_000, "reduce_memory_peak": False},
-        {"micro_batch_tokens": 10_000, "reduce_memory_peak": True},
-        {"micro_batch_tokens": 8, "reduce_memory_peak": True},
-    ):
-        agent = tiny_agent(**options)
-        randomise_adapter(agent)
-        ids, masks = agent.get_action(tiny_env().reset()[0])
-        agent.learn((ids, masks, graded(ids)))
-        results.append(state_of(agent)["exp_avg"])
-    for other in results[1:]:
-        assert_gradients_agree(other, results[0])
-
-
-@pytest.mark.parametrize(
-    ("parameter", "value", "rule"),
-    [
-        ({"lr": RLParameter(min=1e-5, max=1e-4, scale="log")}, {"lr": 0.5}, r"range \[1e-05, 0.0001\], got 0.5"),
-        ({"group_size": RLParameter(choices=[4, 16])}, {"group_size": 8}, r"choices \[4, 16\], got 8"),
-        ({"loss_type": RLParameter(choices=["grpo", "dapo"])}, {"loss_type": "cispo"}, "choices .*got 'cispo'"),
-        ({"clip_high": RLParameter(min=0.2, max=0.4)}, {"clip_high": 0.1}, "range .*got 0.1"),
-    ],
-)
-def test_hyperparameters_start_inside_the_search_space(parameter, value, rule):
-    with pytest.raises(ValueError, match=f"must start in its {rule}"):
-        tiny_population(2, hp_config=HyperparameterConfig(**parameter), **value)
+    torch.testing.assert_close(agent.state()["adapter"], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_default_outside_the_search_space_moves_to_the_nearest_value():
-    space = HyperparameterConfig(
-        lr=RLParameter(min=1e-3, max=1e-2),
-        batch_size=RLParameter(choices=[4, 16]),
-        clip_high=RLParameter(min=0.3, max=0.4),
-    )
+    space = HyperparameterConfig(lr=(1e-3, 1e-2), batch_size=[4, 16], clip_high=(0.3, 0.4))
     options = {name: value for name, value in tiny_options().items() if name != "lr"}
     first = GRPO.population(2, actor_network=shared_model(), hp_config=space, **options)[0]
     assert (first.lr, first.batch_size, first.clip_high) == (1e-3, 16, None)
-
-
-def test_an_unknown_objective_raises():
-    with pytest.raises(ValueError, match="loss_type"):
-        Objective(loss_type="ppo")
 
 
 def train(agent: GRPO) -> torch.Tensor:
     randomise_adapter(agent)
     ids, masks = tiny_agent().get_action(tiny_env().reset()[0])
     agent.learn((ids, masks, graded(ids)))
-    return state_of(agent)["exp_avg"]
+    return agent.state()["exp_avg"]
 
 
-def test_an_accelerator_in_full_precision_changes_nothing(accelerators):
-    agent = tiny_agent(accelerator=Accelerator(cpu=True))
-    assert agent.device == torch.device("cpu")
-    assert torch.equal(train(agent), train(tiny_agent()))
-
-
-def test_an_accelerator_sets_the_precision_until_unwrapped(accelerators):
-    agent = tiny_agent(accelerator=Accelerator(cpu=True, mixed_precision="bf16"))
-    exact, mixed = train(tiny_agent()), train(agent)
-    assert not torch.equal(mixed, exact)
-    assert float((mixed - exact).norm()) < 0.1 * float(exact.norm())  # bfloat16 keeps 8 bits
-    assert state_of(agent)["adapter"].dtype == torch.float32
-    assert shared_model().dtype == torch.float32
+def test_an_accelerator_sets_the_precision_until_unwrapped(accelerators, tmp_path):
+    exact, plain = train(tiny_agent()), tiny_agent(accelerator=Accelerator(cpu=True))
+    assert plain.device == torch.device("cpu")
+    assert torch.equal(train(plain), exact)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    agent = tiny_agent(accelerator=accelerator)
+    mixed = train(agent)
+    assert 0 < float((mixed - exact).norm()) < 0.1 * float(exact.norm())  # bfloat16 keeps 8 bits
+    assert agent.state()["adapter"].dtype == shared_model().dtype == torch.float32
     assert torch.equal(train(agent.clone()), mixed)
     assert torch.equal(train(agent.clone(wrap=False)), exact)
+    agent.save_checkpoint(tmp_path / "agent")
+    loaded = GRPO.load(tmp_path / "agent", accelerator=accelerator, actor_network=shared_model())
+    assert torch.equal(train(loaded), mixed)
     agent.unwrap_models()
     assert torch.equal(train(agent), exact)
 
 
-def test_load_accepts_an_accelerator(accelerators, tmp_path):
-    agent = tiny_agent()
-    agent.save_checkpoint(tmp_path / "agent")
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    loaded = GRPO.load(tmp_path / "agent", accelerator=accelerator, actor_network=shared_model())
-    assert not torch.equal(train(loaded), train(agent))
+def test_invalid_accelerators_raise(accelerators, monkeypatch):
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ValueError, match="device='cpu'"):
+        tiny_agent(accelerator=accelerator, device="cpu")
+    for state in (AcceleratorState, PartialState):
+        monkeypatch.setitem(state._shared_state, "num_processes", 2)
+    assert accelerator.num_processes == 2
+    with pytest.raises(ValueError, match="accelerator"):
+        tiny_agent(accelerator=accelerator)
 
 
 DEVICES = ["gpu", "cuda:99", pytest.param("cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU"))]
@@ -228,46 +179,102 @@ def test_an_unavailable_device_raises_for_all_agents(device, tmp_path):
             make()
 
 
-@pytest.mark.parametrize("tokens", [(VOCABULARY,), (-1,), (1, VOCABULARY)])
-def test_token_ids_beyond_the_vocabulary_raise(tokens):
-    with pytest.raises(ValueError, match=rf"eos_token_ids must be in the vocabulary .*0 to {VOCABULARY - 1}\), got"):
-        tiny_agent(eos_token_ids=tokens)
-    with pytest.raises(ValueError, match="pad_token_id"):
-        tiny_agent(pad_token_id=tokens[-1])
+IDS = torch.tensor([[3, 4, 5, 60]])
 
 
-def test_eos_token_ids_may_be_an_integer():
-    assert tiny_agent(eos_token_ids=5).members.settings.eos_token_ids == (5,)
+def starting(folder, **options):
+    arguments = {**tiny_options(**options), "adapter": folder}
+    del arguments["lora_config"]
+    return {"actor_network": shared_model(), **arguments}
 
 
-def test_a_tokenizer_larger_than_the_vocabulary_raises_on_use():
-    agent = tiny_agent(group_size=2)
-    beyond = {"input_ids": torch.tensor([[3, VOCABULARY, 4]]), "attention_mask": torch.ones(1, 3)}
-    with pytest.raises(ValueError, match=rf"tokens of prompts .* got {VOCABULARY}"):
-        agent.get_action([beyond])
-    ids, masks = torch.tensor([[3, 4, VOCABULARY]] * 2), torch.tensor([[False, True]] * 2)
-    with pytest.raises(ValueError, match=f"completion_ids must be in the vocabulary .* got {VOCABULARY}"):
-        agent.learn(([ids], [masks], torch.tensor([[1.0, 0.0]])))
+@pytest.fixture
+def trained(tmp_path):
+    """Return an adapter saved by PEFT, with dropout, rsLoRA and random weights, and its logits."""
+    config = LoraConfig(r=2, lora_alpha=3, target_modules=["q_proj", "up_proj"], lora_dropout=0.1, use_rslora=True)
+    model = get_peft_model(tiny_model(), config)
+    with torch.no_grad():
+        for name, values in model.named_parameters():
+            if "lora_" in name:
+                values.copy_(0.3 * torch.randn(values.shape, generator=torch.Generator().manual_seed(len(name))))
+        logits = model.eval()(input_ids=IDS).logits
+    model.save_pretrained(tmp_path / "trained")
+    return tmp_path / "trained", logits
 
 
-def test_a_single_agent_raises_in_several_processes(accelerators, monkeypatch):
-    accelerator = Accelerator(cpu=True)
-    for state in (AcceleratorState, PartialState):
-        monkeypatch.setitem(state._shared_state, "num_processes", 2)
-    assert accelerator.num_processes == 2
-    with pytest.raises(ValueError, match="accelerator"):
-        tiny_agent(accelerator=accelerator)
+def test_members_start_from_the_adapter(trained, tmp_path):
+    """New founders as well, also after a resume."""
+    folder, logits = trained
+    population = GRPO.population(2, **starting(folder))
+    assert population[0].members.bank.lora_config.r == 2
+    with pytest.raises(ValueError, match="lora_config"):  # which the adapter defines
+        tiny_agent(adapter=folder)
+    for agent in (*population, population[1].clone()):
+        torch.testing.assert_close(agent.get_policy()(IDS), logits, rtol=1e-4, atol=1e-4)
+    tensors, record = population_state(population)
+    again = restore_population(GRPO, dict(tensors), record, shared_model(), tmp_path)
+    for members in (population.members, again.members):
+        state = members.bank.state(1)
+        members.bank.load_state(1, state | {"adapter": torch.zeros_like(state["adapter"])})
+        members.bank.inherit([0, None])
+        torch.testing.assert_close(members.policy(1)(IDS), logits, rtol=1e-4, atol=1e-4)
 
 
-def test_accelerator_and_device_exclude_each_other(accelerators):
-    with pytest.raises(ValueError, match="device='cpu'"):
-        tiny_agent(accelerator=Accelerator(cpu=True), device="cpu")
+def test_agents_save_and_load(trained, tmp_path):
+    agent = GRPO(**starting(trained[0]))
+    agent.save_checkpoint(tmp_path / "agent")
+    loaded = GRPO.load(tmp_path / "agent", actor_network=shared_model())
+    assert equal_states(loaded.state(), agent.state())
+    agent.load_checkpoint(tmp_path / "agent")
+    again = GRPO(**starting(tmp_path / "agent"))  # a checkpoint is an adapter folder
+    assert torch.equal(again.state()["adapter"], agent.state()["adapter"])
 
 
-def test_pad_token_id_is_used():
-    agent = tiny_agent(pad_token_id=5, group_size=8, temperature=3.0)
-    prompts = [{"input_ids": torch.tensor([[8, 9]])}] * 4
-    ids, masks = agent.get_action(prompts)
-    filled = torch.cat([rows[:, 2:][~mask[:, 1:]] for rows, mask in zip(ids, masks, strict=True)])
-    assert filled.tolist() == [5] * len(filled)
-    assert len(filled) > 0
+def test_an_export_with_modules_named_by_weight_is_accepted(tmp_path):
+    model = family_model("beam")
+    bank = different_members(model, 1)
+    tensors, config = bank.peft_files(0)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_bytes(config)
+    agent = GRPO(actor_network=model, pad_token_id=0, adapter=tmp_path)
+    assert torch.equal(agent.state()["adapter"], bank.state(0)["adapter"])
+
+
+def changed(folder, **changes):
+    record = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(record | changes))
+
+
+def rewritten(folder, change):
+    """Replace the matrices of an adapter, given as (name, values)."""
+    weights = load_file(folder / "adapter_model.safetensors")
+    save_file(dict(change(list(weights.items()))), folder / "adapter_model.safetensors")
+
+
+def halved(folder, name):
+    file = folder / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "rule"),
+    [
+        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "has no adapter_model.safetensors"),
+        (lambda folder: (folder / "adapter_config.json").unlink(), "has no adapter_config.json"),
+        (lambda folder: halved(folder, "adapter_model.safetensors"), "cannot be read .SafetensorError"),
+        (lambda folder: halved(folder, "adapter_config.json"), "cannot be read .JSONDecodeError"),
+        (lambda folder: (folder / "adapter_config.json").write_text("[]"), "cannot be read"),
+        (lambda folder: changed(folder, peft_type="IA3"), "peft_type"),
+        (lambda folder: changed(folder, use_dora=True), "got use_dora=True"),
+        (lambda folder: changed(folder, rank_pattern={"q_proj": 4}), "got rank_pattern"),
+        (lambda folder: changed(folder, from_the_future=True), "from_the_future"),
+        (lambda folder: changed(folder, target_modules=["k_proj"]), "is not in both"),
+        (lambda folder: rewritten(folder, lambda items: items[1:]), "7 matrices, members of this model have 8"),
+        (lambda folder: rewritten(folder, lambda items: [(k, v[:, :1].clone()) for k, v in items]), "the shape"),
+        (lambda folder: rewritten(folder, lambda items: [(k, v * torch.nan) for k, v in items]), "not finite"),
+    ],
+)
+def test_invalid_adapters_raise(damage, rule, trained):
+    damage(trained[0])
+    with pytest.raises(ValueError, match=rule):
+        GRPO(**starting(trained[0]))

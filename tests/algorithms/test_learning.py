@@ -1,122 +1,36 @@
-"""A learning step against GRPO with PEFT and PyTorch, and members together against alone."""
+"""Minibatches, passes and metrics of a learning step, members together and alone; formulas: test_objectives.py."""
 
 import math
+import statistics
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from evogrpo import Objective
 from evogrpo.algorithms.learning.learning_step import learn, minibatches
+from evogrpo.algorithms.learning.metrics import NAMES, PER_POLICY
 from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
-from evogrpo.data import Batch
-from evogrpo.testing.policy_banks import assert_states_agree
-from tests.oracles.peft_members import PeftMember
-from tests.oracles.slow_advantages import outcome
+from evogrpo.functional.loss_types import LOSS_TYPES
+from evogrpo.testing.policy_banks import assert_gradients_agree, assert_states_agree
+from tests.oracles.objective_by_hand import ByHand, divergence, rows_of
 from tests.rounding import assert_metrics_agree
-from tests.tiny_batches import lora
 from tests.tiny_training import (
+    DAMPED,
+    HOLES,
+    REWARDS,
     equal_states,
     flat,
-    graded,
+    learn_from,
+    own_rows,
     peft_twin,
+    random_agent,
     randomise_adapter,
     sampled,
-    shared_model,
-    state_of,
     tiny_agent,
     tiny_env,
     tiny_population,
 )
-
-NAN = math.nan
-DAMPED = Optimizer(eps=1e-5)  # Adam divides rounding errors of vanishing gradients by eps
-
-
-def by_hand(
-    member: PeftMember, batch: Batch, plan: list[Tensor], h: Hyperparameters, objective: Objective
-) -> list[float]:
-    """Train a PEFT model by the papers' formulas, one completion at a time; return the loss of every optimizer step."""
-    optimizer = torch.optim.AdamW(member.parameters.values(), lr=h.lr, eps=DAMPED.eps, weight_decay=0.0)
-    rows = range(len(batch))
-    prompts = [batch.inputs.prompts[number] for number in batch.inputs.prompt_ids.tolist()]
-    tokens = [batch.actions[row][batch.present[row]].tolist() for row in rows]
-    counts = [batch.action_mask[row][batch.present[row]] for row in rows]
-    values = outcome(batch.rewards.tolist(), batch.group_ids.tolist(), objective.advantage_eps)
-
-    def log_probs(row: int) -> Tensor:
-        return member.log_probs(prompts[row], tokens[row], temperature=h.temperature)
-
-    with torch.no_grad():
-        old = [log_probs(row) for row in rows]
-        with member.model.disable_adapter():
-            reference = [log_probs(row) for row in rows]
-    losses = []
-    for chosen in plan:
-        optimizer.zero_grad()
-        actions = sum(int(counts[row].sum()) for row in chosen.tolist())
-        total = 0.0
-        for row in chosen.tolist():
-            if not counts[row].any():
-                continue
-            now = log_probs(row)
-            ratio = torch.exp(now - old[row])
-            bounded = ratio.clamp(1 - h.clip_coef, 1 + h.clip_coef)
-            divergence = torch.exp(reference[row] - now) - (reference[row] - now) - 1
-            each = -torch.minimum(ratio * values[row], bounded * values[row]) + h.beta * divergence
-            whole = (each * counts[row]).sum()
-            amount = actions if objective.loss_type == "dapo" else int(counts[row].sum()) * len(chosen)
-            loss = whole / amount
-            loss.backward()
-            total += float(loss.detach())
-        torch.nn.utils.clip_grad_norm_(member.parameters.values(), h.max_grad_norm)
-        optimizer.step()
-        losses.append(total)
-    return losses
-
-
-CASES = {
-    "plain": ({}, {}),
-    "dapo": ({}, {"loss_type": "dapo"}),
-    "beta": ({"beta": 0.2}, {}),
-    "beta and dapo": ({"beta": 0.2}, {"loss_type": "dapo"}),
-    "small batches": ({"batch_size": 5, "beta": 0.05}, {}),
-    "small batches and dapo": ({"batch_size": 5}, {"loss_type": "dapo"}),
-    "hot": ({"temperature": 1.7, "max_grad_norm": 0.02}, {"advantage_eps": 0.5}),
-}
-REWARDS = {
-    "distinct": [[0.1, 0.4, 0.2, 0.9], [0.3, 0.0, 0.5, 0.6], [1.0, 0.2, 0.7, 0.3]],
-    "a group that teaches nothing": [[0.1, 0.4, 0.2, 0.9], [0.1, 0.1, 0.1, 0.1], [1.0, 0.2, 0.7, 0.3]],
-    "rewards that do not apply": [[NAN, 0.4, 0.2, 0.9], [NAN, NAN, 0.5, NAN], [NAN, NAN, NAN, NAN]],
-}
-
-
-@pytest.mark.parametrize(
-    ("case", "rewards"),
-    [(case, next(iter(REWARDS))) for case in CASES] + [(next(iter(CASES)), rewards) for rewards in list(REWARDS)[1:]],
-)
-def test_learning_equals_the_papers_formulas(case, rewards):
-    choices, objective = CASES[case][0], Objective(**CASES[case][1])
-    agent = tiny_agent(
-        **({"update_epochs": 2, "lr": 5e-3, "clip_coef": 0.1} | choices), objective=objective, optimizer=DAMPED
-    )
-    randomise_adapter(agent)
-    batch = sampled(agent, torch.tensor(REWARDS[rewards]))
-    learner = agent.learner()
-    plan = minibatches(learner, batch, seed=0)
-    member = peft_twin(agent)
-    losses = by_hand(member, batch, plan, agent.hyperparameters, objective)
-    report = learn(agent.members, [learner], {"default": batch})[0]
-    assert report.optimizer_steps == len(plan) == 2 * math.ceil(12 / agent.batch_size)
-    assert report.loss == pytest.approx(sum(losses) / len(losses), rel=1e-3, abs=1e-5)
-    learnt, expected = state_of(agent)["adapter"], flat(member.parameters)
-    start = tiny_agent()
-    randomise_adapter(start)
-    moved = (expected - state_of(start)["adapter"]).norm()
-    assert moved > 0.01
-    assert float((learnt - expected).norm()) < 2e-3 * float(moved)
 
 
 def test_truncated_completions_can_be_masked():
@@ -130,73 +44,77 @@ def test_truncated_completions_can_be_masked():
     assert not batch.action_mask[collected.truncated].any()
     assert torch.equal(batch.action_mask[~collected.truncated], batch.present[~collected.truncated])
     batch = replace(batch, rewards=torch.rand(16, generator=torch.Generator().manual_seed(0)))
-    learner = population[0].learner(0)
-    member = peft_twin(population[0])
-    by_hand(member, batch, minibatches(learner, batch, 0), population[0].hyperparameters, objective)
+    hand = ByHand(peft_twin(population[0]), batch, population[0].hyperparameters, objective)
+    hand.learn(minibatches(population[0].learner(0), batch, 0))
     population.learn({"default": batch}, step=0)
-    difference = (state_of(population[0])["adapter"] - flat(member.parameters)).norm()
-    assert float(difference) < 1e-4
+    assert float((population[0].state()["adapter"] - flat(hand.member.parameters)).norm()) < 1e-4
 
 
-def test_missing_old_log_probs_are_computed_for_several_steps():
-    agent = tiny_agent(update_epochs=2, batch_size=5, lr=5e-3, optimizer=DAMPED)
-    randomise_adapter(agent)
-    batch = sampled(agent, graded([torch.zeros(4)] * 3))
-    twin = agent.clone()
-    with_log_probs = learn(agent.members, [agent.learner()], {"default": batch})[0]
-    without_log_probs = learn(twin.members, [agent.learner()], {"default": replace(batch, sampler_log_probs=None)})[0]
-    assert_states_agree(state_of(twin), state_of(agent), lr=agent.lr)
-    assert without_log_probs.loss == pytest.approx(with_log_probs.loss, rel=1e-3, abs=1e-5)
-    assert without_log_probs.tokens > with_log_probs.tokens  # the pass is counted
-
-
-def test_a_single_step_needs_no_old_log_probs():
-    agent = tiny_agent()
-    randomise_adapter(agent)
-    batch = sampled(agent, graded([torch.zeros(4)] * 3))
-    twin = agent.clone()
-    with_log_probs = learn(agent.members, [agent.learner()], {"default": batch})[0]
-    missing = learn(twin.members, [agent.learner()], {"default": replace(batch, sampler_log_probs=None)})[0]
-    assert equal_states(state_of(twin), state_of(agent))
-    without = {name: value for name, value in with_log_probs.metrics.items() if not name.startswith("sampling/")}
-    assert missing == replace(with_log_probs, metrics=without)
-    wrong = agent.clone()
-    learn(agent.members, [agent.learner()], {"default": batch})
-    learn(
-        wrong.members, [agent.learner()], {"default": replace(batch, sampler_log_probs=batch.sampler_log_probs - 5.0)}
-    )
-    assert equal_states(state_of(wrong), state_of(agent))  # the first step's policy is the sampling policy
+@pytest.mark.parametrize(("epochs", "size"), [(1, 100), (2, 5)])
+def test_old_log_probs_are_computed_where_they_are_missing(epochs, size):
+    """For one optimizer step none are needed; for several, those of rows after the first."""
+    agent = random_agent(update_epochs=epochs, batch_size=size, optimizer=DAMPED)
+    batch = sampled(agent, REWARDS + 0.01 * torch.arange(12.0).view(3, 4))
+    twin, wrong = agent.clone(), agent.clone()
+    plan = minibatches(agent.learner(), batch, 0)
+    given = learn_from(agent, batch)
+    missing = learn_from(twin, replace(batch, sampler_log_probs=None))
+    assert_states_agree(twin.state(), agent.state(), lr=agent.lr)
+    assert missing.loss == pytest.approx(given.loss, rel=1e-3, abs=1e-5)
+    later = [row for row in range(12) if row not in plan[0]]
+    passes = [*plan, *([torch.tensor(later)] if later else [])]
+    bank = agent.members.banks["default"]
+    assert missing.tokens == sum(bank.cost(batch.select(rows))[0] for rows in passes)
+    learn_from(wrong, replace(batch, sampler_log_probs=batch.sampler_log_probs - 5.0))
+    assert equal_states(wrong.state(), agent.state()) == (len(plan) == 1)  # the first policy is the sampling one
 
 
 def test_rows_without_gradient_are_not_evaluated():
     agent = tiny_agent(update_epochs=2)
     batch = sampled(agent, torch.ones(3, 4))
-    report = learn(agent.members, [agent.learner()], {"default": batch})[0]
+    report = learn_from(agent, batch)
     assert (report.tokens, report.loss, report.grad_norm, report.optimizer_steps) == (0, 0.0, 0.0, 2)
-    assert report.frac_reward_zero_std == 1.0
-    assert int(state_of(agent)["step"]) == 2
-    agent.beta = 0.1  # now every row has a gradient
-    randomise_adapter(agent)
-    assert learn(agent.members, [agent.learner()], {"default": batch})[0].tokens > 0
-    assert state_of(agent)["exp_avg"].norm() > 0
+    assert int(agent.state()["step"]) == 2
+    # A tiny entropy bonus makes every row run, with the same update otherwise.
+    agent, running = random_agent(), random_agent(entropy_coef=1e-30)
+    batch = sampled(agent, REWARDS)
+    reports = [learn_from(each, batch) for each in (agent, running)]
+    assert reports[0].tokens < reports[1].tokens
+    assert_gradients_agree(agent.state()["exp_avg"], running.state()["exp_avg"])
+    assert reports[0].loss == pytest.approx(reports[1].loss, rel=1e-3, abs=1e-5)
 
 
-def test_report_of_a_learning_step():
-    agent = tiny_agent()
-    batch = sampled(agent, torch.tensor(REWARDS["rewards that do not apply"]))
-    report = learn(agent.members, [agent.learner()], {"default": batch})[0]
-    assert report.reward == pytest.approx((0.4 + 0.2 + 0.9 + 0.5) / 4)
-    assert report.reward_std == pytest.approx(torch.tensor([0.4, 0.2, 0.9]).std())
-    assert report.frac_reward_zero_std == pytest.approx(2 / 3)
-    assert report.mean_length == pytest.approx(float(batch.action_mask.sum()) / 12)
-    assert report.failed is None
-    nothing = learn(agent.members, [agent.learner()], {"default": replace(batch, rewards=torch.full((12,), NAN))})[0]
-    assert math.isnan(nothing.reward)
-    assert (nothing.reward_std, nothing.grad_norm) == (0.0, 0.0)
+ALL, TEACHING = list(range(12)), [0, 1, 2, 3, 8, 9, 10, 11]
+CORRECTION = {"importance_correction": "token_mask"}
+COSTS = {
+    "KL to the old policy": ({"beta": 0.1}, {"reference": "old"}, [ALL]),
+    "beta 0": ({}, {}, [TEACHING]),
+    "beta 0, several epochs": ({"update_epochs": 2}, {}, [TEACHING, TEACHING]),
+    "KL in the loss, several epochs": ({"beta": 0.1, "update_epochs": 3}, {}, [ALL] * 4),
+    "KL in rewards": ({"beta": 0.1}, {"kl_placement": "reward"}, [ALL, ALL]),
+    "entropy bonus": ({"entropy_coef": 0.1}, {}, [ALL]),
+    "whitened": ({}, {"whiten_advantages": True}, [ALL]),
+    "uncertain actions": ({}, {"top_entropy_quantile": 0.5}, [ALL, TEACHING]),
+    "correction, one step": ({}, CORRECTION, [TEACHING]),
+    "correction, several epochs": ({"update_epochs": 2}, CORRECTION, [TEACHING] * 2),
+    "correction and KL in rewards": ({"beta": 0.1}, CORRECTION | {"kl_placement": "reward"}, [ALL, ALL, ALL]),
+}
 
 
-@pytest.mark.parametrize("epochs", [1, 3])
-@pytest.mark.parametrize("size", [1, 5, 8, 12, 100])
+@pytest.mark.parametrize("case", COSTS)
+def test_passes_are_made_and_counted_only_where_needed(case):
+    """The second of three groups has equal rewards and no signal."""
+    choices, objective, passes = COSTS[case]
+    agent = random_agent(**choices, objective=Objective(**objective))
+    batch = sampled(agent, REWARDS)
+    start = agent.state()["adapter"]
+    report = learn_from(agent, batch)
+    bank = agent.members.banks["default"]
+    assert report.tokens == sum(bank.cost(batch.select(torch.tensor(rows)))[0] for rows in passes)
+    assert not torch.equal(agent.state()["adapter"], start)
+
+
+@pytest.mark.parametrize(("epochs", "size"), [(1, 1), (3, 5), (2, 100)])
 def test_minibatches_cover_all_rows_and_keep_groups_together(epochs, size):
     agent = tiny_agent(update_epochs=epochs, batch_size=size)
     batch = sampled(agent, torch.zeros(3, 4))
@@ -208,15 +126,13 @@ def test_minibatches_cover_all_rows_and_keep_groups_together(epochs, size):
     for number in range(epochs):
         rows = torch.cat(plan[number * per_pass : (number + 1) * per_pass])
         assert sorted(rows.tolist()) == [0, 2, 4, 6, 8, 10]
-        groups = batch.group_ids[rows].tolist()
-        assert groups in ([5] * 3 + [2] * 3, [2] * 3 + [5] * 3)
+        assert batch.group_ids[rows].tolist() in ([5] * 3 + [2] * 3, [2] * 3 + [5] * 3)
     assert [p.tolist() for p in plan] == [p.tolist() for p in minibatches(learner, batch, seed=0)]
 
 
 def test_minibatches_are_shuffled_by_step_member_and_seed():
     agent = tiny_agent(batch_size=1)
-    batch = sampled(agent, torch.zeros(3, 4))
-    batch = replace(batch, group_ids=torch.arange(12))
+    batch = replace(sampled(agent, torch.zeros(3, 4)), group_ids=torch.arange(12))
 
     def order(seed=0, **changes):
         learner = Learner(**({"slot": 0, "index": 0, "step": 0, "hyperparameters": agent.hyperparameters} | changes))
@@ -225,68 +141,228 @@ def test_minibatches_are_shuffled_by_step_member_and_seed():
     assert len({order(), order(step=1), order(index=1), order(seed=1), tuple(range(12))}) == 5
 
 
-def different_population():
-    """Return three members that differ in all evolving hyperparameters.
-
-    Learning rates are small enough that rounding does not grow from one optimizer step to the next.
-    """
-    population = tiny_population(3, optimizer=DAMPED)
-    changes = [
-        {"lr": 2e-3, "group_size": 2, "update_epochs": 1, "batch_size": 64, "beta": 0.1, "clip_coef": 0.3},
-        {"lr": 3e-3, "group_size": 4, "update_epochs": 3, "batch_size": 5, "temperature": 0.7, "clip_coef": 0.05},
-        {"lr": 5e-4, "group_size": 8, "update_epochs": 2, "batch_size": 8, "max_grad_norm": 0.01, "temperature": 1.4},
-    ]
-    for seed, (agent, own) in enumerate(zip(population, changes, strict=True)):
-        randomise_adapter(agent, seed)
-        for name, value in own.items():
-            setattr(agent, name, value)
-    return population
-
-
-def test_members_learn_together_as_alone():
-    population = different_population()
-    batch = population.collect(tiny_env(), step=4, samples_per_step=16, block=8).experience["default"]
-    twins = [agent.clone() for agent in population]
-    together = population.learn({"default": batch}, step=4)
-    for slot, twin in enumerate(twins):
-        own = batch.select_members([slot])
-        own = replace(own, member_ids=torch.zeros_like(own.member_ids))
-        alone = learn(twin.members, [twin.learner(4)], {"default": own})[0]
-        assert alone.optimizer_steps == (1, 12, 4)[slot] == int(state_of(twin)["step"])
-        assert_states_agree(state_of(population[slot]), state_of(twin), lr=twin.lr)
-        assert together[slot].failed is alone.failed is None
-        assert_metrics_agree(together[slot].metrics, alone.metrics)
-        assert together[slot].advantages == alone.advantages
-        assert together[slot].tokens == alone.tokens
-
-
-def test_a_neighbours_rewards_and_hyperparameters_have_no_effect():
-    one, other = different_population(), different_population()
-    batch = one.collect(tiny_env(), step=0, samples_per_step=16, block=8).experience["default"]
-    # Equal rewards stay equal, so that the same rows are run: bit-equality needs equal batch shapes.
-    rewards = torch.where(batch.member_ids == 1, -batch.rewards, batch.rewards)
-    other[1].lr, other[1].clip_coef, other[1].max_grad_norm = 0.5, 0.9, 3.0
-    one.learn({"default": batch}, step=0)
-    other.learn({"default": replace(batch, rewards=rewards)}, step=0)
-    assert equal_states(state_of(one[0]), state_of(other[0]))
-    assert equal_states(state_of(one[2]), state_of(other[2]))
-    assert not equal_states(state_of(one[1]), state_of(other[1]))
-
-
 def test_a_batch_holds_rows_of_learning_members_only():
-    population = different_population()
-    batch = population.collect(tiny_env(), step=0, samples_per_step=16, block=8).experience["default"]
+    population = tiny_population(3)
+    batch = population.collect(tiny_env(), step=0, samples_per_step=8, block=8).experience["default"]
     with pytest.raises(ValueError, match=r"slots \[0, 2\]"):
         population.learn({"default": batch.select_members([0, 2])}, step=0)
     with pytest.raises(ValueError, match=r"slots \[0, 1, 2\]"):
         learn(population.members, [population[0].learner(0)], {"default": batch})
 
 
-def test_the_base_model_never_changes():
-    before = {name: value.clone() for name, value in shared_model().state_dict().items()}
-    agent = tiny_agent(lora_config=lora(), beta=0.1, lr=0.1)
-    for seed in range(2):
-        ids, masks = agent.get_action(tiny_env().reset()[0])
-        agent.learn((ids, masks, graded(ids, seed)))
-    assert equal_states(dict(shared_model().state_dict()), before)
-    assert all(parameter.requires_grad for parameter in shared_model().parameters())
+KINDS = ("outcome", "rloo", "mean_only", "batch_std", "gdpo", "process", "return_to_go_group", "return_to_go_timestep")
+KINDS += ("reinforce",)
+MIXED = [
+    {"beta": 0.1, "clip_coef": 0.3, "max_grad_norm": 0.01},
+    {"loss_type": "dapo", "advantage": "rloo", "group_size": 2, "update_epochs": 3, "batch_size": 5},
+    {"loss_type": "cispo", "beta": 0.4, "entropy_coef": 0.2, "clip_low": 0.1, "group_size": 8, "batch_size": 7},
+    {"loss_type": "sapo", "advantage": "batch_std", "temperature": 0.7, "advantage_clip": 0.5, "gamma": 0.9},
+]
+CENTRED = [{"advantage": "mean_only"}, {"advantage": "rloo", "batch_size": 5}, {"advantage": "mean_only", "beta": 0.2}]
+HELD = [{"beta": 0.1}, {"beta": 0.5, "update_epochs": 1}, {"beta": 0.0, "loss_type": "dapo"}]
+
+RUNS: dict[str, tuple[dict, list[dict]]] = {
+    "loss types": ({}, [{"loss_type": name, "clip_high": 0.05 * (i + 1)} for i, name in enumerate(LOSS_TYPES)]),
+    "advantages": ({}, [{"advantage": name, "gamma": 1 - 0.05 * i} for i, name in enumerate(KINDS)]),
+    "coefficients": ({}, MIXED),
+    "bias-corrected KL": ({"kl_bias_correction": True}, [*MIXED, {"loss_type": "gspo", "beta": 0.2}]),
+    "whitened": ({"whiten_advantages": True}, MIXED),
+    "dual clip": ({"dual_clip": 1.1}, [{}, {"loss_type": "dapo", "clip_coef": 0.1}, {"loss_type": "gspo"}]),
+    "running statistics": ({"advantage": "rloo", "reward_norm": "running", "reward_scale": True}, CENTRED),
+    "batch statistics": ({"advantage": "rloo", "reward_norm": "batch"}, CENTRED),
+    "adaptive KL": ({"kl_target": 0.02, "kl_horizon": 40}, HELD),
+    "adaptive KL in rewards": ({"kl_target": 0.5, "kl_horizon": 40, "kl_placement": "reward"}, HELD),
+    "uncertain actions": ({"top_entropy_quantile": 0.4}, MIXED),
+    "correction by action": ({"importance_correction": "token_truncate", "importance_cap": 1.05}, MIXED),
+    "correction by completion": ({"importance_correction": "sequence_mask", "importance_cap": 1.1}, MIXED),
+    "old policies as references": ({"reference": "old"}, HELD),
+    "own references": ({"reference": "snapshot", "reference_sync_steps": 2, "reference_mixing": 0.3}, HELD),
+}
+
+
+def population_of(run):
+    objective, members = RUNS[run]
+    population = tiny_population(len(members), optimizer=DAMPED, objective=Objective(**objective), **members[0])
+    for seed, (agent, own) in enumerate(zip(population, members, strict=True)):
+        randomise_adapter(agent, seed)
+        for name, value in ({"update_epochs": 2, "lr": 2e-3, "batch_size": 8} | own).items():
+            setattr(agent, name, value)
+    return population
+
+
+def experience(population, step, noise=0.2):
+    """Act with all members and add random step rewards and sampler log-probabilities."""
+    batch = population.collect(tiny_env(), step=step, samples_per_step=16, block=8).experience["default"]
+    draws = torch.Generator().manual_seed(step)
+    heard = batch.sampler_log_probs
+    if population.members.settings.objective.importance_correction:
+        # An external engine reports other log-probabilities than the trainer.
+        heard = heard + noise * torch.randn(heard.shape, generator=draws)
+    return replace(
+        batch,
+        rewards=torch.rand(len(batch), generator=draws),
+        step_rewards=torch.rand(batch.action_mask.shape, generator=draws),
+        reward_components=torch.rand(len(batch), 2, generator=draws),
+        component_weights=(1.0, 2.0),
+        component_names=("one", "other"),
+        sampler_log_probs=heard,
+    )
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_members_learn_together_as_alone(run):
+    population = population_of(run)
+    twins = [agent.clone() for agent in population]
+    starts = [agent.state()["adapter"] for agent in population]
+    carries = any("kl_target" in name or name in ("reward_norm", "reference") for name in RUNS[run][0])
+    for step in range(2 if carries else 1):
+        batch = experience(population, step)
+        together = population.learn({"default": batch}, step=step)
+        for slot, twin in enumerate(twins):
+            alone = learn_from(twin, own_rows(batch, slot), step)
+            assert together[slot].failed is alone.failed is None
+            assert_metrics_agree(together[slot].metrics, alone.metrics)
+            assert together[slot].advantages == pytest.approx(alone.advantages, rel=1e-3, abs=1e-5)
+            assert (together[slot].tokens, together[slot].optimizer_steps) == (alone.tokens, alone.optimizer_steps)
+            assert_states_agree(population[slot].state(), twin.state(), lr=twin.lr)
+    for slot, start in enumerate(starts):
+        assert float((population[slot].state()["adapter"] - start).norm()) > 1e-3
+
+
+@pytest.mark.parametrize("run", ["coefficients", "whitened", "running statistics", "adaptive KL", "uncertain actions"])
+def test_a_neighbours_rewards_losses_and_coefficients_have_no_effect(run):
+    """Bit for bit: the neighbour's values change, the shapes do not."""
+    one, other = population_of(run), population_of(run)
+    batch = experience(one, 0)
+    last = len(one) - 1
+    changes = {"clip_coef": 0.9, "max_grad_norm": 3.0, "lr": 0.03, "advantage_clip": 0.3}
+    for name, value in changes.items():
+        setattr(other[last], name, value)
+    rewards = torch.where(batch.member_ids == last, -batch.rewards, batch.rewards)
+    one.learn({"default": batch}, step=0)
+    other.learn({"default": replace(batch, rewards=rewards)}, step=0)
+    for slot in range(last):
+        assert equal_states(one[slot].state(), other[slot].state())
+    assert not equal_states(one[last].state(), other[last].state())
+
+
+def known(name):
+    """Return True if a metric is documented."""
+    if name.startswith("rewards/"):
+        return f"rewards/<function>/{name.rpartition('/')[2]}" in NAMES
+    policy, _, rest = name.rpartition("/")
+    return name in NAMES or (policy in ("red", "blue") and rest in PER_POLICY)
+
+
+def test_every_metric_of_a_step():
+    agent = random_agent(beta=0.1, objective=Objective(kl_target=0.1, importance_correction="token_mask"))
+    batch = sampled(agent, HOLES)
+    lengths = torch.tensor([6, 3, 1, 4, 5, 2, 2, 6, 6, 1, 3, 6])
+    present = batch.present & (torch.arange(batch.present.shape[1]) < lengths[:, None])
+    lengths = present.sum(1).tolist()
+    parts = torch.rand(12, 2, generator=torch.Generator().manual_seed(0))
+    parts[:4, 1] = math.nan
+    truncated = torch.tensor([True, False, False] * 4)
+    left_out = present & (torch.arange(12) != 5)[:, None]
+    batch = replace(
+        batch,
+        present=present,
+        chosen=present,
+        action_mask=left_out,
+        truncated=truncated,
+        reward_components=parts,
+        component_weights=(1.0, 2.0),
+        component_names=("one", "other"),
+    )
+    report = learn_from(agent, batch)
+    metrics = report.metrics
+    fresh = random_agent(beta=0.1)
+    member, rows = peft_twin(fresh), [row for number, row in enumerate(rows_of(batch)) if number != 5]
+    with torch.no_grad():
+        entropies = torch.cat([member.entropies(r.prompt, r.tokens, temperature=1.0) for r in rows])
+        now = torch.cat([member.log_probs(r.prompt, r.tokens, temperature=1.0) for r in rows])
+        with member.model.disable_adapter():
+            base = torch.cat([member.log_probs(r.prompt, r.tokens, temperature=1.0) for r in rows])
+    applying = HOLES.flatten()[~HOLES.flatten().isnan()]
+    ended = [length for length, cut in zip(lengths, truncated.tolist(), strict=True) if not cut]
+    spreads = [statistics.stdev(row[~row.isnan()].tolist()) for row in HOLES]
+    expected = {
+        "reward": float(applying.mean()),
+        "reward_std": statistics.fmean(spreads),
+        "frac_reward_zero_std": 1 / 3,
+        "rewards/one/mean": float(parts[:, 0].mean()),
+        "rewards/one/std": float(parts[:, 0].std()),
+        "rewards/other/mean": float(parts[4:, 1].mean()),
+        "rewards/other/std": float(parts[4:, 1].std()),
+        "completions/mean_length": statistics.fmean(lengths),
+        "completions/min_length": min(lengths),
+        "completions/max_length": max(lengths),
+        "completions/clipped_ratio": 1 / 3,
+        "completions/mean_terminated_length": statistics.fmean(ended),
+        "completions/min_terminated_length": min(ended),
+        "completions/max_terminated_length": max(ended),
+        "clip_ratio/low_mean": 0.0,
+        "clip_ratio/high_mean": 0.0,
+        "clip_ratio/region_mean": 0.0,
+        "kl": float(divergence("k3", now, base).mean()),
+        "kl_coef": 0.1,
+        "entropy": float(entropies.mean()),
+        "sampling/sampling_logp_difference/mean": 0.0,
+        "sampling/sampling_logp_difference/max": 0.0,
+        "sampling/importance_sampling_ratio/min": 1.0,
+        "sampling/importance_sampling_ratio/mean": 1.0,
+        "sampling/importance_sampling_ratio/max": 1.0,
+        "learning_rate": agent.lr,
+        "loss": metrics["loss"],  # compared with formulas elsewhere, like the next one
+        "grad_norm": metrics["grad_norm"],
+    }
+    assert_metrics_agree(metrics, expected)
+    assert all(known(name) for name in metrics)
+    names = ("loss", "kl", "grad_norm", "entropy", "reward", "reward_std", "frac_reward_zero_std")
+    assert [getattr(report, name) for name in names] == [metrics[name] for name in names]
+    assert (report.lr, report.mean_length) == (agent.lr, metrics["completions/mean_length"])
+    assert tuple(report) == (report.loss, report.kl)
+
+
+def test_missing_metrics_read_as_nan():
+    agent = tiny_agent()
+    batch = replace(sampled(agent, torch.full((3, 4), math.nan)), sampler_log_probs=None)
+    report = learn_from(agent, batch)
+    missing = {"reward", "kl", "kl_coef", "entropy", "completions/clipped_ratio"}
+    assert not missing & report.metrics.keys()
+    assert not any(name.startswith(("rewards/", "sampling/")) for name in report.metrics)
+    assert all(math.isnan(value) for value in (report.reward, report.kl, report.entropy))
+
+
+def test_journals_hold_documented_metrics_and_costs(any_stored_run):
+    spent = dict.fromkeys(range(3), 0)
+    for event in any_stored_run.events("step"):
+        for member in event["members"]:
+            names = member.keys() - {"slot", "index", "optimizer_steps", "tokens"}
+            assert names >= {"reward", "loss", "entropy", "completions/clipped_ratio"}
+            assert all(known(name) for name in names)
+            assert member["num_tokens"] > spent[member["slot"]] + member["tokens"]  # sampling counts as well
+            spent[member["slot"]] = member["num_tokens"]
+        assert sum(member["step_time"] for member in event["members"]) == pytest.approx(event["seconds"])
+
+
+def test_clip_ratios_count_all_actions_of_the_step():
+    agent = random_agent(clip_coef=0.02, lr=0.01, update_epochs=2)
+    batch = sampled(agent, HOLES)
+    before, moved = peft_twin(agent), agent.clone()
+    moved.update_epochs = 1
+    learn_from(moved, batch)
+    after, low, high, actions = peft_twin(moved), 0, 0, 0
+    report = learn_from(agent, batch)
+    for row, advantage in zip(rows_of(batch), report.advantages, strict=True):
+        with torch.no_grad():
+            scores = [member.log_probs(row.prompt, row.tokens, temperature=1.0) for member in (after, before)]
+        ratio = (scores[0] - scores[1]).exp()
+        low += int((ratio < 0.98).sum()) if advantage < 0 else 0
+        high += int((ratio > 1.02).sum()) if advantage > 0 else 0
+        actions += len(row.tokens)
+    assert min(low, high) > 0
+    # In the first of the two steps nothing is clipped.
+    found = [report.metrics[f"clip_ratio/{name}_mean"] * 2 * actions for name in ("low", "high", "region")]
+    assert found == pytest.approx([low, high, low + high])
+    assert report.clip_ratio == report.metrics["clip_ratio/region_mean"]

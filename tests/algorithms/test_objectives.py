@@ -1,4 +1,4 @@
-"""Every objective end to end: a learning step against formulas with PEFT and PyTorch."""
+"""Every objective end to end: a learning step against formulas with PEFT and PyTorch, in any micro-batches."""
 
 import math
 from dataclasses import replace
@@ -8,19 +8,28 @@ import torch
 
 from evogrpo import Objective
 from evogrpo.algorithms.learning.learning_step import learn, minibatches
-from evogrpo.config.hyperparameters import Optimizer
 from evogrpo.data import Batch
+from evogrpo.functional.corrections import ENTROPY_TOLERANCE
 from evogrpo.functional.loss_types import LOSS_TYPES
-from tests.oracles.objective_by_hand import ByHand
-from tests.tiny_training import flat, peft_twin, randomise_adapter, sampled, state_of, tiny_agent
+from evogrpo.testing.policy_banks import assert_states_agree
+from tests.oracles.objective_by_hand import ByHand, rows_of
+from tests.oracles.slow_advantages import outcome
+from tests.rounding import assert_metrics_agree
+from tests.tiny_training import (
+    DAMPED,
+    HOLES,
+    REWARDS,
+    flat,
+    flat_gradient,
+    learn_from,
+    peft_twin,
+    random_agent,
+    sampled,
+)
 
-DAMPED = Optimizer(eps=1e-5)  # Adam divides rounding errors of vanishing gradients by eps
-NAN = math.nan
-REWARDS = torch.tensor([[0.1, 0.4, 0.2, 0.9], [0.1, 0.1, 0.1, 0.1], [1.0, NAN, 0.7, 0.3]])
 TWICE = {"update_epochs": 2, "lr": 5e-3, "batch_size": 5}  # ratios differ from 1 after the first of 6 steps
 
 CASES: dict[str, tuple[dict, dict]] = {
-    **{loss_type: ({}, {"loss_type": loss_type}) for loss_type in LOSS_TYPES},
     **{
         f"{loss_type}, everything": (
             {"beta": 0.2, "entropy_coef": 0.1, "clip_low": 0.02, "clip_high": 0.05, "temperature": 1.3},
@@ -28,6 +37,7 @@ CASES: dict[str, tuple[dict, dict]] = {
         )
         for loss_type in LOSS_TYPES
     },
+    "clipped gradient": ({"max_grad_norm": 0.05, "beta": 0.1}, {"advantage_eps": 0.5}),
     "dual clip": ({"clip_coef": 0.01}, {"dual_clip": 1.02}),
     "cispo, floor": ({"clip_coef": 0.01}, {"loss_type": "cispo", "cispo_clip_low": True}),
     "sapo, steep": ({}, {"loss_type": "sapo", "sapo_tau_positive": 3.0, "sapo_tau_negative": 0.5}),
@@ -43,17 +53,11 @@ CASES: dict[str, tuple[dict, dict]] = {
     "return_to_go_group": ({"gamma": 0.8}, {"advantage": "return_to_go_group"}),
     "return_to_go_timestep": ({"advantage_clip": 0.7}, {"advantage": "return_to_go_timestep"}),
     "entropy, mean": ({"entropy_coef": 0.2}, {"entropy_reduction": "mean"}),
-    "entropy, mean, of completions": (
-        {"entropy_coef": 0.2, "beta": 0.1},
-        {"loss_type": "gspo", "entropy_reduction": "mean"},
-    ),
+    "entropy, mean, of completions": ({"entropy_coef": 0.2}, {"loss_type": "gspo", "entropy_reduction": "mean"}),
     "KL, bias corrected": ({"beta": 0.3}, {"kl_bias_correction": True}),
     "KL, bias corrected by completion": ({"beta": 0.3}, {"kl_bias_correction": True, "loss_type": "gspo"}),
     "KL in rewards": ({"beta": 0.3}, {"kl_placement": "reward", "kl_estimator": "k1"}),
-    "KL in rewards, clipped": (
-        {"beta": 0.5, "gamma": 0.9, "advantage_clip": 0.9},
-        {"kl_placement": "reward", "reward_clip": 0.6},
-    ),
+    "KL in rewards, clipped": ({"beta": 0.5, "gamma": 0.9}, {"kl_placement": "reward", "reward_clip": 0.6}),
 }
 
 
@@ -73,10 +77,9 @@ def with_steps(batch: Batch) -> Batch:
 @pytest.mark.parametrize("case", CASES)
 def test_learning_equals_the_formulas(case):
     choices, objective = CASES[case][0], Objective(**CASES[case][1])
-    agent = tiny_agent(**TWICE | choices, objective=objective, optimizer=DAMPED)
-    randomise_adapter(agent)
-    start = state_of(agent)["adapter"]
-    batch = with_steps(sampled(agent, REWARDS))
+    agent = random_agent(**TWICE | choices, objective=objective, optimizer=DAMPED)
+    start = agent.state()["adapter"]
+    batch = with_steps(sampled(agent, HOLES))
     learner = agent.learner()
     plan = minibatches(learner, batch, seed=0)
     by_hand = ByHand(peft_twin(agent), batch, agent.hyperparameters, objective)
@@ -84,10 +87,11 @@ def test_learning_equals_the_formulas(case):
     report = learn(agent.members, [learner], {"default": batch})[0]
     assert report.optimizer_steps == len(plan) == 6
     assert report.loss == pytest.approx(sum(losses) / len(losses), rel=1e-3, abs=1e-5)
+    assert report.grad_norm == pytest.approx(sum(by_hand.norms) / len(plan), rel=1e-2)
     expected = flat(by_hand.member.parameters)
     moved = (expected - start).norm()
     assert moved > 0.01
-    assert float((state_of(agent)["adapter"] - expected).norm()) < 2e-3 * float(moved)
+    assert float((agent.state()["adapter"] - expected).norm()) < 2e-3 * float(moved)
     means = [sum(row) / max(len(row), 1) for row in by_hand.advantages]
     assert report.advantages == pytest.approx(means, rel=1e-4, abs=1e-5)
 
@@ -98,13 +102,165 @@ def test_the_difficulty_mask_removes_groups_from_the_loss_not_from_statistics(ad
     rewards = torch.tensor([[0.1, 0.4, 0.2, 0.9], [0.0, 0.0, 0.0, 0.1], [1.0, 1.0, 0.9, 1.0]])
     moved = []
     for bounds in ({"min_group_reward": 0.1, "max_group_reward": 0.95}, {}):
-        agent = tiny_agent(**TWICE, objective=Objective(advantage=advantage, **bounds), optimizer=DAMPED)
-        randomise_adapter(agent)
+        agent = random_agent(**TWICE, objective=Objective(advantage=advantage, **bounds), optimizer=DAMPED)
         batch = sampled(agent, rewards)
         if not bounds:
             learnt = (batch.group_ids == batch.group_ids[0])[:, None]
             batch = replace(batch, action_mask=batch.action_mask & learnt, chosen=batch.action_mask)
-        report = learn(agent.members, [agent.learner()], {"default": batch})[0]
+        report = learn_from(agent, batch)
         assert sum(value != 0 for value in report.advantages) == 4
-        moved.append(state_of(agent)["adapter"])
+        moved.append(agent.state()["adapter"])
     assert torch.equal(*moved)
+
+
+EVERYTHING = {"beta": 0.2, "entropy_coef": 0.1}
+SPLITS: dict[str, tuple[dict, dict]] = {
+    **{loss_type: (EVERYTHING, {"loss_type": loss_type}) for loss_type in ("grpo", "gspo", "dapo", "dr_grpo")},
+    "whitened": ({}, {"whiten_advantages": True}),
+    "uncertain actions": (EVERYTHING, {"top_entropy_quantile": 0.3}),
+    "KL in rewards": ({"beta": 0.3}, {"kl_placement": "reward"}),
+    "correction": ({}, {"importance_correction": "sequence_truncate", "importance_cap": 1.2}),
+}
+
+
+@pytest.mark.parametrize("case", SPLITS)
+def test_any_split_into_micro_batches_gives_the_same_update(case):
+    choices, objective = SPLITS[case]
+    found = []
+    for tokens in (10**6, 45):
+        options = {"update_epochs": 2, "lr": 2e-3, "micro_batch_tokens": tokens} | choices
+        agent = random_agent(**options, objective=Objective(**objective))
+        batch = sampled(agent, REWARDS)
+        noise = torch.randn(batch.action_mask.shape, generator=torch.Generator().manual_seed(0))
+        if "importance_correction" in objective:
+            batch = replace(batch, sampler_log_probs=batch.sampler_log_probs + 0.2 * noise)
+        found.append((learn_from(agent, batch), agent.state()))
+    (one, whole), (other, split) = found
+    assert_states_agree(split, whole, lr=2e-3)
+    assert float(whole["exp_avg"].norm()) > 1e-3
+    assert_metrics_agree(other.metrics, one.metrics)
+    assert other.tokens == one.tokens
+
+
+DECAY = 0.9  # AdamW's first beta
+
+
+def equal_and_nonzero(got, expected, tolerance=1e-3):
+    return float((got - expected).norm()) <= tolerance * float(expected.norm()) and float(expected.norm()) > 0
+
+
+def prepared(**objective):
+    agent = random_agent(max_grad_norm=1e9, temperature=1.3, objective=Objective(**objective))
+    return agent, sampled(agent, REWARDS)
+
+
+def weighted_gradient(agent, batch, weights):
+    """Return the gradient of the GRPO loss at a ratio of 1 with one weight per action."""
+    member, rows = peft_twin(agent), rows_of(batch)
+    values = outcome(batch.rewards.tolist(), batch.group_ids.tolist(), 1e-4)
+    for row, value, weight in zip(rows, values, weights, strict=True):
+        log_probs = member.log_probs(row.prompt, row.tokens, temperature=agent.temperature)
+        (-(value * weight * log_probs).sum() / (len(rows) * len(row.tokens))).backward()
+    return flat_gradient(member)
+
+
+@pytest.mark.parametrize("quantile", [0.1, 0.4, 0.8])
+def test_the_policy_loss_uses_the_most_uncertain_actions(quantile):
+    """The threshold is common to all actions of the member in the optimizer step, including rows without signal."""
+    agent, batch = prepared(top_entropy_quantile=quantile)
+    member = peft_twin(agent)
+    with torch.no_grad():
+        entropies = [member.entropies(r.prompt, r.tokens, temperature=agent.temperature) for r in rows_of(batch)]
+    every = sorted(torch.cat(entropies).tolist())
+    kept = len(every) - math.ceil((1 - quantile) * (len(every) - 1))
+    threshold = every[-kept] - ENTROPY_TOLERANCE  # completions of one prompt begin with equal entropies
+    expected = weighted_gradient(agent, batch, [(entropy > threshold).float() for entropy in entropies])
+    learn_from(agent, batch)
+    assert equal_and_nonzero(agent.state()["exp_avg"] / (1 - DECAY), expected)
+    assert 0 < kept < len(every)
+
+
+@pytest.mark.parametrize("reduction", ["loss", "mean"])
+def test_the_entropy_bonus_follows_entropy_reduction(reduction):
+    """ "mean" is TRL's mean over the selected actions; "loss" reduces over all actions like the loss."""
+    coefficient = 0.3
+    options = {"max_grad_norm": 1e9, "temperature": 1.3, "entropy_coef": coefficient}
+    agent = random_agent(objective=Objective(top_entropy_quantile=0.4, entropy_reduction=reduction), **options)
+    batch = sampled(agent, torch.full_like(REWARDS, 0.5))  # without signal, so that the bonus is the whole loss
+    member, rows = peft_twin(agent), rows_of(batch)
+    entropies = [member.entropies(row.prompt, row.tokens, temperature=agent.temperature) for row in rows]
+    every = torch.cat(entropies).detach().sort().values
+    kept = len(every) - math.ceil(0.6 * (len(every) - 1))
+    if reduction == "mean":
+        chosen = [values[values > every[-kept] - ENTROPY_TOLERANCE] for values in entropies]
+        bonus = torch.cat(chosen).mean()
+    else:
+        bonus = torch.stack([values.mean() for values in entropies]).mean()
+    (-coefficient * bonus).backward()
+    learn_from(agent, batch)
+    assert equal_and_nonzero(agent.state()["exp_avg"] / (1 - DECAY), flat_gradient(member))
+
+
+def corrected(kind, difference, cap):
+    ratio = difference.sum().exp().expand_as(difference) if kind.startswith("sequence") else difference.exp()
+    return ratio.clamp(max=cap) if kind.endswith("truncate") else torch.where(ratio > cap, 0.0, ratio)
+
+
+def heard_otherwise(batch):
+    """Return the batch with other log-probabilities of the sampler, and the differences of each row."""
+    noise = 0.3 * torch.randn(batch.action_mask.shape, generator=torch.Generator().manual_seed(0))
+    differences = [noise[row][batch.present[row]] for row in range(len(batch))]
+    return replace(batch, sampler_log_probs=batch.sampler_log_probs - noise), differences
+
+
+@pytest.mark.parametrize("kind", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_importance_correction_for_a_different_sampler(kind):
+    """The sampler's log-probabilities enter this weight only; the old policy is the trainer's."""
+    agent, batch = prepared(importance_correction=kind, importance_cap=1.1)
+    heard, differences = heard_otherwise(batch)
+    weights = [corrected(kind, difference, 1.1) for difference in differences]
+    expected = weighted_gradient(agent, batch, weights)
+    metrics = learn_from(agent, heard).metrics
+    assert equal_and_nonzero(agent.state()["exp_avg"] / (1 - DECAY), expected)
+    taught = [row for row in range(len(batch)) if batch.group_ids[row] != 1]  # other rows are not evaluated
+    every = torch.cat([weights[row] for row in taught])
+    apart = torch.cat([differences[row] for row in taught]).abs()
+    ratio, difference = "sampling/importance_sampling_ratio", "sampling/sampling_logp_difference"
+    assert metrics[f"{ratio}/mean"] == pytest.approx(float(every.mean()), rel=1e-3)
+    assert metrics[f"{ratio}/min"] == pytest.approx(float(every.min()), rel=1e-3, abs=1e-6)
+    assert metrics[f"{ratio}/max"] == pytest.approx(float(every.max()), rel=1e-3)
+    assert metrics[f"{difference}/mean"] == pytest.approx(float(apart.mean()), rel=1e-3)
+    assert metrics[f"{difference}/max"] == pytest.approx(float(apart.max()), rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["token_truncate", "sequence_mask"])
+def test_importance_weights_stay_fixed_while_the_policy_moves(kind):
+    """The second gradient is that of the ratio times an unchanged weight."""
+    agent, batch = prepared(importance_correction=kind, importance_cap=1.1)
+    agent.update_epochs, agent.lr, agent.clip_low, agent.clip_high = 2, 5e-3, 1.0, 1e6  # nothing is clipped
+    heard, differences = heard_otherwise(batch)
+    first = agent.clone()
+    first.update_epochs = 1
+    learn_from(first, heard)
+    start, moved = peft_twin(agent), peft_twin(first)
+    weights = []
+    for row, difference in zip(rows_of(batch), differences, strict=True):
+        with torch.no_grad():
+            now, then = (each.log_probs(row.prompt, row.tokens, temperature=1.3) for each in (moved, start))
+        weights.append((now - then).exp() * corrected(kind, difference, 1.1))
+    learn_from(agent, heard)
+    with pytest.raises(ValueError, match="sampler_log_probs"):
+        learn_from(agent.clone(), replace(batch, sampler_log_probs=None))
+    got = (agent.state()["exp_avg"] - DECAY * first.state()["exp_avg"]) / (1 - DECAY)
+    assert equal_and_nonzero(got, weighted_gradient(first, batch, weights), 2e-3)
+
+
+def test_equal_step_rewards_cause_a_warning_with_process_advantages():
+    agent, batch = prepared(advantage="process")
+    mask = torch.arange(batch.action_mask.shape[1]) < torch.tensor([1, 2, 3, 2] * 3)[:, None]
+    steps = torch.where(mask, 1.0, torch.nan)
+    episodes = replace(batch, action_mask=mask, present=mask, step_rewards=steps, rewards=mask.sum(1).float())
+    with pytest.warns(UserWarning, match="advantage='process'"):
+        report = learn_from(agent, episodes)
+    assert set(report.advantages) == {0.0}
+    assert report.grad_norm == 0.0

@@ -7,7 +7,6 @@ from evogrpo import GRPO, Objective
 from evogrpo.algorithms.rollout.evaluation import evaluate
 from tests.outside_sampler import GenerateSampler
 from tests.tiny_models import tiny_model
-from tests.tiny_steps import step_population
 from tests.tiny_training import randomise_adapter, tiny_env, tiny_options
 
 
@@ -33,44 +32,20 @@ def test_members_learn_from_external_samples_and_are_synchronised(outside):
     assert not batch.exact
     trainer = population.members.banks["default"].log_probs(batch)
     gaps = (trainer - batch.sampler_log_probs).abs() * batch.action_mask
-    gap = gaps[batch.action_mask]
-    assert 0 < float(gap.max()) < 1.0  # half precision against float32
-    assert float(gap.mean()) < 0.1
+    assert 0 < float(gaps.max()) < 1.0  # half precision against float32
+    assert float(gaps[batch.action_mask].mean()) < 0.1
     before = [agent.state()["adapter"] for agent in population]
-    reports = population.learn(collected.experience, step=0)
-    for slot, report in reports.items():
+    for slot, report in population.learn(collected.experience, step=0).items():
         assert report.failed is None
         rows = (batch.member_ids == slot).nonzero()[:, 0]
-        taught = rows[torch.tensor(report.advantages) != 0]  # other rows need no scores
-        widest = float(gaps[taught].max())
+        widest = float(gaps[rows[torch.tensor(report.advantages) != 0]].max())  # other rows need no scores
         assert report.metrics["sampling/sampling_logp_difference/max"] == pytest.approx(widest, abs=1e-4)
         assert report.metrics["sampling/importance_sampling_ratio/max"] <= 2.0
         assert not torch.equal(population[slot].state()["adapter"], before[slot])
     population.evaluate(env)
-    assert [agent.fitness is not None for agent in population] == [True, True]
     # Both are loaded at first and after learning, none without a change.
     population.collect(env, step=1, samples_per_step=16, block=4)
     assert sampler.loaded == [[0, 1], [0, 1], []]
     population.members.banks.inherit([0, 0])
     evaluate(population.members, [0], env, "validation", base=True)
     assert sampler.loaded[-1] == [1]
-
-
-def test_external_samples_improve_the_reward(outside):
-    population, _ = outside
-
-    def early(completion, answer, question):
-        return 1.0 / (1 + len(completion))
-
-    env = tiny_env(reward_fn=early)
-    population[0].lr, population[1].lr = 3e-2, 0.0001
-    first = population.collect(env, step=0, samples_per_step=16, block=4).scores.rewards[:16].mean()
-    for step in range(12):
-        population.learn(population.collect(env, step=step, samples_per_step=16, block=4).experience, step=step)
-    last = population.collect(env, step=12, samples_per_step=16, block=4)
-    assert last.scores.rewards[:16].mean() > first + 0.1  # the sampler is not seeded, so that the gain varies
-
-
-def test_small_networks_refuse_a_sampler():
-    with pytest.raises(ValueError, match="sample_with"):
-        step_population(2).sample_with(object())

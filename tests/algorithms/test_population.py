@@ -1,17 +1,22 @@
-"""Applying a plan to a population."""
+"""Applying plans to populations, and their checkpoints."""
 
 from dataclasses import replace
 
 import pytest
-import torch
+from peft import LoraConfig
 
+from evogrpo import GRPO
+from evogrpo.algorithms.checkpointing import PopulationRecord, population_state, restore_population
 from evogrpo.evolution import MemberRecord, Plan
+from evogrpo.storage.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
+from evogrpo.validation import dump, validate
+from tests.tiny_models import tiny_model
 from tests.tiny_training import (
     SPACE,
     equal_states,
-    graded,
-    randomise_adapter,
-    state_of,
+    learn_fixed_batch,
+    random_population,
+    shared_model,
     tiny_agent,
     tiny_env,
     tiny_population,
@@ -21,11 +26,9 @@ from tests.tiny_training import (
 @pytest.fixture
 def population():
     """Return four members after different optimizer steps."""
-    population = tiny_population(4, hp_config=SPACE)
-    for seed, agent in enumerate(population):
-        randomise_adapter(agent, seed)
-        ids, masks = agent.get_action(tiny_env().reset()[0])
-        agent.learn((ids, masks, graded(ids, seed)))
+    population = random_population(4, hp_config=SPACE)
+    for agent in population:
+        learn_fixed_batch(agent, agent.slot)
     population.evaluate(tiny_env())
     return population
 
@@ -43,23 +46,22 @@ def child(population, slot, index, parent, **changes):
     )
 
 
-def make_plan(parents, children, generation=3):
-    return Plan(
-        generation=generation,
-        parents=tuple(parents),
-        children=tuple(children),
-        reasons=("",) * len(parents),
-    )
+def make_plan(parents, children):
+    return Plan(generation=3, parents=tuple(parents), children=tuple(children), reasons=("",) * len(parents))
 
 
 def test_children_copy_the_parents_state_and_others_are_unchanged(population):
-    before = [state_of(agent) for agent in population]
+    before = [agent.state() for agent in population]
     fitness = [agent.fitness for agent in population]
     records = [agent.record() for agent in population]
     population[1].failed = "for a reason"
+    called = []
+    for agent in population:
+        agent.register_init_hook(lambda slot=agent.slot: called.append(slot))
     population.apply(make_plan([0, 0, 2, 2], [child(population, 1, 9, 0, lr=0.02), child(population, 3, 4, 2)]))
+    assert called == [1]  # the mutated child
     for slot, parent in enumerate((0, 0, 2, 2)):
-        assert equal_states(state_of(population[slot]), before[parent])
+        assert equal_states(population[slot].state(), before[parent])
     for kept in (0, 2):
         assert population[kept].record() == records[kept]
         assert population[kept].fitness is fitness[kept]
@@ -75,92 +77,93 @@ def test_children_copy_the_parents_state_and_others_are_unchanged(population):
 
 
 def test_states_are_copied_simultaneously(population):
-    before = [state_of(agent) for agent in population]
-    births = [child(population, slot, 4 + slot, (slot + 1) % 4) for slot in range(4)]
-    population.apply(make_plan([1, 2, 3, 0], births))
-    for slot in range(4):
-        assert equal_states(state_of(population[slot]), before[(slot + 1) % 4])
-
-
-def test_a_founder_starts_new(population):
-    fresh = MemberRecord(slot=2, index=4, parent=None, born=3, hyperparameters=population[0].hyperparameters)
-    population.apply(make_plan([0, 1, None, 3], [fresh]))
-    assert population[2].parent is None
-    assert equal_states(state_of(population[2]), state_of(tiny_agent()))
+    """Two members swap places, a survivor is mutated, and a founder starts new."""
+    before = [agent.state() for agent in population]
+    founder = MemberRecord(slot=3, index=7, parent=None, born=3, hyperparameters=population[0].hyperparameters)
+    births = [child(population, slot, 4 + slot, (1, 0, 2)[slot], lr=0.5) for slot in range(3)]
+    population.apply(make_plan([1, 0, 2, None], [*births, founder]))
+    for slot, state in enumerate((before[1], before[0], before[2], tiny_agent().state())):
+        assert equal_states(population[slot].state(), state)
+    assert (population[2].index, population[2].parent, population[2].lr, population[3].parent) == (6, 2, 0.5, None)
 
 
 def test_a_retired_slot_is_empty_until_a_child_fills_it(population):
-    before = [state_of(agent) for agent in population]
+    before = [agent.state() for agent in population]
     lineage = population.lineage
+    population[1].failed = "for a reason"
     population.apply(make_plan([0, None, 2, None], []))
+    assert (population[1].failed, population[1].fitness) == (None, None)
     assert [agent.retired for agent in population] == [False, True, False, True]
     assert population.lineage == lineage
     assert len(population) == len(list(population)) == 4
     assert [agent.slot for agent in population.healthy] == [0, 2]
-    for slot in (0, 2):
-        assert equal_states(state_of(population[slot]), before[slot])
-    for slot in (1, 3):
-        assert equal_states(state_of(population[slot]), state_of(tiny_agent()))
+    new = tiny_agent().state()
+    for agent, state in zip(population, (before[0], new, before[2], new), strict=True):
+        assert equal_states(agent.state(), state)
     batch = population.collect(tiny_env(), step=0, samples_per_step=8, block=4).experience["default"]
     assert batch.member_ids.unique().tolist() == [0, 2]
     assert sorted(population.learn({"default": batch}, step=0)) == [0, 2]
     population.evaluate(tiny_env())
     assert [agent.fitness is None for agent in population] == [False, True, False, True]
     assert population.best.slot in (0, 2)
-    learnt = state_of(population[2])
+    learnt = population[2].state()
     founder = MemberRecord(slot=1, index=4, parent=None, born=3, hyperparameters=population[0].hyperparameters)
     population.apply(make_plan([0, None, 2, 2], [founder, child(population, 3, 5, 2)]))
     assert not any(agent.retired for agent in population)
-    assert equal_states(state_of(population[3]), learnt)
+    assert equal_states(population[3].state(), learnt)
     assert [(member.index, member.parent) for member in population.lineage[4:]] == [(4, None), (5, 2)]
 
 
-def test_retiring_a_failed_member_clears_the_failure(population):
-    population[1].failed = "for a reason"
-    population.apply(make_plan([0, None, 2, 3], []))
-    assert (population[1].retired, population[1].failed, population[1].fitness) == (True, None, None)
-
-
-def test_a_mutated_survivor_keeps_its_state(population):
-    before = state_of(population[0])
-    population.apply(make_plan([0, 1, 2, 3], [child(population, 0, 4, 0, lr=0.5)]))
-    assert equal_states(state_of(population[0]), before)
-    assert (population[0].index, population[0].parent, population[0].lr) == (4, 0, 0.5)
-
-
-def test_parents_and_children_are_independent(population):
-    population.apply(make_plan([0, 0, 2, 3], [child(population, 1, 4, 0, lr=0.02)]))
-    elite = state_of(population[0])
-    ids, masks = population[1].get_action(tiny_env().reset()[0])
-    population[1].learn((ids, masks, graded(ids)))
-    assert equal_states(state_of(population[0]), elite)
-    assert not torch.equal(state_of(population[1])["adapter"], elite["adapter"])
-
-
-def test_mutation_hooks_run_for_mutated_children_only(population):
-    called = []
-    for agent in population:
-        agent.register_init_hook(lambda slot=agent.slot: called.append(slot))
-    population.apply(make_plan([0, 0, 2, 2], [child(population, 1, 4, 0, lr=0.02), child(population, 3, 5, 2)]))
-    assert called == [1]
-
-
 def test_an_invalid_plan_changes_nothing(population):
-    before = [state_of(agent) for agent in population]
+    before = [agent.state() for agent in population]
     lineage = population.lineage
     with pytest.raises(ValueError, match="2 slots"):
         population.apply(make_plan([0, 0], [child(population, 1, 4, 0)]))
     with pytest.raises(ValueError, match="indices"):
         population.apply(make_plan([0, 0, 2, 3], [child(population, 1, 3, 0)]))
-    assert all(equal_states(state_of(agent), state) for agent, state in zip(population, before, strict=True))
+    assert all(equal_states(agent.state(), state) for agent, state in zip(population, before, strict=True))
     assert population.lineage is lineage
     assert [agent.index for agent in population] == [0, 1, 2, 3]
 
 
 def test_the_best_is_the_lowest_slot_among_equals():
     population = tiny_population(3)  # all equal the base
-    population.evaluate(tiny_env())
-    assert population.best.slot == 0
-    population[0].failed = "for a reason"
-    population.evaluate(tiny_env())
-    assert population.best.slot == 1
+    for best in (0, 1):
+        population.evaluate(tiny_env())
+        assert population.best.slot == best
+        population[best].failed = "for a reason"
+
+
+def test_a_population_round_trips(tmp_path):
+    population, env = random_population(3, hp_config=SPACE, update_epochs=2), tiny_env()
+    population.evaluate(env)
+    population.learn(population.collect(env, step=0, samples_per_step=8, block=4).experience, step=0)
+    population[1].failed = "for a reason"
+    population[2].retired = True
+    path, (tensors, record) = tmp_path / "population", population_state(population)
+    write_checkpoint(path, tensors, dump(record), file_bytes=tensors["0.adapter"].nbytes + 1)
+    assert len(list(path.glob("population-*.safetensors"))) > 3  # several files
+    tensors, values = read_checkpoint(path)
+    record = validate(PopulationRecord, values, extra="forbid")
+    again = restore_population(GRPO, tensors, record, tiny_model(), path, lineage=population.lineage)
+    for agent, twin in zip(population, again, strict=True):
+        assert equal_states(agent.state(), twin.state())
+        assert twin.record() == agent.record()
+        for name in ("fitness", "failed", "retired", "steps"):
+            assert getattr(twin, name) == getattr(agent, name)
+    assert (again.lineage, again.next_index) == (population.lineage, population.next_index)
+    assert dict(again.space) == dict(population.space)
+    for each in (population, again):
+        each.learn(each.collect(env, step=1, samples_per_step=8, block=4).experience, step=1)
+    assert all(equal_states(agent.state(), twin.state()) for agent, twin in zip(population, again, strict=True))
+
+
+def test_tensors_of_other_members_raise():
+    tensors, record = population_state(tiny_population(2))
+    _, wider = population_state(tiny_population(2, lora_config=LoraConfig(r=5, target_modules="all-linear")))
+    lost = {name: value for name, value in tensors.items() if name != "1.adapter"}
+    for given, recorded in ((lost, record), (tensors, wider)):
+        with pytest.raises(CheckpointError, match="somewhere"):
+            restore_population(GRPO, given, recorded, shared_model(), "somewhere")
+    with pytest.raises(CheckpointError, match="fingerprint"):
+        restore_population(GRPO, tensors, record, tiny_model(seed=1), "somewhere")

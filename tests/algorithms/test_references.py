@@ -1,127 +1,116 @@
-"""The reference policy: base, snapshot or moving average; and the cost of passes."""
+"""State carried between learning steps: reference policies, the adaptive KL factor, statistics of rewards."""
 
+import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from evogrpo import GRPO, Objective
-from evogrpo.algorithms.learning.learning_step import learn, minibatches
-from evogrpo.config.hyperparameters import Optimizer
+from evogrpo.algorithms.learning.learning_step import minibatches
 from evogrpo.evolution import MemberRecord, Plan
 from evogrpo.storage.checkpoint import CheckpointError
-from evogrpo.testing.policy_banks import assert_gradients_agree
 from tests.oracles.objective_by_hand import ByHand
-from tests.rounding import assert_metrics_agree
 from tests.tiny_training import (
+    DAMPED,
+    HOLES,
+    REWARDS,
     equal_states,
+    final_states,
+    finish,
     flat,
+    learn_from,
     peft_twin,
+    random_agent,
+    random_population,
     randomise_adapter,
+    resumed_run,
     sampled,
     shared_model,
-    state_of,
     tiny_agent,
-    tiny_population,
+    tiny_run,
 )
 
-DAMPED = Optimizer(eps=1e-5)
 SNAPSHOT = {"reference": "snapshot"}
-REWARDS = torch.tensor([[0.1, 0.4, 0.2, 0.9], [0.1, 0.1, 0.1, 0.1], [1.0, 0.2, 0.7, 0.3]])
 
 
-def held(objective=SNAPSHOT, **options):
-    return tiny_agent(**{"beta": 0.3, "lr": 5e-3, "optimizer": DAMPED} | options, objective=Objective(**objective))
+def held(objective=SNAPSHOT, seed=0, **options):
+    options = {"beta": 0.3, "lr": 5e-3, "optimizer": DAMPED} | options
+    return random_agent(seed, **options, objective=Objective(**objective))
 
 
 @pytest.mark.parametrize("placement", ["loss", "reward"])
 def test_a_snapshot_is_the_policy_at_that_step(placement):
-    agent = held(SNAPSHOT | {"kl_placement": placement}, update_epochs=2, batch_size=5)
-    randomise_adapter(agent, seed=1)
+    agent = held(SNAPSHOT | {"kl_placement": placement}, seed=1, update_epochs=2, batch_size=5)
+    new = tiny_agent().state()["adapter"]
+    assert torch.equal(agent.state()["reference"], new)  # the base at first
     agent.keep_reference()
     snapshot = peft_twin(agent)
     randomise_adapter(agent, seed=2, std=0.15)
-    start = state_of(agent)
-    batch = sampled(agent, REWARDS)
-    by_hand = ByHand(
-        peft_twin(agent), batch, agent.hyperparameters, agent.members.settings.objective, reference=snapshot
-    )
+    start, batch = agent.state(), sampled(agent, REWARDS)
+    settings = agent.hyperparameters, agent.members.settings.objective
+    by_hand = ByHand(peft_twin(agent), batch, *settings, reference=snapshot)
     by_hand.learn(minibatches(agent.learner(), batch, 0))
-    learn(agent.members, [agent.learner()], {"default": batch})
+    learn_from(agent, batch)
     expected = flat(by_hand.member.parameters)
     moved = (expected - start["adapter"]).norm()
-    assert float((state_of(agent)["adapter"] - expected).norm()) < 2e-3 * float(moved)
-    assert torch.equal(state_of(agent)["reference"], start["reference"])  # only a new snapshot changes it
+    assert float((agent.state()["adapter"] - expected).norm()) < 2e-3 * float(moved)
+    assert torch.equal(agent.state()["reference"], start["reference"])  # only a new snapshot changes it
 
 
-def test_the_first_snapshot_is_the_base():
-    agent, based = held(), held({})
-    for each in (agent, based):
-        randomise_adapter(each)
-    batch = sampled(agent, REWARDS)
-    reports = [learn(each.members, [each.learner()], {"default": batch})[0] for each in (agent, based)]
-    assert_metrics_agree(reports[0].metrics, reports[1].metrics)
-    assert_gradients_agree(state_of(agent)["exp_avg"], state_of(based)["exp_avg"])
-
-
-@pytest.mark.parametrize(("every", "synced"), [(1, (1, 2, 3)), (2, (2,)), (3, (3,)), (4, ())])
+@pytest.mark.parametrize(("every", "synced"), [(1, (1, 2, 3)), (2, (2,)), (4, ())])
 def test_a_moving_reference_equals_manual_mixing(every, synced):
     agent = held(SNAPSHOT | {"reference_sync_steps": every, "reference_mixing": 0.3}, update_epochs=3)
-    randomise_adapter(agent)
-    batch, expected = sampled(agent, REWARDS), state_of(agent)["reference"]
+    batch, expected = sampled(agent, REWARDS), agent.state()["reference"]
     weights = {}
     for epochs in (1, 2, 3):  # the policy after so many optimizer steps; the reference is read before the first
         twin = agent.clone()
         twin.update_epochs = epochs
-        learn(twin.members, [twin.learner()], {"default": batch})
-        weights[epochs] = state_of(twin)["adapter"]
+        learn_from(twin, batch)
+        weights[epochs] = twin.state()["adapter"]
     for step in synced:
         expected = 0.3 * weights[step] + 0.7 * expected
-    learn(agent.members, [agent.learner()], {"default": batch})
-    assert int(state_of(agent)["step"]) == 3
-    torch.testing.assert_close(state_of(agent)["reference"], expected, rtol=1e-6, atol=1e-7)
+    learn_from(agent, batch)
+    assert int(agent.state()["step"]) == 3
+    torch.testing.assert_close(agent.state()["reference"], expected, rtol=1e-6, atol=1e-7)
 
 
 def test_the_interval_counts_a_members_and_its_ancestors_optimizer_steps():
     objective = Objective(**SNAPSHOT, reference_sync_steps=4, reference_mixing=1.0)
-    population = tiny_population(2, beta=0.1, update_epochs=3, objective=objective)
-    for agent in population:
-        randomise_adapter(agent, agent.index)
+    population = random_population(2, beta=0.1, update_epochs=3, objective=objective)
     batch = sampled(population[0], REWARDS)
-    learn(population.members, [population[0].learner()], {"default": batch})  # steps 1 to 3
+    learn_from(population[0], batch)  # steps 1 to 3
     child = MemberRecord(slot=1, index=2, parent=0, born=1, hyperparameters=population[0].hyperparameters, changes={})
     population.apply(Plan(generation=1, parents=(0, 0), children=(child,), reasons=("", "")))
-    assert equal_states(state_of(population[1]), state_of(population[0]))
+    assert equal_states(population[1].state(), population[0].state())
     population[1].update_epochs = 1
-    before = state_of(population[1])
+    before = population[1].state()
     own = replace(batch, member_ids=torch.ones_like(batch.member_ids))
-    learn(population.members, [population[1].learner()], {"default": own})  # the child's step 4
-    after = state_of(population[1])
+    learn_from(population[1], own)  # the child's step 4
+    after = population[1].state()
     assert torch.equal(after["reference"], after["adapter"])
     assert not torch.equal(after["reference"], before["reference"])
 
 
 def test_a_failed_step_moves_no_reference():
     agent = held(SNAPSHOT | {"reference_sync_steps": 1, "reference_mixing": 1.0})
-    randomise_adapter(agent)
     batch = sampled(agent, REWARDS)
-    before = state_of(agent)
+    before = agent.state()
     agent.members.banks.load_state(0, before | {"adapter": torch.full_like(before["adapter"], torch.nan)})
-    assert learn(agent.members, [agent.learner()], {"default": batch})[0].failed == (
-        "no finite gradient or weights in 1 of 1 updates"
-    )
-    assert torch.equal(state_of(agent)["reference"], before["reference"])
+    assert learn_from(agent, batch).failed == "no finite gradient or weights in 1 of 1 updates"
+    assert torch.equal(agent.state()["reference"], before["reference"])
 
 
-def test_own_references_are_saved_and_cloned(tmp_path):
-    agent = held()
-    randomise_adapter(agent)
+def test_own_references_and_running_statistics_are_saved_and_cloned(tmp_path):
+    agent = held(SNAPSHOT | {"kl_target": 0.05})
     agent.keep_reference()
-    assert torch.equal(state_of(agent)["reference"], state_of(agent)["adapter"])
+    assert torch.equal(agent.state()["reference"], agent.state()["adapter"])
     randomise_adapter(agent, seed=1)
+    learn_from(agent, sampled(agent, REWARDS))
     agent.save_checkpoint(tmp_path / "agent")
     for other in (agent.clone(), GRPO.load(tmp_path / "agent", actor_network=shared_model())):
-        assert equal_states(state_of(other), state_of(agent))
+        assert equal_states(other.state(), agent.state())
         assert set(other.evolvable_attributes()) == {"actor", "optimizer", "running_stats", "reference"}
 
 
@@ -134,63 +123,87 @@ def test_references_of_another_kind_raise(tmp_path):
         held({}).keep_reference()
 
 
-def cost(agent, batch, *rows):
-    """Return the tokens of one pass over each selection of rows."""
-    return sum(agent.members.banks["default"].cost(batch.select(torch.tensor(chosen)))[agent.slot] for chosen in rows)
+ADAPTIVE = {"kl_target": 0.05, "kl_horizon": 100}
+RUNNING = {"reward_norm": "running", "reward_scale": True, "advantage": "mean_only"}
 
 
-ALL, TEACHING = list(range(12)), [0, 1, 2, 3, 8, 9, 10, 11]
-COSTS = {
-    "beta 0": ({}, {}, [TEACHING]),
-    "beta 0, several epochs": ({"update_epochs": 2}, {}, [TEACHING, TEACHING]),
-    "KL in the loss": ({"beta": 0.1}, {}, [ALL, ALL]),
-    "KL in the loss, several epochs": ({"beta": 0.1, "update_epochs": 3}, {}, [ALL] * 4),
-    "KL in rewards": ({"beta": 0.1}, {"kl_placement": "reward"}, [ALL, ALL]),
-    "entropy bonus": ({"entropy_coef": 0.1}, {}, [ALL]),
-    "whitened": ({}, {"whiten_advantages": True}, [ALL]),
-    "uncertain actions": ({}, {"top_entropy_quantile": 0.5}, [ALL, TEACHING]),
-    "correction, one step": ({}, {"importance_correction": "token_mask"}, [TEACHING]),
-    "correction, several epochs": ({"update_epochs": 2}, {"importance_correction": "token_mask"}, [TEACHING] * 2),
-    "correction and KL in rewards": (
-        {"beta": 0.1},
-        {"importance_correction": "token_mask", "kl_placement": "reward"},
-        [ALL, ALL, ALL],
-    ),
-}
+@pytest.mark.parametrize("placement", ["loss", "reward"])
+@pytest.mark.parametrize(("target", "turn"), [(1e-3, 0.2), (1e3, -0.2), (None, 0.07)])
+def test_the_kl_factor_moves_towards_the_target(placement, target, turn):
+    """By at most a fifth per horizon, and by less if the measured KL is close to the target."""
+
+    def adaptive(target):
+        return random_agent(beta=0.1, objective=Objective(kl_target=target, kl_horizon=100, kl_placement=placement))
+
+    batch = sampled(adaptive(1.0), HOLES)
+    measured = learn_from(adaptive(1.0), batch).kl
+    agent = adaptive(measured / 1.07 if target is None else target)
+    report, following = learn_from(agent, batch), learn_from(agent.clone(), batch)
+    assert report.kl == pytest.approx(measured)
+    assert float(agent.state()["running_stats"][0]) == pytest.approx(1 + turn * 12 / 100)
+    assert report.metrics["kl_coef"] == pytest.approx(0.1)  # this step's factor; the next step uses the new one
+    assert following.metrics["kl_coef"] == pytest.approx(0.1 * (1 + turn * 12 / 100))
 
 
-@pytest.mark.parametrize("case", COSTS)
-def test_passes_are_made_and_counted_only_where_needed(case):
-    """The second of three groups has equal rewards and no signal."""
-    choices, objective, passes = COSTS[case]
-    agent = tiny_agent(**choices, objective=Objective(**objective))
-    randomise_adapter(agent)
-    batch = sampled(agent, REWARDS)
-    start = state_of(agent)["adapter"]
-    report = learn(agent.members, [agent.learner()], {"default": batch})[0]
-    assert report.tokens == cost(agent, batch, *passes)
-    assert not torch.equal(state_of(agent)["adapter"], start)
+@pytest.mark.parametrize("placement", ["loss", "reward"])
+def test_the_kl_factor_multiplies_beta(placement):
+    objective = Objective(**ADAPTIVE, kl_placement=placement)
+    agent, twin, without = (random_agent(beta=beta, objective=objective) for beta in (0.25, 0.75, 0.1))
+    without.beta = 0.0
+    agent.members.banks["default"].running_stats[0, 0] = 3.0
+    batch = sampled(twin, HOLES)
+    reports = [learn_from(each, batch) for each in (agent, twin, without)]
+    assert torch.equal(agent.state()["exp_avg"], twin.state()["exp_avg"])
+    assert not {"kl", "kl_coef"} & reports[2].metrics.keys()
+    assert float(without.state()["running_stats"][0]) == 1.0
+    quick = random_agent(beta=0.1, objective=Objective(kl_target=1e3, kl_horizon=1))
+    for number in range(1, 4):  # the factor stays positive for a short horizon
+        learn_from(quick, batch)
+        assert float(quick.state()["running_stats"][0]) == pytest.approx(0.8**number)
 
 
-def test_old_log_probs_are_computed_for_later_rows_only():
-    agent = tiny_agent(batch_size=5, update_epochs=2)
-    randomise_adapter(agent)
-    distinct = REWARDS + 0.01 * torch.arange(12.0).view(3, 4)
-    batch = replace(sampled(agent, distinct), sampler_log_probs=None)
-    plan = [rows.tolist() for rows in minibatches(agent.learner(), batch, 0)]
-    report = learn(agent.members, [agent.learner()], {"default": batch})[0]
-    later = sorted(set(ALL) - set(plan[0]))
-    assert report.tokens == cost(agent, batch, later, *plan)
+def test_running_statistics_cover_all_rewards():
+    agent = tiny_agent(objective=Objective(**RUNNING))
+    seen = []
+    for number in range(3):
+        rewards = HOLES * (1 + number) - number
+        batch = sampled(agent, rewards)
+        report = learn_from(agent, batch)
+        seen.extend(rewards.flatten()[~rewards.flatten().isnan()].tolist())
+        count, mean, square = agent.state()["running_stats"][1:4].tolist()
+        assert (count, mean) == (len(seen), pytest.approx(np.mean(seen)))
+        assert math.sqrt(square / (count - 1)) == pytest.approx(np.std(seen, ddof=1))
+        scaled = rewards / (np.std(seen, ddof=1) + 1e-4)
+        expected = (scaled - scaled.nanmean(1, keepdim=True)).nan_to_num(0.0)
+        assert report.advantages == pytest.approx(expected.flatten().tolist(), abs=1e-6)
+    nothing = learn_from(agent, replace(batch, rewards=torch.full((12,), math.nan)))
+    assert nothing.advantages == (0.0,) * 12
+    assert agent.state()["running_stats"][1:4].tolist() == [count, mean, square]
 
 
-def test_skipping_rows_changes_no_gradient():
-    """A tiny entropy bonus makes every row run, with the same update otherwise."""
-    agent, running = tiny_agent(), tiny_agent(entropy_coef=1e-30)
-    for each in (agent, running):
-        randomise_adapter(each)
-    batch = sampled(agent, REWARDS)
-    reports = [learn(each.members, [each.learner()], {"default": batch})[0] for each in (agent, running)]
-    assert reports[0].tokens < reports[1].tokens
-    one, other = state_of(agent)["exp_avg"], state_of(running)["exp_avg"]
-    assert_gradients_agree(one, other)
-    assert reports[0].loss == pytest.approx(reports[1].loss, rel=1e-3, abs=1e-5)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"beta": 0.05, "objective": Objective(**RUNNING, **ADAPTIVE)},
+        {"beta": 0.05, "objective": Objective(**ADAPTIVE, reference="snapshot", reference_sync_steps=3)},
+        {"target_kl": 0.005},
+    ],
+    ids=["rewards", "references", "step sizes"],
+)
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, options):
+    finish(tiny_run(tmp_path / "whole", generations=2, options=options))
+    first = tiny_run(tmp_path / "parts", generations=2, options=options)
+    steps = first.reports()
+    for _ in range(2):
+        next(steps)
+    first.stop()
+    assert not list(steps)
+    finish(resumed_run(tmp_path / "parts"))
+    whole, parts = final_states(tmp_path / "whole"), final_states(tmp_path / "parts")
+    assert equal_states(whole, parts)
+    for name, values in whole.items():
+        if name.endswith("running_stats"):
+            assert float(values[-1 if "target_kl" in options else 0]) not in (0.0, 1.0)
+        if name.endswith("reference"):  # it follows with a delay
+            assert not torch.equal(values, whole[name.replace("reference", "adapter")])
+            assert not torch.equal(values, tiny_agent(**options).state()["reference"])

@@ -1,4 +1,4 @@
-"""Members learn from each other's samples without copies."""
+"""Members learn from each other's samples without copies, filtered by effective sample size."""
 
 from dataclasses import replace
 
@@ -6,18 +6,19 @@ import pytest
 import torch
 
 from evogrpo import Objective
-from evogrpo.algorithms.learning.training_rows import TrainingRows
+from evogrpo.evolution import SharedExperience
 from evogrpo.functional.advantages import group_advantages
+from evogrpo.functional.corrections import effective_sample_fraction
 from evogrpo.functional.losses import loss_weights, policy_loss
 from evogrpo.testing.policy_banks import assert_states_agree
 from tests.tiny_steps import cart_pole, step_population
-from tests.tiny_training import randomise_adapter, state_of, tiny_env, tiny_population
+from tests.tiny_training import random_population, tiny_env
+
+EVERY = SharedExperience(min_ess=0.0)
 
 
 def prompts(size=3, **options):
-    population = tiny_population(size, **options)
-    for agent in population:
-        randomise_adapter(agent, agent.slot)
+    population = random_population(size, **options)
     return population, tiny_env()
 
 
@@ -32,12 +33,17 @@ def collected(population, env):
 
 @pytest.mark.parametrize("make", [prompts, episodes])
 def test_own_samples_by_name_equal_own_samples(make):
-    (one, env), (other, _) = make(), make()
+    """Member 1 learns from others as well, which does not affect them."""
+    (one, env), (other, _) = make(update_epochs=2, batch_size=8), make(update_epochs=2, batch_size=8)
     experience = collected(one, env)
-    one.learn(experience, step=0)
-    other.learn(experience, step=0, sources={0: [0], 2: [2]})
-    for slot in range(3):
+    alone = one.learn(experience, step=0)[1]
+    both = other.learn(experience, step=0, sources={0: [0], 1: [0, 1], 2: [2]})[1]
+    for slot in (0, 2):
         assert_states_agree(one[slot].state(), other[slot].state(), lr=one[slot].lr)
+    assert both.failed is None
+    assert both.optimizer_steps > alone.optimizer_steps
+    assert both.tokens > alone.tokens
+    assert len(both.advantages) == len(alone.advantages)  # of its own samples
 
 
 @pytest.mark.parametrize(("make", "kind"), [(prompts, "outcome"), (episodes, "return_to_go_timestep")])
@@ -53,18 +59,6 @@ def test_a_twins_samples_have_the_same_effect(make, kind):
     states = [population[slot].state() for slot in range(2)]
     torch.testing.assert_close(states[0].pop("running_stats"), states[1].pop("running_stats"), rtol=1e-4, atol=1e-6)
     assert_states_agree(*states, lr=population[0].lr)
-
-
-@pytest.mark.parametrize("make", [prompts, episodes])
-def test_own_and_shared_samples_are_combined(make):
-    (one, env), (other, _) = make(update_epochs=2, batch_size=8), make(update_epochs=2, batch_size=8)
-    experience = collected(one, env)
-    alone = other.learn(experience, step=0)[1]
-    both = one.learn(experience, step=0, sources={1: [0, 1]})[1]
-    assert both.failed is None
-    assert both.optimizer_steps > alone.optimizer_steps
-    assert both.tokens > alone.tokens
-    assert len(both.advantages) == len(alone.advantages)  # of its own samples
 
 
 def test_a_step_on_shared_samples_uses_the_ratio_to_the_policy_that_acted():
@@ -92,37 +86,99 @@ def test_a_step_on_shared_samples_uses_the_ratio_to_the_policy_that_acted():
     assert reports[1].metrics["clip_ratio/region_mean"] > 0  # the policies are far apart
 
 
-def test_other_members_sharing_does_not_affect_a_member():
-    (one, env), (other, _) = prompts(), prompts()
-    experience = collected(one, env)
-    one.learn(experience, step=0)
-    other.learn(experience, step=0, sources={1: [0, 1, 2]})
-    assert_states_agree(one[0].state(), other[0].state(), lr=one[0].lr)
-    assert not torch.equal(state_of(one[1])["adapter"], state_of(other[1])["adapter"])
-
-
-def test_a_shared_row_is_stored_once():
+def test_invalid_sources_raise():
     population, env = prompts()
     (batch,) = collected(population, env).values()
-    learners = {agent.slot: replace(agent.learner(0), sources=(0, 1, 2)) for agent in population}
-    rows = TrainingRows(population.members.policies["default"].bank, batch, learners)
-    assert len(rows.outcomes) == 3 * len(batch)
-    assert rows.batch.inputs is batch.inputs
-    assert rows.batch.actions is batch.actions
-    picked = rows.select_for_pass(torch.tensor([len(batch) + 2]))
-    assert torch.equal(picked.actions[0], batch.actions[2])
-    assert (int(picked.member_ids), int(picked.sampled_by)) == (1, int(batch.member_ids[2]))
-
-
-@pytest.mark.parametrize("sources", [{1: []}, {7: [0]}, {0: [7]}])
-def test_invalid_sources_raise(sources):
-    population, env = prompts()
-    with pytest.raises(ValueError, match="sources"):
-        population.learn(collected(population, env), step=0, sources=sources)
-
-
-def test_samples_without_log_probs_are_not_shared():
-    population, env = prompts()
-    (batch,) = collected(population, env).values()
+    for sources in ({1: []}, {7: [0]}, {0: [7]}):
+        with pytest.raises(ValueError, match="sources"):
+            population.learn({"default": batch}, step=0, sources=sources)
     with pytest.raises(ValueError, match="sampler_log_probs"):
         population.learn({"default": replace(batch, sampler_log_probs=None)}, step=0, sources={0: [0, 1]})
+
+
+@pytest.mark.parametrize("make", [prompts, episodes])
+def test_distant_sources_are_excluded(make):
+    """Slots 0 and 1 hold equal policies, and slot 2 a distant one."""
+    (one, env), (other, _) = (make(update_epochs=2, batch_size=8) for _ in range(2))
+    for population in (one, other):
+        bank = population.members.banks["default"]
+        bank.inherit([0, 0, 2])
+        name = "adapter" if make is prompts else "weights"
+        noise = torch.randn(bank.state(2)[name].shape, generator=torch.Generator().manual_seed(0))
+        bank.load_state(2, bank.state(2) | {name: bank.state(2)[name] + 2.0 * noise})
+    experience = collected(one, env)
+    found = one.learn(experience, step=0, sources={1: [0, 1, 2]}, shared=replace(EVERY, min_ess=0.9))[1]
+    same = other.learn(experience, step=0, sources={1: [0, 1]}, shared=EVERY)[1]
+    assert_states_agree(one[1].state(), other[1].state(), lr=one[1].lr)
+    assert (found.metrics["shared_share"], same.metrics["shared_share"]) == (0.5, 1.0)
+    assert found.metrics["shared_ess"] < 0.95  # the mean of the twin's, which is 1, and the distant one's
+    assert "shared_ess" not in same.metrics
+    assert found.samples == same.samples == 2 * len(found.advantages)
+    assert found.tokens > same.tokens  # the pass that measured it
+    assert found.reward == pytest.approx(float(experience["default"].select_members([1]).rewards.mean()))
+
+
+@pytest.mark.parametrize("make", [prompts, episodes])
+def test_effective_sample_size_and_gain_are_those_of_the_two_policies(make):
+    """The gain is sum_t (ratio_t - 1) A, averaged over the samples of the source."""
+    population, env = make()
+    population[1].temperature = 0.7
+    (batch,) = collected(population, env).values()
+    shared = batch.select_members([0])
+    learner, mask = replace(shared, member_ids=torch.ones_like(shared.member_ids)), shared.action_mask
+    changes = population.members.banks["default"].log_probs(learner) - shared.sampler_log_probs
+    ratios = changes[mask]
+    expected = float(effective_sample_fraction(ratios, torch.zeros(len(ratios), dtype=torch.long), 1))
+    reports = population.learn({"default": batch}, step=0, sources={1: [0, 1]}, shared=replace(EVERY, min_ess=0.01))
+    assert reports[1].metrics["shared_ess"] == pytest.approx(expected, abs=1e-4)
+    outside = float(((ratios.exp() - 1).abs() > 0.2).double().mean())
+    assert reports[1].metrics["shared_outside"] == pytest.approx(outside, abs=1e-6)
+    assert "shared_share" not in reports[0].metrics  # it learns from its own
+    if make is prompts:  # a completion has one advantage
+        advantages = torch.tensor(reports[0].advantages)[:, None]
+        gain = float(torch.where(mask, torch.expm1(changes) * advantages, 0.0).sum(1).mean())
+        assert abs(gain) > 1e-3
+        assert reports[1].gains == {0: pytest.approx(gain, rel=1e-3), 1: 0.0}
+        assert reports[0].gains == {0: 0.0}
+
+
+@pytest.mark.parametrize("make", [prompts, episodes])
+@pytest.mark.parametrize("batch_size", [3, 64])
+def test_shared_samples_do_not_add_optimizer_steps(make, batch_size):
+    options = {"update_epochs": 2, "batch_size": batch_size, "target_kl": None}
+    (one, env), (other, _) = (make(**options) for _ in range(2))
+    experience = collected(one, env)
+    alone = other.learn(experience, step=0)
+    reports = one.learn(experience, step=0, sources={slot: [0, 1, 2] for slot in range(3)}, shared=EVERY)
+    steps = [[each[slot].optimizer_steps for slot in range(3)] for each in (reports, alone)]
+    if make is prompts:
+        assert steps[0] == steps[1]
+    else:  # episodes differ in length, so that members sample different numbers of actions
+        assert abs(sum(steps[0]) - sum(steps[1])) <= 6
+        assert all(report.tokens > 2 * alone[slot].tokens for slot, report in reports.items())
+
+
+@pytest.mark.parametrize("make", [prompts, episodes])
+def test_shared_rows_use_the_learners_loss_and_the_actors_sampling(make):
+    """Temperature and groups are those of sampling; loss, clip and coefficients are the learner's."""
+    others = {"loss_type": "cispo", "clip_coef": 0.01, "lr": 0.3, "beta": 0.5, "temperature": 0.3, "group_size": 2}
+    states = []
+    for changed in ({}, others):
+        population, env = make(update_epochs=2, batch_size=8)
+        experience = collected(population, env)
+        population[0].hyperparameters = replace(population[0].hyperparameters, **changed)
+        population.learn(experience, step=0, sources={1: [0, 1], 2: [2]}, shared=EVERY)
+        states.append(population[1].state())
+    assert_states_agree(*states, lr=population[1].lr)
+
+
+def test_chosen_members_sample_for_the_others():
+    population, env = prompts()
+    rollout = population.collect(env, step=0, samples_per_step=8, block=4, samples=[16, 0, 8])
+    assert rollout.member_ids.bincount().tolist() == [16, 0, 8]
+    reports = population.learn(rollout.experience, step=0, sources={0: [0], 1: [0, 2], 2: [0, 2]}, shared=EVERY)
+    assert [reports[slot].samples for slot in range(3)] == [16, 24, 24]
+    assert (reports[1].advantages, reports[1].failed) == ((), None)
+    population[0].failed = "no finite gradient"  # then all sample
+    rollout = population.collect(env, step=0, samples_per_step=8, block=4, samples=[24, 0, 0])
+    assert rollout.member_ids.bincount().tolist() == [0, 8, 8]

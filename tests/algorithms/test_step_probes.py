@@ -1,5 +1,6 @@
-"""Learning on probe environments, each of which isolates one ability."""
+"""Learning on probe environments, each of which isolates one ability; evaluation by Stable-Baselines3."""
 
+import gymnasium
 import pytest
 
 from evogrpo import GRPO, evolve
@@ -17,6 +18,7 @@ from tests.envs.probes import (
     MatchMultiDiscrete,
     MatchTuple,
 )
+from tests.tiny_steps import cart_pole, step_agent
 
 SMALL = NetworkConfig(hidden=(32,))
 
@@ -59,3 +61,29 @@ def test_delayed_rewards_are_credited(advantage):
 
 def test_gamma_0_ignores_delayed_rewards():
     assert trained(DelayedCredit, target=1.0, generations=2, gamma=0.0) < 0.8
+
+
+@pytest.mark.parametrize("num_envs", [0, 3])
+def test_evaluate_policy_of_stable_baselines3_gives_the_mean_return(num_envs):
+    """Greedy returns from the same reset seeds, by Stable-Baselines3 and by this library."""
+    sb3 = pytest.importorskip("stable_baselines3.common")
+    env, agent = cart_pole(), step_agent(seed=2)
+    seeds = [env.reset_seed("validation", start) for start in range(6)]
+
+    class Seeded(gymnasium.Wrapper):
+        def reset(self, **_):
+            return self.env.reset(seed=seeds.pop(0) if seeds else 0)
+
+    def make():
+        return sb3.monitor.Monitor(Seeded(gymnasium.make("CartPole-v1", max_episode_steps=40)))
+
+    given = sb3.vec_env.DummyVecEnv([make] * num_envs) if num_envs else make()
+    mean, drawn = (
+        sb3.evaluation.evaluate_policy(agent, given, n_eval_episodes=6, deterministic=greedy)[0]
+        for greedy in (True, False)
+    )
+    if not num_envs:  # environments that run ahead take other seeds
+        assert mean == agent.test(env)
+    assert 8 <= min(mean, drawn) <= max(mean, drawn) <= 40
+    composite = sb3.vec_env.DummyVecEnv([lambda: sb3.monitor.Monitor(MatchDict())] * 2)
+    assert 0 <= sb3.evaluation.evaluate_policy(step_agent(GymnasiumGroups(MatchDict)), composite)[0] <= 1

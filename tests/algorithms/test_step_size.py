@@ -7,48 +7,37 @@ import numpy as np
 import pytest
 import torch
 
-from evogrpo import GRPO, EvolvableAlgorithm, HyperparameterConfig, MultiAgentGRPO, Objective, PettingZooGroups
+from evogrpo import GRPO, EvolvableAlgorithm, HyperparameterConfig, MultiAgentGRPO, Objective
 from evogrpo.algorithms.learning.step_size import StepControl, StepSize, measured_step, step_target
 from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Optimizer
-from evogrpo.models.networks.architecture import NetworkConfig
-from tests.envs import joint_probes
 from tests.tiny_models import tiny_model
 from tests.tiny_steps import cart_pole, step_population
-from tests.tiny_training import final_states, finish, resumed_run, tiny_env, tiny_population, tiny_run
+from tests.tiny_teams import team_env, team_population
+from tests.tiny_training import equal_states, tiny_env, tiny_population
 
 TARGET = 0.005
 
 
-def quadratic(scale):
-    """Return a KL that grows with the square of the learning rate, as it does for small steps."""
-    return lambda factor: scale * factor**2
-
-
 @pytest.mark.parametrize("scale", [1e-10, 1e-5, 0.005, 1.0, 1e6])
 def test_search_finds_the_learning_rate_of_a_quadratic_kl(scale):
-    control, kl = StepControl(StepSize(), target=TARGET, target_kl=TARGET), quadratic(scale)
-    while control.update(kl(control.factor), 0.0):
+    """KL grows with the square of the learning rate for small steps."""
+    control = StepControl(StepSize(), target=TARGET, target_kl=TARGET)
+    while control.update(scale * control.factor**2, 0.0):
         pass
     assert control.passes <= 7
-    assert TARGET / 1.5 <= kl(control.factor) <= 1.5 * TARGET
+    assert TARGET / 1.5 <= scale * control.factor**2 <= 1.5 * TARGET
     assert control.result() == StepSize(control.factor, control.factor)
-
-
-def test_search_avoids_learning_rates_that_clip():
     control = StepControl(StepSize(), target=TARGET, target_kl=TARGET)
     while control.update(TARGET, 0.5 if control.factor > 0.01 else 0.0):
         pass
-    assert control.factor <= 0.01
+    assert control.factor <= 0.01  # learning rates that clip are avoided
     assert not control.undone
 
 
-def test_a_weak_signal_leaves_room_up_to_the_ceiling():
+def test_weak_signals_leave_room_and_steps_far_beyond_the_limit_are_left_out():
     control = StepControl(StepSize(), target=TARGET / 4, target_kl=TARGET)
     assert not control.update(TARGET / 4, 0.0)
     assert control.result() == StepSize(1.0, 2.0)  # KL of the ceiling: 4 times as much, the whole target
-
-
-def test_a_step_far_beyond_the_limit_is_repeated_then_left_out():
     control = StepControl(StepSize(1.0, 1.0), target=TARGET, target_kl=TARGET)
     assert [control.update(math.nan, 0.0) for _ in range(4)] == [True, True, True, False]
     assert control.undone
@@ -56,20 +45,13 @@ def test_a_step_far_beyond_the_limit_is_repeated_then_left_out():
 
 
 @pytest.mark.parametrize(
-    ("kl", "factor"),
-    [(0.015, math.sqrt(2 / 3)), (0.0075, 1.0), (0.004, 1.2), (0.0, 1.2), (0.0199, math.sqrt(0.01 / 0.0199))],
+    ("kl", "start", "factor"), [(0.015, 1.0, math.sqrt(2 / 3)), (0.0075, 1.0, 1.0), (0.004, 1.0, 1.2), (0.0, 1.25, 1.3)]
 )
-def test_later_steps_move_the_factor_without_a_repetition(kl, factor):
-    control = StepControl(StepSize(1.0, 1.3), target=TARGET, target_kl=TARGET)
+def test_later_steps_move_the_factor_up_to_the_ceiling_without_a_repetition(kl, start, factor):
+    control = StepControl(StepSize(start, 1.3), target=TARGET, target_kl=TARGET)
     assert not control.update(kl, 0.5)
     assert control.result().factor == pytest.approx(factor)
     assert control.result().ceiling == 1.3
-
-
-def test_the_factor_never_exceeds_the_ceiling():
-    control = StepControl(StepSize(1.25, 1.3), target=TARGET, target_kl=TARGET)
-    control.update(0.0, 0.0)
-    assert control.result().factor == 1.3
 
 
 def test_target_follows_the_effective_number_of_actions():
@@ -94,27 +76,23 @@ def test_measured_kl_is_the_exact_one_in_expectation():
 KINDS = {"networks": (step_population, cart_pole), "language": (tiny_population, tiny_env)}
 
 
-def learnt(kind, *, target_kls, lrs, steps=1, update_epochs=2):
-    """Return a population after learning steps, and the last reports."""
+def step_of(population, env, step=0, **options):
+    rollout = population.collect(env, step=step, samples_per_step=16, block=4)
+    return population.learn(rollout.experience, step=step, **options)
+
+
+def learnt(kind, *, target_kls, lrs):
+    """Return a population after a learning step, and the reports."""
     make, make_env = KINDS[kind]
-    population, env = make(len(lrs), update_epochs=update_epochs, group_size=4), make_env()
+    population = make(len(lrs), update_epochs=2, group_size=4)
     for agent, target_kl, lr in zip(population, target_kls, lrs, strict=True):
         agent.target_kl, agent.lr = target_kl, lr
-    for step in range(steps):
-        rollout = population.collect(env, step=step, samples_per_step=16, block=4)
-        reports = population.learn(rollout.experience, step=step)
-    return population, reports
+    return population, step_of(population, make_env())
 
 
 def weights(population, slot):
     """Return a train state without the running statistics, which hold the step size."""
     return {name: value for name, value in population[slot].state().items() if name != "running_stats"}
-
-
-def assert_equal(first, second):
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -124,7 +102,7 @@ def test_a_searched_step_equals_a_step_with_the_learning_rate_found(kind):
     assert reports[1].metrics["step_passes"] > 2
     assert 0 < reports[1].metrics["step_kl"] <= 1.5 * TARGET  # networks aim for less, as there are few actions
     plain, _ = learnt(kind, target_kls=(None, None), lrs=(1e-3, reports[1].lr))
-    assert_equal(weights(population, 0), weights(plain, 0))
+    assert equal_states(weights(population, 0), weights(plain, 0))
     for name, value in weights(population, 1).items():  # repeated passes have fewer rows, so that rounding differs
         torch.testing.assert_close(value, weights(plain, 1)[name], rtol=1e-3, atol=1e-6)
 
@@ -133,22 +111,10 @@ def test_a_searched_step_equals_a_step_with_the_learning_rate_found(kind):
 def test_later_steps_stay_below_the_limit(kind):
     make, make_env = KINDS[kind]
     population, env = make(1, update_epochs=3, group_size=4, target_kl=TARGET, lr=1.0), make_env()
-    measured = []
-    for step in range(9):
-        rollout = population.collect(env, step=step, samples_per_step=16, block=4)
-        measured.append(population.learn(rollout.experience, step=step)[0].metrics.get("step_kl"))
+    measured = [step_of(population, env, step)[0].metrics.get("step_kl") for step in range(9)]
     if kind == "language":  # measuring takes a pass, so that it is done now and then
         assert [kl is not None for kl in measured] == [step in (0, 4, 8) for step in range(9)]
     assert all(kl <= 4 * TARGET for kl in measured if kl is not None)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_clone_inherits_the_step_size(kind):
-    population, _ = learnt(kind, target_kls=(TARGET, None), lrs=(1e-7, 1e-3))
-    population.members.banks.inherit([0, 0])
-    banks = population.members.banks
-    assert_equal(banks.state(0), banks.state(1))
-    assert population[1].state()["running_stats"][-1] > 0  # the ceiling
 
 
 def test_a_member_without_signal_takes_no_step():
@@ -160,26 +126,15 @@ def test_a_member_without_signal_takes_no_step():
         state["exp_avg"] += 0.1
         state["step"] += 5
         population.members.banks.load_state(agent.slot, state)
-    rollout = population.collect(env, step=0, samples_per_step=16, block=4)
-    reports = population.learn(rollout.experience, step=0)
+    reports = step_of(population, env)
     assert reports[1].optimizer_steps == 0
-    assert_equal(before[1], population[1].state())
+    assert equal_states(before[1], population[1].state())
     assert not torch.equal(before[0]["adapter"], population[0].state()["adapter"])
 
 
-def test_target_kl_changes_the_step():
-    rates = [learnt("networks", target_kls=(target,), lrs=(1e-3,))[1][0].lr for target in (0.001, 0.016)]
-    assert rates[1] > 2 * rates[0]
-
-
 def test_each_policy_of_a_team_has_its_own_step_size():
-    env = PettingZooGroups(joint_probes.Favours, validation_size=4, test_size=4, score="sum")
-    options = {"network": NetworkConfig(hidden=(8,)), "lr": 1e-6, "group_size": 4, "target_kl": TARGET}
-    population = MultiAgentGRPO.population(
-        1, env.observation_spaces, env.action_spaces, policies="independent", **options
-    )
-    rollout = population.collect(env, step=0, samples_per_step=16, block=4)
-    population.learn(rollout.experience, step=0)
+    population = team_population(1, policies="independent", hp_config=None, lr=1e-6, group_size=4, target_kl=TARGET)
+    step_of(population, team_env())
     factors = {name: float(bank.running_stats[0, -2]) for name, bank in population.members.banks.items()}
     assert len(factors) == 3
     assert len(set(factors.values())) > 1
@@ -188,55 +143,27 @@ def test_each_policy_of_a_team_has_its_own_step_size():
 
 def test_members_that_share_samples_are_measured_on_their_own_or_all():
     population, env = step_population(3, group_size=4, lr=1e-6, target_kl=TARGET, update_epochs=2), cart_pole()
-    rollout = population.collect(env, step=0, samples_per_step=16, block=4)
-    reports = population.learn(rollout.experience, step=0, sources={0: [0, 1, 2], 1: [2]})
-    for report in reports.values():
+    for report in step_of(population, env, sources={0: [0, 1, 2], 1: [2]}).values():
         assert 0 < report.metrics["step_kl"] <= 1.5 * TARGET
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"optimizer": Optimizer(schedule="linear", total_steps=100)},
-        {"max_grad_norm": 1e-3},
-        {"update_epochs": 1},
-        {"update_epochs": 4, "batch_size": 4},
-        {"beta": 0.1, "objective": Objective(kl_target=1e-3)},
-        {"entropy_coef": 0.01, "objective": Objective(loss_type="dapo")},
-        {"objective": Objective(importance_correction="token_truncate")},
-    ],
-    ids=[
-        "schedule",
-        "gradient norm",
-        "one update",
-        "many updates",
-        "adaptive beta",
-        "entropy",
-        "importance correction",
-    ],
-)
-def test_search_works_beside_other_settings(options):
-    population = tiny_population(1, **({"group_size": 4, "lr": 1e-7, "target_kl": TARGET} | options))
-    rollout = population.collect(tiny_env(), step=0, samples_per_step=16, block=4)
-    report = population.learn(rollout.experience, step=0)[0]
+BESIDE = {
+    "schedule": {"optimizer": Optimizer(schedule="linear", total_steps=100), "max_grad_norm": 1e-3},
+    "one update": {"update_epochs": 1, "objective": Objective(importance_correction="token_truncate")},
+    "many updates": {"update_epochs": 4, "batch_size": 4, "entropy_coef": 0.01, "loss_type": "dapo"},
+    "adaptive beta": {"beta": 0.1, "objective": Objective(kl_target=1e-3)},
+}
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_search_works_beside_other_settings(case):
+    population = tiny_population(1, **({"group_size": 4, "lr": 1e-7, "target_kl": TARGET} | BESIDE[case]))
+    report = step_of(population, tiny_env())[0]
     assert TARGET / 1.5 <= report.metrics["step_kl"] <= 1.5 * TARGET
     assert report.metrics["step_passes"] <= 7
 
 
-def test_stopping_and_resuming_equals_never_stopping(tmp_path):
-    options = {"target_kl": TARGET}
-    finish(tiny_run(tmp_path / "whole", options=options))
-    first = tiny_run(tmp_path / "parts", options=options)
-    steps = first.reports()
-    for _ in range(3):
-        next(steps)
-    first.stop()
-    list(steps)
-    finish(resumed_run(tmp_path / "parts"))
-    whole, parts = final_states(tmp_path / "whole"), final_states(tmp_path / "parts")
-    assert_equal(whole, parts)
-    stats = [values for name, values in whole.items() if name.endswith("running_stats")]
-    assert all(float(values[-1]) > 0 for values in stats)
+SPACES = gymnasium.spaces.Box(-1, 1, (3,), np.float32), gymnasium.spaces.Discrete(2)
 
 
 class TestLearningRates:
@@ -256,11 +183,10 @@ class TestLearningRates:
         ],
     )
     def test_a_learning_rate_that_is_not_given_is_calibrated(self, options, expected):
-        spaces = gymnasium.spaces.Box(-1, 1, (3,), np.float32), gymnasium.spaces.Discrete(2)
-        team = {"left": spaces[0], "right": spaces[0]}, {"left": spaces[1], "right": spaces[1]}
+        team = {"left": SPACES[0], "right": SPACES[0]}, {"left": SPACES[1], "right": SPACES[1]}
         agents = (
-            GRPO(*spaces, **options),
-            GRPO.population(2, *spaces, **options)[0],
+            GRPO(*SPACES, **options),
+            GRPO.population(2, *SPACES, **options)[0],
             GRPO(actor_network=tiny_model(), pad_token_id=0, **options),
             MultiAgentGRPO(*team, **options),
         )
@@ -272,8 +198,7 @@ class TestLearningRates:
             def learn_together(cls, members, learners, experience):
                 raise NotImplementedError
 
-        spaces = gymnasium.spaces.Box(-1, 1, (3,), np.float32), gymnasium.spaces.Discrete(2)
-        assert Own(*spaces).target_kl is None
-        population = Own.population(2, *spaces, hp_config="auto", samples_per_step=16)
+        assert Own(*SPACES).target_kl is None
+        population = Own.population(2, *SPACES, hp_config="auto", samples_per_step=16)
         assert "lr" in population.space
         assert "target_kl" not in population.space

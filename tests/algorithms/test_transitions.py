@@ -1,35 +1,43 @@
-"""Small networks learn from single transitions: advantages of whole episodes, optimizer steps on actions."""
+"""Learning of small networks: single transitions, and KL of whole distributions and to the old policy."""
 
 import math
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.distributions import Categorical, kl_divergence
 
+from evogrpo import Objective
 from evogrpo.algorithms.learning.learning_step import learn, minibatches
 from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.functional.loss_types import LOSS_TYPES
+from evogrpo.functional.loss_types import FULL_KLS
+from evogrpo.models.bank import ReferenceDistributions
+from evogrpo.models.networks.distributions import MASKED_LOGIT
 from evogrpo.testing.policy_banks import assert_gradients_agree, assert_states_agree
-from tests.oracles.slow_advantages import of_actions
+from tests.oracles.slow_advantages import of_actions, returns_to_go
 from tests.rounding import assert_metrics_agree
-from tests.tiny_networks import CASES, acted_batch, together
+from tests.tiny_networks import CASES, Settings, Together, acted_batch, together
+from tests.tiny_steps import played, step_agent
+from tests.tiny_training import flat, own_rows
 
 CASE = CASES["discrete"]
 PLAIN = {"max_grad_norm": 1e9, "lr": 1e-2, "batch_size": 10**6}
 
 
-def learner(slot=0, **choices):
-    return Learner(slot=slot, index=slot, step=0, hyperparameters=Hyperparameters(**PLAIN | choices))
+def learner(slot=0, sources=None, **choices):
+    return Learner(slot=slot, index=slot, step=0, hyperparameters=Hyperparameters(**PLAIN | choices), sources=sources)
 
 
-def experience(shared, **changes):
+def experience(shared, case=CASE):
     """Act with all members and reward every step; episodes have different lengths."""
-    batch = acted_batch(CASE, shared.bank, range(shared.bank.size))
+    batch = acted_batch(case, shared.bank, range(shared.bank.size))
     steps = torch.rand(batch.action_mask.shape, generator=torch.Generator().manual_seed(0))
     rewards = torch.where(batch.action_mask, steps, 0.0).sum(1)
-    return replace(batch, step_rewards=torch.where(batch.present, steps, torch.nan), rewards=rewards, **changes)
+    return replace(batch, step_rewards=torch.where(batch.present, steps, torch.nan), rewards=rewards)
 
 
 @pytest.mark.parametrize("kind", ["process", "return_to_go_group", "return_to_go_timestep"])
@@ -76,28 +84,6 @@ def test_transitions_are_shuffled_individually():
     assert sum(one != other for one, other in pairwise(groups)) > len(set(groups))
 
 
-def test_optimizer_steps_use_shuffled_transitions():
-    shared, control = together(advantage="return_to_go_timestep"), together()
-    each = learner(batch_size=9)
-    batch = experience(shared)
-    flat = batch.flatten_actions()
-    rewards = [batch.step_rewards[row][batch.action_mask[row]].tolist() for row in range(len(batch))]
-    advantages = of_actions("return_to_go_timestep", rewards, batch.group_ids.tolist(), 1.0, 1e-4)
-    values = torch.tensor([value for row in advantages for value in row])[:, None]
-    old = control.bank.log_probs(flat)
-    for chosen in minibatches(each, flat, 0, keep_groups=False):
-
-        def loss(rows, log_probs, entropies, chosen=chosen):
-            own = chosen[rows]
-            ratio, worth = (log_probs - old[own]).exp(), values[own]
-            return -torch.minimum(ratio * worth, ratio.clamp(0.8, 1.2) * worth).sum(1) / len(chosen)
-
-        control.bank.update(flat.select(chosen), loss, {0: each.hyperparameters})
-    learn(shared, [each], {"default": batch})
-    got, wanted = (one.bank.state(0) for one in (shared, control))
-    assert_states_agree(got, wanted, lr=PLAIN["lr"])
-
-
 MIXED = [
     {"loss_type": "cispo", "beta": 0.2, "entropy_coef": 0.1, "batch_size": 9, "update_epochs": 2},
     {"advantage": "return_to_go_group", "gamma": 0.9, "clip_low": 0.1},
@@ -121,9 +107,8 @@ def test_members_learn_together_as_alone(run):
     for slot, each in enumerate(learners):
         apart = together(1, **RUNS[run], advantage="return_to_go_timestep")
         apart.bank.load_state(0, shared.bank.state(slot))
-        own = batch.select_members([slot])
-        own = replace(own, member_ids=torch.zeros_like(own.member_ids))
-        alone.append((learn(apart, [replace(each, slot=0)], {"default": own})[0], apart.bank.state(0)))
+        own = {"default": own_rows(batch, slot)}
+        alone.append((learn(apart, [replace(each, slot=0)], own)[0], apart.bank.state(0)))
     reports = learn(shared, learners, {"default": batch})
     for slot, (report, state) in enumerate(alone):
         assert_metrics_agree(reports[slot].metrics, report.metrics)
@@ -141,23 +126,174 @@ def test_a_member_whose_episodes_are_all_masked_takes_no_step():
     assert reports[0].grad_norm > 0
     assert (reports[1].optimizer_steps, reports[1].tokens, reports[1].failed) == (0, 0, None)
     assert reports[1].metrics["reward"] == float(batch.rewards[batch.member_ids == 1].double().mean())
-    assert not {"loss", "grad_norm", "learning_rate", "entropy"} & set(reports[1].metrics)
+    missing = {"loss", "grad_norm", "learning_rate", "entropy", "approx_kl", "clip_fraction"}
+    assert not missing & reports[1].metrics.keys()
     assert all(torch.equal(value, before[name]) for name, value in shared.bank.state(1).items())
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_losses_of_whole_completions_raise(loss_type):
-    shared, own = together(loss_type=loss_type), together()
+def of_sb3(log_prob, old_log_prob, clip_range):
+    """Return approx_kl and clip_fraction of one minibatch, copied from `PPO.train` of Stable-Baselines3 2.9."""
+    ratio = torch.exp(log_prob - old_log_prob)
+    clip_fraction = torch.mean((torch.abs(ratio - 1) > clip_range).float()).item()
+    log_ratio = log_prob - old_log_prob
+    approx_kl_div = torch.mean((torch.exp(log_ratio) - 1) - log_ratio).item()
+    return approx_kl_div, clip_fraction
+
+
+@pytest.mark.parametrize(("idle", "clip"), [((), 0.02), ((0,), 0.2)])
+def test_approx_kl_and_clip_fraction_equal_stable_baselines3(idle, clip):
+    """The first of two optimizer steps has no change, so that a step's means are half those of the second."""
+    shared, control = (together(advantage="return_to_go_timestep") for _ in range(2))
     batch = experience(shared)
-    if LOSS_TYPES[loss_type].aggregation == "token-mean":
-        assert learn(shared, [learner()], {"default": batch})[0].failed is None
-        return
-    with pytest.raises(ValueError, match=f"loss_type.*{loss_type}"):
-        learn(shared, [learner()], {"default": batch})
-    with pytest.raises(ValueError, match="loss_type"):  # one member suffices
-        learn(own, [learner(loss_type=loss_type)], {"default": batch})
-    if LOSS_TYPES[loss_type].per_action:
-        assert (
-            learn(together(loss_type=loss_type, aggregation="token-mean"), [learner()], {"default": batch})[0].failed
-            is None
-        )
+    resting = torch.isin(batch.group_ids, torch.tensor(idle))[:, None]
+    steps = torch.where(batch.present & resting, 0.0, batch.step_rewards)
+    batch = replace(batch, step_rewards=steps, rewards=steps.nansum(1))
+    choices = {"lr": 3e-2, "clip_coef": clip}
+    learn(control, [learner(**choices, update_epochs=1)], {"default": batch})
+    ran = batch.action_mask & ~resting
+    kl, fraction = of_sb3(control.bank.log_probs(batch)[ran], batch.sampler_log_probs[ran], clip)
+    metrics = learn(shared, [learner(**choices, update_epochs=2)], {"default": batch})[0].metrics
+    assert 0.0 < fraction < 1.0
+    assert metrics["approx_kl"] == pytest.approx(kl / 2, rel=1e-3)
+    assert metrics["clip_fraction"] == pytest.approx(fraction / 2)
+
+
+def test_clip_bounds_apply_by_side_regardless_of_the_advantage():
+    shared, control = (together(advantage="return_to_go_timestep") for _ in range(2))
+    batch = experience(shared)
+    bounds = {"lr": 0.1, "clip_low": 0.03, "clip_high": 0.15}
+    learn(control, [learner(**bounds, update_epochs=1)], {"default": batch})
+    ratio = (control.bank.log_probs(batch) - batch.sampler_log_probs).exp()[batch.action_mask]
+    below, above = ratio < 0.97, ratio > 1.15
+    metrics = learn(shared, [learner(**bounds, update_epochs=2)], {"default": batch})[0].metrics
+    assert min(int(below.sum()), int(above.sum())) > 0
+    assert metrics["clip_fraction"] == pytest.approx(float((below | above).float().mean()) / 2)
+    assert metrics["clip_fraction"] > metrics["clip_ratio/region_mean"]  # where the clip binds
+
+
+DISCRETE = CASES["some alike"]
+
+
+def members(size=1, *, case=DISCRETE, **objective):
+    bank = replace(case, own_reference=objective.get("reference") == "snapshot").bank(size)
+    return Together(bank, Settings(Objective(**{"loss_type": "dapo"} | objective)))
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_the_loss_uses_the_kl_of_every_action_with_temperature_and_mask(case, backwards):
+    bank = CASES[case].bank(3)
+    batch = acted_batch(CASES[case], bank, range(3))
+    own, other = (bank.distributions(batch, reference=reference) for reference in (False, True))
+    mask, seen = batch.action_mask, []
+    flat = batch.flatten_actions()
+    pair = [bank.distribution.at_temperature(each[mask], flat.inputs.temperature) for each in (own, other)]
+    if flat.inputs.action_masks is not None:
+        pair = [each.masked_fill(~flat.inputs.action_masks[:, 0], MASKED_LOGIT) for each in pair]
+    expected = torch.zeros(mask.shape)
+    expected[mask] = bank.distribution.kl(*reversed(pair) if backwards else pair)
+
+    def loss_fn(rows, log_probs, entropies, divergences):
+        torch.testing.assert_close(divergences.detach(), expected[rows], rtol=1e-4, atol=1e-5)
+        seen.extend(rows.tolist())
+        return divergences.sum(1)
+
+    named = {slot: Hyperparameters(lr=1e-3, max_grad_norm=1e9) for slot in range(3)}
+    bank.update(batch, loss_fn, named, reference_distributions=ReferenceDistributions(outputs=other, reverse=backwards))
+    assert sorted(seen) == list(range(len(batch)))
+    assert float(expected[mask].min()) > 0
+    assert not bool(expected[~mask].any())
+    assert all(bool(bank.state(slot)["exp_avg"].any()) for slot in range(3))  # with gradient
+
+
+@pytest.mark.parametrize("kind", FULL_KLS)
+@pytest.mark.parametrize("reference", ["base", "snapshot", "old"])
+def test_members_learn_together_as_alone_from_whole_distributions(kind, reference):
+    shared = members(3, kl_estimator=kind, reference=reference)
+    batch = experience(shared, DISCRETE)
+    learners = [learner(slot, beta=(0.0, 0.3, 2.0)[slot], batch_size=9, update_epochs=2) for slot in range(3)]
+    alone = []
+    for each in learners:
+        single = members(1, kl_estimator=kind, reference=reference)
+        single.bank.rebuild(0, shared.bank.architecture(each.slot), np.random.default_rng(0))
+        single.bank.load_state(0, shared.bank.state(each.slot))
+        rows = own_rows(batch, each.slot)
+        alone.append((single, learn(single, [replace(each, slot=0)], {"default": rows})[0]))
+    reports = learn(shared, learners, {"default": batch})
+    for slot, (single, report) in enumerate(alone):
+        assert_states_agree(shared.bank.state(slot), single.bank.state(0), lr=1e-2)
+        assert_metrics_agree(reports[slot].metrics, report.metrics)
+        assert ("kl" in report.metrics) == (slot > 0)
+
+
+@pytest.mark.parametrize("kind", [*FULL_KLS, "k2", "k3", "abs"])
+def test_kl_to_the_old_policy_acts_from_the_second_optimizer_step(kind):
+    def learnt(beta, epochs):
+        shared = members(1, kl_estimator=kind, reference="old")
+        report = learn(shared, [learner(beta=beta, update_epochs=epochs)], {"default": experience(shared, DISCRETE)})[0]
+        return shared.bank.state(0), report
+
+    (free, _), (first, still) = learnt(0.0, 1), learnt(2.0, 1)
+    assert_gradients_agree(first["exp_avg"], free["exp_avg"])
+    assert still.kl == pytest.approx(0, abs=1e-6)
+    (free, _), (second, moved) = learnt(0.0, 2), learnt(2.0, 2)
+    assert moved.kl > 1e-5
+    assert float((second["exp_avg"] - free["exp_avg"]).norm()) > 1e-2 * float(free["exp_avg"].norm())
+
+
+def test_shared_samples_use_the_policy_that_acted():
+    shared = members(2, kl_estimator="full_reversed", reference="old", case=CASES["discrete"])
+    batch = experience(shared).select_members([0])
+    mask = batch.action_mask
+    acted = shared.bank.distributions(batch, reference=False)[mask]
+    own = shared.bank.distributions(replace(batch, member_ids=batch.member_ids + 1), reference=False)[mask]
+    expected = kl_divergence(Categorical(logits=acted), Categorical(logits=own)).mean()
+    reports = learn(shared, [learner(1, sources=(0,), beta=0.5)], {"default": batch})
+    assert reports[1].kl == pytest.approx(float(expected), rel=1e-4)
+    assert expected > 1e-3
+
+
+@pytest.mark.parametrize("beta", [0.001, 1.0])
+def test_the_optimizer_steps_of_a_script_are_reproduced(beta):
+    """The script trains CartPole with the clipped loss and beta times KL(old || new) over whole distributions."""
+    torch.manual_seed(0)
+    actor = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
+    kinds = {"advantage": "return_to_go_group", "kl_estimator": "full_reversed", "reference": "old"}
+    objective = Objective(loss_type="dapo", advantage_eps=1e-8, **kinds)
+    options = {"lr": 3e-3, "gamma": 0.99, "update_epochs": 5, "batch_size": 32, "max_grad_norm": 0.5}
+    agent = step_agent(actor_network=actor, objective=objective, beta=beta, **options)
+    observations, actions, masks, rewards = experiences = played(agent, starts=1, size=8)
+    learner = agent.learner()
+    rows = agent.members.experience(learner, experiences)["default"].flatten_actions()
+    report = agent.learn(experiences)
+
+    states, taken = torch.from_numpy(observations[masks]), torch.from_numpy(actions[masks])
+    episodes = [row[mask].tolist() for row, mask in zip(rewards[0], masks[0], strict=True)]
+    returns = torch.tensor([value for episode in episodes for value in returns_to_go(episode, 0.99)])
+    advantages = (returns - returns.mean()) / (returns.std() + 1e-8)
+    with torch.no_grad():
+        old = Categorical(logits=actor(states))
+    before = flat(list(actor.parameters()))
+    optimizer = torch.optim.Adam(actor.parameters(), lr=3e-3)
+    losses, divergences, counts = [], [], []
+    for dealt in minibatches(learner, rows, agent.members.settings.seed, keep_groups=False):
+        old_dist, new_dist = Categorical(logits=old.logits[dealt]), Categorical(logits=actor(states[dealt]))
+        ratio = torch.exp(new_dist.log_prob(taken[dealt]) - old_dist.log_prob(taken[dealt]))
+        clipped = torch.clamp(ratio, 1 - 0.2, 1 + 0.2)
+        policy_loss = -torch.min(ratio * advantages[dealt], clipped * advantages[dealt]).mean()
+        kl = kl_divergence(old_dist, new_dist).mean()
+        loss = policy_loss + beta * kl
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(actor.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+        divergences.append(kl.item())
+        counts.append(len(dealt))
+    after = flat(list(actor.parameters()))
+    assert report.optimizer_steps == len(losses) > 10
+    assert report.loss == pytest.approx(np.mean(losses), abs=1e-4)
+    assert report.kl == pytest.approx(np.average(divergences, weights=counts), rel=1e-2)
+    moved = float((after - before).norm())
+    assert moved > 0.1
+    assert float((agent.state()["weights"] - after).norm()) < 1e-2 * moved

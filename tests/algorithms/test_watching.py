@@ -9,22 +9,14 @@ from evogrpo import GymnasiumGroups, PettingZooGroups
 from tests.envs import joint_probes
 from tests.tiny_steps import cart_pole, step_agent
 from tests.tiny_teams import team_population
-from tests.tiny_training import tiny_agent, tiny_env
+from tests.tiny_training import collect_alone, learn_from, tiny_agent, tiny_env
 
-DISPLAYS = ("SDL_VIDEODRIVER", "DISPLAY", "WAYLAND_DISPLAY")
 SHORT = {"max_episode_steps": 3}  # rendered in real time
 
 
 @pytest.fixture
 def display(monkeypatch):
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
-
-
-@pytest.fixture
-def no_display(monkeypatch):
-    monkeypatch.setattr("sys.platform", "linux")
-    for name in DISPLAYS:
-        monkeypatch.delenv(name, raising=False)
 
 
 class Shown(gymnasium.Env):
@@ -52,8 +44,25 @@ class Shown(gymnasium.Env):
         self.log.append((self.render_mode, "close", None))
 
 
+class Blind(Shown):
+    """Cannot be rendered."""
+
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012
+
+    def __init__(self, render_mode=None):
+        super().__init__("rgb_array" if render_mode else None)
+
+
+def unseen():
+    return Shown()
+
+
 def shown_agent():
     return step_agent(observation_space=Shown.observation_space, action_space=Shown.action_space)
+
+
+def shown(make=Shown, **env_kwargs):
+    return GymnasiumGroups(make, max_episode_steps=10, env_kwargs=env_kwargs)
 
 
 @pytest.fixture
@@ -64,14 +73,14 @@ def log():
 
 @pytest.mark.parametrize("how", [{"render": True}, {}])
 def test_rendered_groups_play_one_episode_at_a_time_with_equal_scores(display, log, how):
-    """With render=True or render_mode="human"."""
-    agent = shown_agent()
-    plain = GymnasiumGroups(Shown, max_episode_steps=10)
-    render_tests = plain if how else GymnasiumGroups(Shown, max_episode_steps=10, env_kwargs={"render_mode": "human"})
-    assert not [entry for entry in log if entry[0] == "human"]  # checks need no window
-    assert render_tests.fingerprint() == plain.fingerprint()
+    """With render=True or render_mode="human"; training is never rendered."""
+    agent, plain = shown_agent(), shown()
+    env = plain if how else shown(render_mode="human")
+    assert env.fingerprint() == plain.fingerprint()
+    learn_from(agent, collect_alone(agent, env, samples=8, block=2).experience["default"])
+    assert {mode for mode, *_ in log} == {None}
     log.clear()
-    watched = agent.test(render_tests, episodes=3, **how)
+    watched = agent.test(env, episodes=3, **how)
     whole = [(name, value) for mode, name, value in log if mode == "human" and name != "close"]
     seeds = [plain.reset_seed("validation", start) for start in range(3)]
     assert [value for name, value in whole if name == "reset"] == seeds
@@ -80,23 +89,10 @@ def test_rendered_groups_play_one_episode_at_a_time_with_equal_scores(display, l
     assert watched == agent.test(plain, episodes=3)
 
 
-def test_training_is_never_rendered(display, log):
-    env = GymnasiumGroups(Shown, max_episode_steps=10, env_kwargs={"render_mode": "human"})
-    agent = shown_agent()
-    agent.learn_together(agent.members, [agent.learner()], agent_experience(agent, env))
-    assert {mode for mode, *_ in log} == {None}
-
-
-def agent_experience(agent, env):
-    from evogrpo.algorithms.rollout.collect import collect
-
-    return collect(agent.members, [agent.learner()], env, samples_per_step=8, block=2).experience
-
-
 def test_a_single_environment_is_played_and_stays_open(display, log):
     env, agent = Shown(render_mode="human"), shown_agent()
     value = agent.test(env, episodes=2, render=True)
-    assert [entry[1:] for entry in log if entry[1] == "reset"] == [("reset", 0), ("reset", 1)]
+    assert [entry[2] for entry in log if entry[1] == "reset"] == [0, 1]
     assert not [entry for entry in log if entry[1] == "close"]
     assert value == agent.test(Shown(), episodes=2)  # rendered or not
     assert agent.test(env) == agent.test(env, episodes=1)
@@ -106,15 +102,7 @@ def test_a_single_environment_is_played_and_stays_open(display, log):
 def test_native_cart_pole_is_rendered_by_gymnasium(display, normalised):
     agent = step_agent(normalise_observations=normalised)
     env = gymnasium.make("CartPole-v1", render_mode="human", **SHORT)
-    expected = []
-    for seed in range(2):
-        seen, _ = env.reset(seed=seed)
-        earned, over = 0.0, False
-        while not over:
-            seen, reward, terminated, truncated, _ = env.step(agent.predict(seen, deterministic=True)[0])
-            earned, over = earned + reward, terminated or truncated
-        expected.append(earned)
-    assert agent.test(env, episodes=2, render=True) == np.mean(expected)
+    assert agent.test(env, episodes=2, render=True) == 3.0
     env.close()
     assert agent.test(cart_pole(**SHORT), episodes=1, render=True) == 3.0  # the plain class of a native environment
 
@@ -140,44 +128,29 @@ def test_a_team_is_rendered(display):
     assert member.test(PettingZooGroups(Seen, env_kwargs={"render_mode": "human"}), episodes=2) == watched
 
 
-def test_a_missing_display_raises_first(no_display, log):
-    agent = shown_agent()
-    for env, options in (
-        (GymnasiumGroups(Shown, max_episode_steps=10), {"render": True}),
-        (GymnasiumGroups(Shown, max_episode_steps=10, env_kwargs={"render_mode": "human"}), {}),
-        (Shown(render_mode="human"), {}),
-    ):
-        log.clear()
+def test_a_missing_display_raises_first(monkeypatch, log):
+    monkeypatch.setattr("sys.platform", "linux")
+    for name in ("SDL_VIDEODRIVER", "DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    plain, human, single = shown(), shown(render_mode="human"), Shown(render_mode="human")
+    log.clear()
+    for env, options in ((plain, {"render": True}), (human, {}), (single, {})):
         with pytest.raises(ValueError, match=r"display.*evogrpo\.record_video"):
-            agent.test(env, **options)
-        assert not [entry for entry in log if entry[1] in ("reset", "step")]
+            shown_agent().test(env, **options)
+    assert not [entry for entry in log if entry[1] in ("reset", "step")]
 
 
-def unseen():
-    return Shown()
-
-
-class Blind(Shown):
-    """Cannot be rendered."""
-
-    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012
-
-    def __init__(self, render_mode=None):
-        super().__init__("rgb_array" if render_mode else None)
-
-
-def test_environments_without_render_mode_raise(display):
-    agent = shown_agent()
-    with pytest.raises(ValueError, match="Blind cannot be rendered"):
-        agent.test(GymnasiumGroups(Blind, max_episode_steps=10), render=True)
-    with pytest.raises(ValueError, match="cannot be rendered"):
-        agent.test(GymnasiumGroups(unseen, max_episode_steps=10), render=True)
-    with pytest.raises(ValueError, match="render_mode=None"):
-        agent.test(Shown(), render=True)
+def test_environments_without_render_mode_and_wrong_arguments_raise(display):
+    for env, options, rule in (
+        (shown(Blind), {"render": True}, "Blind cannot be rendered"),
+        (shown(unseen), {"render": True}, "cannot be rendered"),
+        (Shown(), {"render": True}, "render_mode=None"),
+        (Shown(), {"episodes": 0}, "episodes must be at least 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=rule):
+            shown_agent().test(env, **options)
     with pytest.raises(ValueError, match="HuggingFaceGym cannot be rendered"):
         tiny_agent().test(tiny_env(), render=True)
-    with pytest.raises(ValueError, match="episodes must be at least 1, got 0"):
-        agent.test(Shown(), episodes=0)
     with pytest.raises(ValueError, match="observation_space is"):
         step_agent(observation_space=spaces.Box(0, 1, (3,))).test(Shown())
 

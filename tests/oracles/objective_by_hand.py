@@ -176,13 +176,14 @@ class ByHand:
         return total
 
     def learn(self, plan: Sequence[Tensor]) -> list[float]:
-        """Take one optimizer step for each entry of the plan; return the losses."""
-        losses = []
+        """Take one optimizer step for each entry of the plan; return the losses and keep the gradients' `norms`."""
+        losses, self.norms = [], list[float]()
         for chosen in plan:
             self.optimizer.zero_grad()
             loss = self.loss(chosen.tolist())
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.member.parameters.values(), self.h.max_grad_norm)
+            norm = torch.nn.utils.clip_grad_norm_(self.member.parameters.values(), self.h.max_grad_norm)
+            self.norms.append(float(norm))
             self.optimizer.step()
             losses.append(float(loss.detach()))
         assert all(map(math.isfinite, losses))
