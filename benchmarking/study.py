@@ -147,7 +147,8 @@ class Arm:
 
     Attributes:
         strategy: Rule of selection and mutation.
-        kind: "alone" = a single agent; "members" = each member samples; "leader" = one of four members samples.
+        kind: "alone" = a single agent; "members" = each member samples; "shared" = four members that share experience
+            sample as much as a single agent; "leader" = one of four members samples.
         first: "tuned", "default" (the package's values, lr not adapted) or "drawn".
         experience: Whose samples members learn from.
     """
@@ -170,6 +171,7 @@ ARMS: dict[str, Arm] = {
     "narrowing shared": Arm(strategy=Narrowing, experience="shared"),
     "MF-PBT": Arm(strategy=MultiFrequency),
     "PBT": Arm(strategy=TruncationPBT),
+    "PBT shared": Arm(strategy=TruncationPBT, kind="shared", experience="shared"),
     "optuna": Arm(kind="alone"),
     "leader": Arm(strategy=Leader, kind="leader", experience="shared"),
 }
@@ -190,8 +192,8 @@ def make_run(
 ) -> tuple[Any, Any]:  # fmt: skip
     """Return where members act, and a run that ends with the budget."""
     starts = seed if env_seed is None else env_seed
-    samples = task.samples_each if arm.kind == "members" else task.samples
-    size = {"alone": 1, "members": task.members, "leader": 4}[arm.kind]
+    samples = {"members": task.samples_each, "shared": max(8, task.samples // 4)}.get(arm.kind, task.samples)
+    size = {"alone": 1, "members": task.members}.get(arm.kind, 4)
     options: dict[str, Any] = {
         "size": size,
         "hp_config": None if size == 1 else space,
