@@ -99,16 +99,12 @@ def test_conversations_do_not_depend_on_other_members():
 
 def test_replies_have_no_gradient_but_are_context():
     agent = spoken(1, max_grad_norm=1e9)[0]
-    batch = collected_one(agent)
+    batch = collect_alone(agent, talks(2), samples=8, block=2).experience["default"]
     batch = replace(batch, rewards=torch.linspace(0, 1, len(batch)))
     hand = ByHand(peft_twin(agent), batch, agent.hyperparameters, agent.members.settings.objective)
     hand.loss(range(len(batch))).backward()
     learn_from(agent, batch)
     assert_gradients_agree(agent.state()["exp_avg"], 0.1 * flat_gradient(hand.member))
-
-
-def collected_one(agent):
-    return collect_alone(agent, talks(2), samples=8, block=2).experience["default"]
 
 
 def test_limits_apply_by_turn_and_by_conversation():
@@ -160,7 +156,7 @@ def test_members_learn_to_guess_in_two_turns():
 
 def test_conversations_of_a_manual_loop_are_scored_as_sampled():
     agent = spoken(1, min_output_tokens=2, max_output_tokens=5)[0]
-    batch = collected_one(agent)
+    batch = collect_alone(agent, talks(2), samples=8, block=2).experience["default"]
     ids, masks = [], []
     for start, prompt in enumerate(batch.inputs.prompts):
         rows = batch.inputs.prompt_ids == start

@@ -165,7 +165,7 @@ def test_loading_replaces_the_state_of_one_member(agent, tmp_path):
     assert all(equal_states(member.state(), state) for member, state in zip(population, expected, strict=True))
 
 
-def test_space_dimensions_and_preprocessing():
+def test_spaces_preprocessing_and_devices():
     box, discrete, env = gymnasium.spaces.Box(-1.0, 1.0, (3, 2)), gymnasium.spaces.Discrete(5), tiny_env()
     agent = tiny_agent(observation_space=box, action_space=discrete).clone()
     assert (agent.observation_space, agent.action_space) == (box, discrete)
@@ -174,9 +174,6 @@ def test_space_dimensions_and_preprocessing():
     assert torch.equal(agent.preprocess_observation(np.full((3, 2), 0.5)), torch.full((1, 3, 2), 0.5))
     with pytest.raises(ValueError, match="observation_space"):
         tiny_agent().preprocess_observation(np.zeros(3))
-
-
-def test_nested_experiences_move_to_the_device(agent):
     nested = {"a": [torch.ones(2), (torch.zeros(1), "text")]}
     tensor, mapping, number = agent.to_device(torch.arange(3), nested, 7)
     assert torch.equal(tensor, torch.arange(3))

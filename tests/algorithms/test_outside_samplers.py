@@ -3,19 +3,18 @@
 import pytest
 import torch
 
-from evogrpo import GRPO, Objective
+from evogrpo import Objective
 from evogrpo.algorithms.rollout.evaluation import evaluate
 from tests.outside_sampler import GenerateSampler
 from tests.tiny_models import tiny_model
-from tests.tiny_training import randomise_adapter, tiny_env, tiny_options
+from tests.tiny_training import randomise_adapter, tiny_env, tiny_population
 
 
 @pytest.fixture(scope="module")
 def outside(tmp_path_factory):
     """Return a population of two and the external sampler of its completions."""
-    model = tiny_model()
-    objective = Objective(importance_correction="token_truncate", importance_cap=2.0)
-    population = GRPO.population(2, actor_network=model, objective=objective, **tiny_options(lr=3e-3))
+    model, objective = tiny_model(), Objective(importance_correction="token_truncate", importance_cap=2.0)
+    population = tiny_population(2, actor_network=model, objective=objective, lr=3e-3)
     for agent in population:
         randomise_adapter(agent, agent.slot, std=0.05)
     sampler = GenerateSampler(population, model, tmp_path_factory.mktemp("sampler"))

@@ -29,8 +29,7 @@ def small(size: int, env: GymnasiumGroups, **options):
 def test_the_code_of_the_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     short = USE.replace('"CartPole-v1"', '"CartPole-v1", max_episode_steps=20, validation_size=4, test_size=4')
-    short = short.replace("steps_per_generation=5", "steps_per_generation=1")
-    exec(short, {"Reinforce": Reinforce})  # noqa: S102
+    exec(short.replace("steps_per_generation=5", "steps_per_generation=1"), {"Reinforce": Reinforce})  # noqa: S102
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:1].isdigit()] == list("1234")
 
 
