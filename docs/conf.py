@@ -34,6 +34,8 @@ include_patterns = [
     "tutorials/README.md",
     "benchmarking/**.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
+    "CODE_OF_CONDUCT.md",
     "CHANGELOG.md",
 ]
 # What is listed here is not even looked into.

@@ -10,6 +10,7 @@ import importlib
 import json
 import re
 import shlex
+import tomllib
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from importlib.resources import as_file, files
@@ -56,9 +57,12 @@ def members(size=2):
     return GRPO.population(size, actor_network=base.model, pad_token_id=pad, max_output_tokens=4, hp_config=space)
 population = members()
 """
-BEFORE = {
-    "docs/own_task.md": f"""{LANGUAGE}
+RUN = f"""{LANGUAGE}
 evolve(members(), env, generations=1, run_dir="runs/mine", {SHORT}).finish()
+"""
+BEFORE = {
+    "docs/own_task.md": RUN,
+    "docs/reference/tasks.md": f"""{RUN}
 train, tokenizer = [{{"prompt": each["question"]}} for each in questions], base.tokenizer
 rows = [
     {{"prompt": [{{"role": "user", "content": each["question"]}}], "answer": str(each["answer"])}} for each in questions
@@ -183,9 +187,11 @@ def test_every_block_of_a_page_is_checked(name):
     targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)) <= targets
     for why, kind, block in blocks(ROOT / name):
-        assert kind in ("", "sh", "python", "yaml", "json"), f"nothing looks at blocks of {kind}"
+        assert kind in ("", "sh", "python", "yaml", "json", "toml"), f"nothing looks at blocks of {kind}"
         if kind == "json":
             assert all(json.loads(line) for line in block.splitlines())
+        if kind == "toml":
+            assert tomllib.loads(block)
         if kind == "python" and why:  # blocks that cannot run must compile and import
             for node in ast.walk(ast.parse(block)):
                 if isinstance(node, ast.ImportFrom) and str(node.module).startswith("evogrpo"):
