@@ -15,6 +15,12 @@ from torch import Tensor
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.text import short_repr
 
+__all__ = [
+    "DEFAULT_POLICY", "Actor", "Batch", "Conversation", "Experience", "LearnReport", "ObservationInputs", "Rollout",
+    "SampledActions", "SamplingBatch", "SamplingOptions", "TokenInputs", "UpdateReport", "map_tensors",
+    "positions_in_turn", "select_rows",
+]  # fmt: skip
+
 R = TypeVar("R")
 
 # ---- sampling
