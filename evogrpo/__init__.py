@@ -16,8 +16,8 @@ __all__ = [
     "GymnasiumGroups", "HuggingFaceGym", "HyperparameterConfig", "Hyperparameters", "MultiAgentGRPO", "MultiFrequency",
     "MultiTurnGym", "MutationOnly", "Narrowing", "NetworkConfig", "Objective", "Optimizer", "PettingZooGroups",
     "Population", "RLParameter", "RandomSearch", "Replay", "SelectionOnly", "SharedExperience", "StepRewards",
-    "Strategy", "SuccessiveHalving", "Tournament", "TruncationPBT", "best_hyperparameters", "evolve", "load_base",
-    "read_run", "record_video", "replay", "report", "resume", "train",
+    "Strategy", "SuccessiveHalving", "Tournament", "TruncationPBT", "VLLMSampler", "best_hyperparameters", "evolve",
+    "load_base", "read_run", "record_video", "replay", "report", "resume", "train",
 ]  # fmt: skip
 
 # Public names by the module that defines them.
@@ -44,6 +44,7 @@ _MODULES = {
     "evolution.strategies.tournament": ("Tournament",),
     "evolution.strategies.truncation_pbt": ("TruncationPBT",),
     "models.language.loading": ("load_base",),
+    "models.language.vllm_sampler": ("VLLMSampler",),
     "models.networks.architecture": ("ArchitectureLimits", "NetworkConfig"),
     "reporting.data_frames": ("read_run",),
     "reporting.lineage": ("best_hyperparameters",),
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
     from evogrpo.evolution.strategies.tournament import Tournament
     from evogrpo.evolution.strategies.truncation_pbt import TruncationPBT
     from evogrpo.models.language.loading import load_base
+    from evogrpo.models.language.vllm_sampler import VLLMSampler
     from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
     from evogrpo.reporting.data_frames import read_run
     from evogrpo.reporting.lineage import best_hyperparameters

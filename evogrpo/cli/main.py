@@ -136,6 +136,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_training_commands(commands)
     _add_resume_and_replay(commands)
+    _add_vllm_command(commands)
     _add_reading_commands(commands)
     _add_other_commands(commands)
     return parser
@@ -247,6 +248,20 @@ def _add_resume_and_replay(commands: Commands) -> None:
     )
     _add_start_options(replay)
     _add_overrides(replay, "such as seed=1")
+
+
+def _add_vllm_command(commands: Commands) -> None:
+    """Declare `vllm-command`."""
+    vllm = _add_command(
+        commands,
+        "vllm-command",
+        "evogrpo.cli.running:print_vllm_commands",
+        "print the commands that start the vLLM servers of a configuration",
+        "One line for each address in `sampler`. Reward functions named in CONFIG are executed.",
+        runs_user_code=True,
+    )
+    vllm.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file")
+    _add_overrides(vllm, "settings by dotted name, e.g. population.size=8")
 
 
 def _add_start_options(parser: argparse.ArgumentParser) -> None:

@@ -24,6 +24,8 @@ from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.extras import missing
 from evogrpo.interruption import ProgramEndError
 from evogrpo.models.devices import single_threaded
+from evogrpo.models.language.loading import PACKAGES, loadable_name
+from evogrpo.models.language.vllm_sampler import VLLMError, vllm_command
 from evogrpo.reporting.lineage import ancestors, best_member
 from evogrpo.reporting.records import MemberReport, terms_of
 from evogrpo.reporting.report import report
@@ -41,6 +43,7 @@ from evogrpo.text import (
     relative_path,
     score_text,
 )
+from evogrpo.training.configuration.reading import load_config
 from evogrpo.training.configuration.sections import Config
 from evogrpo.training.configuration.user_code import strategy_record, user_line
 from evogrpo.training.console import (
@@ -61,6 +64,7 @@ from evogrpo.training.loop.trainer import AllFailedError, StrategyError, Trainer
 from evogrpo.training.run_dir import JOURNAL, RunDir
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types import TASK_TYPES, PreparedRun, task_type_of
+from evogrpo.training.task_types.language import PreparedLanguage
 
 
 def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
@@ -146,6 +150,29 @@ def resume_run(args: argparse.Namespace) -> int:
             return _train(console, trainer, run_dir, args)
 
 
+def print_vllm_commands(args: argparse.Namespace) -> int:
+    """Print the command of each vLLM server of a configuration, and nothing else."""
+    config = load_config(args.config, args.overrides)
+    prepared = task_type_of(config.task).prepare(config)
+    with closing(prepared.env):
+        if not isinstance(prepared, PreparedLanguage):
+            raise ValueError(f"{args.config} trains small networks. vLLM serves language models.")
+        size, precision = prepared.config.population.size, prepared.config.precision
+        urls = (config.sampler or {}).get("url", "http://127.0.0.1:8000")
+        urls = [urls] if isinstance(urls, str) else list(urls)
+        for number, url in enumerate(urls):
+            members = len(range(number, size, len(urls)))  # as VLLMSampler deals them out
+            line = vllm_command(
+                loadable_name(prepared.outline.model) or prepared.model,
+                members=max(1, members),
+                rank=prepared.lora.r,
+                dtype="bfloat16" if precision in PACKAGES else precision,
+                url=url,
+            )
+            print(line)
+    return OK
+
+
 def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Namespace) -> int:
     """Train until the end, a signal or an error, and print how to resume."""
     args.training = True  # from here on, errors mean a failed run, not a wrong setting
@@ -162,14 +189,15 @@ def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Nam
         say_error("Aborted. Training since the last checkpoint is lost.")
         _show_resume(console, run_dir)
         return INTERRUPTED
-    except (RewardError, StrategyError, AllFailedError, ProgramEndError, ProcessError) as error:
+    except (RewardError, StrategyError, AllFailedError, ProgramEndError, ProcessError, VLLMError) as error:
         console.print()
         say_error(f"{error}{user_line(error.__cause__) if error.__cause__ else ''}")
         # A corrected reward function or environment counts as changed data.
         if isinstance(error, RewardError | ProgramEndError):
             show_command(console, "after the fix", command("resume", run_dir, "--allow-changed-data"))
         elif not isinstance(error, AllFailedError):  # with the same settings, all members would fail again
-            _show_resume(console, run_dir, "resume" if isinstance(error, ProcessError) else "after the fix")
+            resumes_as_is = isinstance(error, ProcessError | VLLMError)
+            _show_resume(console, run_dir, "resume" if resumes_as_is else "after the fix")
         return FAILED
     except Exception as error:
         if latest_checkpoint(run_dir) is None:

@@ -51,6 +51,7 @@ from evogrpo.models.language.fsdp import sharded_over
 from evogrpo.models.language.loading import fingerprint, load_tokenizer
 from evogrpo.models.language.lora import StoredAdapter, choose_targets, lora_from_json, lora_to_json
 from evogrpo.models.language.sizing import size_for_memory
+from evogrpo.models.language.vllm_sampler import VLLMSampler
 from evogrpo.randomness import generator
 from evogrpo.storage.checkpoint import CheckpointError
 from evogrpo.validation import validate, whole_between
@@ -195,6 +196,8 @@ class LanguagePolicySet:
 
     def sample_with(self, sampler: Sampler) -> None:
         """Generate completions with an external engine; all slots are marked as changed."""
+        if isinstance(sampler, VLLMSampler):
+            sampler.connect(self.bank)
         self.sampler = sampler
         self.banks.changed.update(range(self.banks.size))
 

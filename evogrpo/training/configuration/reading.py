@@ -415,6 +415,7 @@ _PATHS: Mapping[str, Callable[[str, Path], str]] = {
     **dict.fromkeys(("strategy.mutation", "strategy.mutation.name"), _absolute_reference),
     "population.like": _absolute,
     "agent.adapter": _absolute,
+    "sampler.adapters_dir": _absolute,
 }
 """Functions that make paths absolute, by dotted path of the setting; elements of a list have the path of the list."""
 

@@ -55,11 +55,18 @@ def _sampler(value: Any) -> Any:
     """Return the name and settings of a sampler, whose code is imported; None stays."""
     if value is None:
         return None
-    from evogrpo.training.configuration.user_code import named_sampler
+    from evogrpo.training.configuration.user_code import VLLM, named_sampler
 
     values = {"name": value} if isinstance(value, str) else value
+    if isinstance(values, Mapping) and VLLM in values and "name" not in values:
+        values = {"name": VLLM, "url": values[VLLM], **{key: each for key, each in values.items() if key != VLLM}}
     if not isinstance(values, Mapping) or not isinstance(values.get("name"), str):
         raise ValueError(f"must be a name, or a mapping of name and settings, got {value!r:.80}")
+    if values["name"] == VLLM:  # checked here, because the sampler is made after the weights are loaded
+        keys = {"name", "url", "adapters_dir", "timeout"}
+        wrong = sorted(map(str, values.keys() - keys)) or sorted(keys - {"timeout"} - values.keys())
+        if wrong:
+            raise ValueError(f"needs {VLLM} (or url) and adapters_dir and may have timeout: check {', '.join(wrong)}")
     named_sampler(values["name"])
     return dict(values)
 
@@ -157,9 +164,9 @@ class Config:
             strategy it is "narrowing", with shared experience and `fitness: both`.
         experience: "own" if each member learns from its own samples, "shared", or settings of
             `evogrpo.evolution.SharedExperience`. Default: "shared" for the strategy "leader", otherwise "own".
-        sampler: Another engine that samples completions, with its settings: a function as "path.py:function" or
-            "module:function", or a plugin. It is called as `function(population, **settings)` at the start and on
-            resume; null = the bank.
+        sampler: Another engine that samples completions, with its settings. `{vllm: URL, adapters_dir: FOLDER}` uses
+            vLLM servers (see `evogrpo.VLLMSampler`). Others are a function as "path.py:function" or "module:function",
+            or a plugin, called as `function(population, **settings)` at the start and on resume; null = the bank.
         fitness: "validation", "rollouts" or "both", or settings of `FitnessConfig`. Default: "both" for the strategy
             "leader", otherwise "validation".
         agent: Settings that all members share.

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 PLUGINS = "evogrpo.plugins"
 """Group of the entry points by which installed packages add strategies, samplers, environments and tasks."""
+VLLM = "vllm"
+"""Name of the built-in sampler `evogrpo.VLLMSampler`."""
 
 
 def load_named(reference: str, what: str, category: str = "function") -> Callable[..., Any]:
@@ -162,16 +164,24 @@ def load_plugin(name: str, what: str, built_in: Collection[str] = ()) -> Callabl
 
 
 def named_sampler(name: str) -> "Callable[..., Sampler]":
-    """Import the factory of a sampler: a plugin, `path.py:function` or `module:function`.
+    """Return the factory of a sampler: a built-in one, or that of a plugin, `path.py:function` or `module:function`.
 
     Raises:
         ValueError: If there is none.
     """
-    factory = load_named(name, "sampler") if ":" in name else load_plugin(name, "sampler")
+    factory = load_named(name, "sampler") if ":" in name else load_plugin(name, "sampler", (VLLM,))
+    if factory is None and name == VLLM:
+        return _vllm_sampler
     if factory is None:
-        error = unknown_name_error("sampler", name, plugin_names())
+        error = unknown_name_error("sampler", name, [VLLM, *plugin_names()])
         raise ValueError(f'{error}. For a sampler of your own, write "module:function".')
     return factory
+
+
+def _vllm_sampler(population: "Population", **settings: Any) -> "Sampler":
+    from evogrpo.models.language.vllm_sampler import VLLMSampler
+
+    return VLLMSampler(**settings)
 
 
 def make_sampler(values: Mapping[str, Any], population: "Population") -> "Sampler":

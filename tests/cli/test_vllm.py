@@ -1,0 +1,121 @@
+"""Runs that sample with vLLM servers: the printed command, a server that dies, and resume."""
+
+import shlex
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+
+from evogrpo.cli import main
+from evogrpo.storage.journal import read_journal
+from evogrpo.training.configuration.reading import load_config
+from tests.cli.project import CONFIG, write_project
+from tests.vllm_server import RealServer, VLLMServer
+
+
+@pytest.fixture
+def server(project):
+    """Serve the model of the project."""
+    model = AutoModelForCausalLM.from_pretrained(project / "model")
+    server = VLLMServer(model, lora_config=LoraConfig(r=16, target_modules="all-linear"))
+    yield server
+    server.stop()
+
+
+def test_the_command_of_each_server_is_printed(project, capsys):
+    urls = ["http://127.0.0.1:8000", "http://10.0.0.2:9000"]
+    sampler = yaml.safe_dump({"vllm": urls, "adapters_dir": "adapters"}, default_flow_style=True).strip()
+    arguments = ["vllm-command", str(project / "tiny.yaml"), f"sampler={sampler}", "population.size=3"]
+    assert main(arguments) == 0
+    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line[line.index("--max-loras") + 1] for line in lines] == ["2", "1"]
+    assert [line[line.index("--port") + 1] for line in lines] == ["8000", "9000"]
+    for line in lines:
+        assert line[line.index("--max-lora-rank") + 1] == "16"
+        assert line[line.index("--model") + 1] == str((project / "model").resolve())
+        assert line[line.index("--dtype") + 1] == "float32"
+        assert line[line.index("--logprobs-mode") + 1] == "processed_logprobs"
+
+
+@pytest.mark.parametrize("sampler", [{"vllm": "http://a"}, {"vllm": "http://a", "adapters_dir": "b", "rank": 3}])
+def test_wrong_settings_are_refused_before_anything_is_loaded(sampler, tmp_path):
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump({**CONFIG, "sampler": sampler}))
+    with pytest.raises(ValueError, match="sampler"):
+        load_config(tmp_path / "a.yaml", [])
+
+
+def test_the_folder_of_adapters_is_relative_to_the_configuration(tmp_path):
+    sampler = {"vllm": "http://a", "adapters_dir": "adapters"}
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump({**CONFIG, "sampler": sampler}))
+    read = load_config(tmp_path / "a.yaml", []).sampler
+    assert read == {"name": "vllm", "url": "http://a", "adapters_dir": str((tmp_path / "adapters").resolve())}
+
+
+@pytest.mark.usefixtures("workdir")
+def test_a_run_is_saved_if_its_server_dies_and_resumes(project, server, capsys):
+    sampler = f"sampler={{vllm: {server.url}, adapters_dir: adapters, timeout: 1.0}}"
+    arguments = ["train", str(project / "tiny.yaml"), "--run-dir", "run", sampler, "population.size=2"]
+    # 1. A server that does not answer at the start: nothing is written.
+    server.stop()
+    assert main(arguments) == 2
+    assert server.url in capsys.readouterr().err
+    # 2. It dies in the second step.
+    server.start()
+    server.fault = lambda body, answer: None if len(steps("run")) else answer
+    assert main(arguments) == 1
+    output = capsys.readouterr()
+    assert server.url in output.err
+    assert "resume run" in output.out
+    assert len(steps("run")) == 1
+    # 3. It runs again, without adapters.
+    server.fault = None
+    server.stop()
+    server.start()
+    assert main(["resume", "run"]) == 0
+    events = read_journal("run/journal.jsonl")
+    assert events[-1]["event"] == "ended"
+    assert [event["step"] for event in steps("run")] == list(range(6))
+
+
+def steps(folder):
+    path = Path(folder, "journal.jsonl")
+    return [event for event in read_journal(path) if event["event"] == "step"] if path.exists() else []
+
+
+@pytest.mark.vllm
+def test_a_run_is_saved_if_vllm_is_killed_and_resumes(workdir, capsys):
+    url, path = "http://127.0.0.1:8038", str(write_project(workdir))
+    Path(path).write_text(
+        yaml.safe_dump(
+            {
+                **CONFIG,
+                "model": "smollm2-135m",
+                "precision": "float32",
+                "sampler": {"vllm": url, "adapters_dir": "adapters", "timeout": 5.0},
+                "agent": {"max_output_tokens": 8, "objective": {"importance_correction": "token_truncate"}},
+            }
+        )
+    )
+    assert main(["vllm-command", path]) == 0
+    server = RealServer(capsys.readouterr().out.strip())
+    killer = threading.Thread(target=kill_after_a_step, args=(server,))
+    try:
+        killer.start()
+        assert main(["train", path, "--run-dir", "run"]) == 1
+        assert "resume run" in capsys.readouterr().out
+        killer.join()
+        server.start()
+        assert main(["resume", "run"]) == 0
+    finally:
+        server.kill()
+    assert read_journal("run/journal.jsonl")[-1]["event"] == "ended"
+
+
+def kill_after_a_step(server):
+    while not steps("run"):
+        time.sleep(0.1)
+    server.kill()

@@ -1,0 +1,445 @@
+"""The sampler for vLLM: conformance, adapters and their versions, checks at the start, and faults of servers."""
+
+import math
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from evogrpo import GRPO, Objective, load_base
+from evogrpo.interruption import Interrupted, Stop
+from evogrpo.models.language import vllm_sampler
+from evogrpo.models.language.loading import loadable_name
+from evogrpo.models.language.vllm_sampler import VLLMError, VLLMSampler, vllm_command
+from evogrpo.testing.samplers import SamplerTestCase, as_batch, different_members, make_rows, tiny_llama
+from tests.tiny_models import tiny_model
+from tests.tiny_training import tiny_env, tiny_options
+from tests.vllm_server import RealServer, VLLMServer
+
+SIZE = 3
+
+
+@contextmanager
+def serving(**settings):
+    server = VLLMServer(settings.pop("model", None) or tiny_llama(), **settings)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def server():
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def bank():
+    return different_members(tiny_llama(), SIZE)
+
+
+def connected(bank, folder, *servers, timeout=20.0):
+    sampler = VLLMSampler([server.url for server in servers], folder, timeout=timeout)
+    sampler.connect(bank)
+    return sampler
+
+
+class TestVLLMSampler(SamplerTestCase):
+    uses_uniforms = False
+    tolerance = 1e-3
+
+    @pytest.fixture(autouse=True)
+    def _serve(self, tmp_path):
+        with ExitStack() as stack:
+            self.servers = [stack.enter_context(serving()) for _ in range(2)]
+            self.folder = tmp_path
+            yield
+
+    def make_sampler(self, bank):
+        return connected(bank, self.folder, *self.servers)
+
+
+# ---- requests and adapters
+
+
+def test_each_member_and_temperature_is_one_request_of_token_ids(server, bank, tmp_path):
+    sampler = connected(bank, tmp_path, server)
+    server.requests.clear()
+    rows = make_rows(range(SIZE))  # a temperature for each member
+    finished = []
+    rollout = sampler.sample(
+        rows, on_finished=lambda numbers, tokens: finished.extend(zip(numbers, tokens, strict=True))
+    )
+    assert not rollout.exact
+    sent = server.posts("/v1/completions")
+    assert sorted(body["temperature"] for body in sent) == pytest.approx([0.7, 1.0, 1.3])
+    assert sum(len(body["prompt"]) for body in sent) == len(rows)
+    assert all(isinstance(token, int) for body in sent for prompt in body["prompt"] for token in prompt)
+    assert all(body["return_token_ids"] and body["logprobs"] is not None for body in sent)
+    completions = [tokens[present].tolist() for tokens, present in zip(rollout.actions, rollout.present, strict=True)]
+    assert dict(finished) == dict(enumerate(completions))
+    assert len(finished) == len(rows)
+
+
+def test_large_requests_are_split(server, bank, tmp_path, monkeypatch):
+    sampler = connected(bank, tmp_path, server)
+    monkeypatch.setattr(vllm_sampler, "ROWS_PER_REQUEST", 2)
+    server.requests.clear()
+    rows = make_rows(range(SIZE), greedy=True)
+    rollout = sampler.sample(rows)
+    assert max(len(body["prompt"]) for body in server.posts("/v1/completions")) == 2
+    assert torch.equal(rollout.actions, bank.sample(rows).actions)
+
+
+def test_every_version_of_an_adapter_has_a_path_a_name_and_a_salt_of_its_own(server, bank, tmp_path):
+    sampler = connected(bank, tmp_path, server)
+    rows = make_rows(range(SIZE))
+    for _ in range(2):
+        sampler.sample(rows)
+        bank.inherit([1, 2, 0])
+        sampler.sync(range(SIZE))
+    sampler.sample(rows)
+    loads = server.posts("/v1/load_lora_adapter")
+    assert len(loads) == 3 * SIZE
+    assert len({body["lora_path"] for body in loads}) == len({body["lora_name"] for body in loads}) == len(loads)
+    assert not any(body.get("load_inplace") for body in loads)  # vLLM would read the files again for every batch
+    salts = {body["model"]: set() for body in server.posts("/v1/completions")}
+    for body in server.posts("/v1/completions"):
+        salts[body["model"]].add(body["cache_salt"])
+    assert len(salts) == len(loads) + 1  # and the base
+    assert len(set().union(*salts.values())) == len(salts)
+    # Old adapters are unloaded and removed.
+    assert len(server.adapters) == SIZE
+    assert {str(path.parent) for path in tmp_path.rglob("adapter_config.json")} == set(server.adapters.values())
+
+
+def test_unchanged_members_are_not_loaded_again(server, bank, tmp_path):
+    sampler = connected(bank, tmp_path, server)
+    server.requests.clear()
+    sampler.sync(range(SIZE))
+    assert not server.requests
+    bank.inherit([0, 0, 2])
+    sampler.sync([1])
+    assert len(server.posts("/v1/load_lora_adapter")) == 1
+
+
+def test_members_are_dealt_out_over_the_servers(bank, tmp_path):
+    with serving(max_loras=2) as first, serving(max_loras=1) as second:
+        sampler = connected(bank, tmp_path, first, second)
+        assert [len(server.adapters) for server in (first, second)] == [2, 1]
+        for server in (first, second):
+            server.requests.clear()
+        rows = make_rows(range(SIZE), greedy=True)
+        assert torch.equal(sampler.sample(rows).actions, bank.sample(rows).actions)
+        assert [len(server.posts("/v1/completions")) for server in (first, second)] == [2, 1]
+        assert torch.equal(sampler.sample(rows, base=True).actions, bank.sample(rows, base=True).actions)
+        assert [len(server.posts("/v1/completions")) for server in (first, second)] == [3, 2]
+
+
+def test_the_folder_is_removed_with_the_sampler(server, bank, tmp_path):
+    sampler = connected(bank, tmp_path, server)
+    assert list(tmp_path.iterdir())
+    del sampler
+    assert not list(tmp_path.iterdir())
+
+
+# ---- checks at the start
+
+
+@pytest.mark.parametrize("arguments", [{"url": "127.0.0.1:8000"}, {"url": []}, {"timeout": 0}, {"url": "ftp://a"}])
+def test_wrong_arguments_are_refused(arguments, tmp_path):
+    (name,) = arguments
+    with pytest.raises(ValueError, match=name):
+        VLLMSampler(**{"url": "http://127.0.0.1:1", "adapters_dir": tmp_path, **arguments})
+
+
+def test_a_sampler_without_members_is_refused(server, tmp_path):
+    sampler = VLLMSampler(server.url, tmp_path)
+    with pytest.raises(ValueError, match="sample_with"):
+        sampler.sample(make_rows([0]))
+
+
+def other_base():
+    model = tiny_llama()
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(1.1)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"model": other_base}, "base"),
+        ({"processed": False}, "--logprobs-mode"),
+        ({"max_loras": 2}, "2 LoRA slots"),
+        ({"max_lora_rank": 2}, "max_lora_rank"),
+        ({"runtime_updates": False}, "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
+    ],
+)
+def test_servers_with_wrong_settings_are_refused_with_the_right_command(settings, reason, bank, tmp_path):
+    settings = {name: value() if callable(value) else value for name, value in settings.items()}
+    with serving(**settings) as server, pytest.raises(VLLMError, match=reason) as caught:
+        connected(bank, tmp_path, server)
+    command = vllm_command("MODEL", members=SIZE, rank=3, url=server.url)
+    assert str(caught.value).endswith(command)
+    for option in ("--max-loras 3", "--max-lora-rank 8", "--dtype float32", "--logprobs-mode processed_logprobs"):
+        assert option in command
+
+
+def test_half_precision_has_a_wider_tolerance(tmp_path):
+    bank = different_members(tiny_llama().to(torch.bfloat16), 1)
+    with serving() as server:
+        connected(bank, tmp_path, server)
+    with serving(processed=False) as server, pytest.raises(VLLMError, match="raw"):
+        connected(bank, tmp_path, server)
+
+
+def test_ranks_above_those_of_vllm_are_refused():
+    assert "--max-lora-rank 512 " in vllm_command("m", members=1, rank=400)
+    with pytest.raises(ValueError, match="rank"):
+        vllm_command("m", members=1, rank=600)
+
+
+# ---- faults
+
+
+def changed_choice(**changes):
+    """Return a fault that changes the last completion of an answer; a function gets the old value."""
+
+    def fault(body, answer):
+        choice = answer["choices"][-1]
+        for name, change in changes.items():
+            choice[name] = change(choice[name]) if callable(change) else change
+        return answer
+
+    return fault
+
+
+def scores_changed(change):
+    return changed_choice(logprobs=lambda scores: {**scores, "token_logprobs": change(scores["token_logprobs"])})
+
+
+WRONG = {
+    "a missing completion": lambda body, answer: {**answer, "choices": answer["choices"][1:]},
+    "a repeated index": changed_choice(index=0),
+    "no choices": lambda body, answer: {"choices": None},
+    "not an object": lambda body, answer: [answer],
+    "not JSON": lambda body, answer: (200, b"<html>"),
+    "nested too deeply": lambda body, answer: (200, b"[" * 200_000),
+    "refused": lambda body, answer: (400, b'{"error": {"message": "This model\'s maximum context length is 8"}}'),
+    "no log-probabilities": changed_choice(logprobs=None),
+    "a log-probability of None": scores_changed(lambda values: [None, *values[1:]]),
+    "NaN": scores_changed(lambda values: [math.nan, *values[1:]]),
+    "minus infinity": scores_changed(lambda values: [-math.inf, *values[1:]]),
+    "a positive log-probability": scores_changed(lambda values: [0.5, *values[1:]]),
+    "too few log-probabilities": scores_changed(lambda values: values[1:]),
+    "no token ids": changed_choice(token_ids=None),
+    "a token outside the vocabulary": changed_choice(token_ids=lambda ids: [64, *ids[1:]]),
+    "a negative token": changed_choice(token_ids=lambda ids: [-1, *ids[1:]]),
+    "a token that is no integer": changed_choice(token_ids=lambda ids: [True, *ids[1:]]),
+    "an end before the last token": changed_choice(
+        token_ids=[1, 5, 5, 5, 5, 5], logprobs={"token_logprobs": [-1.0] * 6}
+    ),
+    "too short": changed_choice(token_ids=[5], logprobs={"token_logprobs": [-1.0]}),
+    "too long": changed_choice(token_ids=[5] * 7, logprobs={"token_logprobs": [-1.0] * 7}),
+    "empty": changed_choice(token_ids=[], logprobs={"token_logprobs": []}),
+}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    with serving() as server:
+        bank = different_members(tiny_llama(), SIZE)
+        yield server, connected(bank, tmp_path_factory.mktemp("adapters"), server)
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_answers_raise_an_error(kind, shared):
+    server, sampler = shared
+    server.fault = WRONG[kind]
+    with pytest.raises(VLLMError):
+        sampler.sample(make_rows(range(SIZE)))
+    server.fault = None
+    sampler.sample(make_rows(range(SIZE)))
+
+
+def test_too_large_answers_are_not_read(shared, monkeypatch):
+    server, sampler = shared
+    monkeypatch.setattr(vllm_sampler, "LARGEST_ANSWER", 1000)
+    server.fault = lambda body, answer: (200, b" " * 10_000_000)
+    with pytest.raises(VLLMError, match="bytes"):
+        sampler.sample(make_rows(range(SIZE)))
+    server.fault = None
+
+
+@pytest.mark.parametrize("answer", [None, (500, b"EngineDeadError"), (503, b"")])
+def test_requests_are_repeated_until_the_server_answers(answer, shared):
+    server, sampler = shared
+    failures = iter([answer] * 4)
+    server.fault = lambda body, right: next(failures, right)
+    rows = make_rows(range(SIZE), greedy=True)
+    rollout = sampler.sample(rows)
+    assert next(failures, "used up") == "used up"
+    server.fault = None
+    assert torch.equal(rollout.actions, sampler.sample(rows).actions)
+
+
+def test_a_dead_server_ends_in_an_error_within_the_timeout(bank, tmp_path):
+    with serving() as server:
+        sampler = connected(bank, tmp_path, server, timeout=0.5)
+    began = time.monotonic()
+    with pytest.raises(VLLMError, match=server.url):
+        sampler.sample(make_rows(range(SIZE)))
+    with pytest.raises(VLLMError, match=server.url):
+        connected(bank, tmp_path, server, timeout=0.5)
+    assert time.monotonic() - began < 10
+
+
+def test_a_slow_server_ends_in_an_error_within_the_timeout(bank, tmp_path):
+    with serving() as server:
+        sampler = connected(bank, tmp_path, server, timeout=3.0)
+        server.delay = 60.0
+        with pytest.raises(VLLMError, match="timeout"):
+            sampler.sample(make_rows(range(SIZE)))
+
+
+def test_a_restarted_server_gets_all_adapters_again(server, bank, tmp_path):
+    sampler = connected(bank, tmp_path, server)
+    rows = make_rows(range(SIZE), greedy=True)
+    expected = sampler.sample(rows).actions
+    before = dict(server.adapters)
+    server.stop()
+    timer = threading.Timer(0.5, server.start)
+    timer.start()
+    assert torch.equal(sampler.sample(rows).actions, expected)
+    timer.join()
+    assert server.adapters == before
+    # The same if only one member has changed since.
+    server.stop()
+    server.start()
+    bank.inherit([2, 1, 2])
+    sampler.sync([0])
+    assert torch.equal(sampler.sample(rows).actions, bank.sample(rows).actions)
+
+
+def test_a_server_that_returns_with_other_settings_is_refused(server, bank, tmp_path):
+    sampler = connected(bank, tmp_path, server)
+    server.stop()
+    server.max_loras = 1
+    server.start()
+    with pytest.raises(VLLMError, match="--max-loras 3"):
+        sampler.sample(make_rows(range(SIZE)))
+
+
+def test_an_adapter_that_was_not_loaded_is_loaded_by_the_next_sync(server, bank, tmp_path):
+    sampler = connected(bank, tmp_path, server)
+    bank.inherit([0, 2, 2])
+    server.max_lora_rank = 1
+    with pytest.raises(VLLMError):
+        sampler.sync([1])
+    server.max_lora_rank = 16
+    sampler.sync([1])
+    rows = make_rows(range(SIZE), greedy=True)
+    assert torch.equal(sampler.sample(rows).actions, bank.sample(rows).actions)
+
+
+def test_a_stop_ends_requests_at_once(server, bank, tmp_path):
+    sampler = connected(bank, tmp_path, server)
+    server.delay, stop = 60.0, Stop()
+    threading.Timer(0.5, stop.request, ["test"]).start()
+    began = time.monotonic()
+    rows = replace(make_rows(range(SIZE)), stop=stop)
+    with pytest.raises(Interrupted):
+        sampler.sample(rows)
+    assert time.monotonic() - began < 10
+
+
+# ---- in populations
+
+
+def test_members_of_a_population_learn_and_stay_marked_until_they_are_loaded(tmp_path):
+    objective = Objective(importance_correction="token_truncate")
+    lora_config = LoraConfig(r=3, lora_alpha=6, target_modules="all-linear")
+    population = GRPO.population(
+        2, actor_network=tiny_model(), objective=objective, **tiny_options(lr=3e-3, lora_config=lora_config)
+    )
+    env, changed = tiny_env(), population.members.banks.changed
+    with serving(model=tiny_model()) as server:
+        population.sample_with(VLLMSampler(server.url, tmp_path))
+        for step in range(2):
+            collected = population.collect(env, step=step, samples_per_step=16, block=4)
+            assert not changed
+            batch = collected.experience["default"]
+            assert not batch.exact
+            scored = population.members.bank.log_probs(batch)
+            torch.testing.assert_close(batch.sampler_log_probs, scored, rtol=1e-3, atol=1e-3)
+            reports = population.learn(collected.experience, step=step)
+            assert all(report.failed is None for report in reports.values())
+            assert changed == {0, 1}
+        server.max_lora_rank = 1
+        with pytest.raises(VLLMError):
+            population.collect(env, step=2, samples_per_step=16, block=4)
+        assert changed == {0, 1}
+        server.max_lora_rank = 16
+        population.evaluate(env)
+        assert not changed
+
+
+# ---- vLLM itself
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    """Return a bank on the demo's model and the command of its server."""
+    model = load_base("smollm2-135m", dtype=torch.float32).model
+    bank = different_members(model, SIZE, std=0.01, lora_config=LoraConfig(r=16, target_modules="all-linear"))
+    return bank, vllm_command(loadable_name(model), members=SIZE, rank=16, url="http://127.0.0.1:8037")
+
+
+@pytest.mark.vllm
+def test_vllm_samples_with_current_weights_and_survives_a_kill(smollm2, tmp_path):
+    bank, command = smollm2
+    server = RealServer(command)
+    try:
+        sampler = VLLMSampler(server.url, tmp_path, timeout=600)
+        sampler.connect(bank)
+        prompt = tuple(range(400, 464))  # several blocks of the prefix cache
+        rows = replace(make_rows(range(SIZE), prompts=(prompt,), tokens=16), uniforms=None, max_new_tokens=16)
+
+        def check():
+            for base in (False, True):
+                rollout = sampler.sample(rows, base=base)
+                expected = bank.log_probs(as_batch(rows, rollout), base=base)
+                torch.testing.assert_close(rollout.log_probs, expected, rtol=0, atol=1e-2)
+
+        check()
+        # A prefix that was cached with old weights would change the first log-probabilities by tenths.
+        bank.inherit([1, 2, 0])
+        sampler.sync(range(SIZE))
+        check()
+        greedy = replace(rows, temperature=torch.zeros(len(rows)))
+        assert torch.equal(sampler.sample(greedy).actions[:, 0], bank.sample(greedy).actions[:, 0])
+        # A killed server that is started again gets all adapters.
+        server.kill()
+        timer = threading.Timer(1.0, server.start)
+        timer.start()
+        check()
+        timer.join()
+    finally:
+        server.kill()
+
+
+@pytest.mark.vllm
+def test_vllm_with_raw_log_probabilities_is_refused(smollm2, tmp_path):
+    bank, command = smollm2
+    server = RealServer(command.replace("processed_logprobs", "raw_logprobs"))
+    try:
+        with pytest.raises(VLLMError, match="--logprobs-mode"):
+            VLLMSampler(server.url, tmp_path).connect(bank)
+    finally:
+        server.kill()

@@ -1,0 +1,266 @@
+"""A vLLM server of tests: the part of its HTTP interface that the sampler uses, over the bank of a tiny model.
+
+Answers have the fields that vLLM sends. Adapters are read from disk when they are loaded, as by vLLM. `RealServer`
+starts vLLM itself.
+"""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from transformers import PreTrainedModel
+
+from evogrpo.data import Batch, SamplingBatch, SamplingOptions, TokenInputs
+from evogrpo.models.language.bank import AdapterBank
+from evogrpo.models.language.lora import read_adapter
+
+Fault = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any] | tuple[int, bytes] | None]
+"""(request, answer) -> another answer, (status, content), or None to close the connection without an answer."""
+
+
+RANK_3 = LoraConfig(r=3, lora_alpha=6, target_modules="all-linear")
+
+
+class VLLMServer:
+    """Serves a base model and adapters on a loopback port.
+
+    Args:
+        model: The base; each server needs its own.
+        max_loras: Number of adapters in a batch.
+        max_lora_rank: Largest rank.
+        processed: Log-probabilities after temperature and truncation; False = raw ones.
+        runtime_updates: Adapters can be loaded.
+        lora_config: LoRA settings of all adapters.
+
+    Attributes:
+        requests: Path and body of all requests.
+        fault: Changes answers to /v1/completions; None = none.
+        adapters: Folder of each loaded adapter by name.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_loras: int = 8,
+        max_lora_rank: int = 16,
+        processed: bool = True,
+        runtime_updates: bool = True,
+        lora_config: LoraConfig = RANK_3,
+    ) -> None:
+        self.model, self.max_loras, self.max_lora_rank = model, max_loras, max_lora_rank
+        self.processed, self.runtime_updates = processed, runtime_updates
+        self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.fault: Fault | None = None
+        self.delay = 0.0
+        self.adapters: dict[str, str] = {}
+        self._banks: dict[str, AdapterBank] = {}
+        # Other banks are made like this one, which saves them the checks of the model.
+        self._base = AdapterBank(model, size=1, pad_token_id=0, eos_token_ids=[1], lora_config=lora_config)
+        self._lock, self._port = threading.Lock(), 0
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        """Serve, without adapters; after `stop` on the same port."""
+        server = self
+        self.adapters, self._banks = {}, {}
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *args: Any) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                self._answer(*server.get(self.path))
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                server.requests.append((self.path, body))
+                self._answer(*server.post(self.path, body))
+
+            def _answer(self, status: int, content: bytes | None) -> None:
+                if content is None:
+                    self.close_connection = True
+                    return
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+        class Server(ThreadingHTTPServer):
+            allow_reuse_address, daemon_threads = True, True
+
+            def handle_error(self, *args: Any) -> None:
+                pass  # the client has closed the connection
+
+        self._http = Server(("127.0.0.1", self._port), Handler)
+        self._port = self._http.server_address[1]
+        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
+
+    def stop(self) -> None:
+        """Refuse connections."""
+        self._http.shutdown()
+        self._http.server_close()
+
+    def posts(self, path: str) -> list[dict[str, Any]]:
+        """Return the bodies sent to a path."""
+        return [body for each, body in self.requests if each == path]
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        if path == "/health":
+            return 200, b""
+        if path == "/metrics":
+            labels = f'max_lora="{self.max_loras}",running_lora_adapters="",waiting_lora_adapters=""'
+            return 200, f"# TYPE vllm:lora_requests_info gauge\nvllm:lora_requests_info{{{labels}}} 1.0\n".encode()
+        if path == "/v1/models":
+            cards = [{"id": "base", "root": "base", "parent": None, "max_model_len": 128}]
+            cards += [{"id": name, "root": folder, "parent": "base"} for name, folder in self.adapters.items()]
+            return 200, json.dumps({"object": "list", "data": cards}).encode()
+        return 404, b'{"detail":"Not Found"}'
+
+    def post(self, path: str, body: dict[str, Any]) -> tuple[int, bytes | None]:
+        if path.endswith("_lora_adapter") and not self.runtime_updates:
+            return 404, b'{"detail":"Not Found"}'
+        if path == "/v1/load_lora_adapter":
+            return self._load(body["lora_name"], body["lora_path"])
+        if path == "/v1/unload_lora_adapter":
+            if self.adapters.pop(body["lora_name"], None) is None:
+                return _error(404, f"The lora adapter '{body['lora_name']}' cannot be found.")
+            del self._banks[body["lora_name"]]
+            return 200, b"Success"
+        assert path == "/v1/completions"
+        if body["model"] != "base" and body["model"] not in self.adapters:
+            return _error(404, f"The model `{body['model']}` does not exist.")
+        with self._lock:
+            answer = self._complete(body)
+        time.sleep(self.delay)
+        if self.fault is not None:
+            changed = self.fault(body, answer)
+            if changed is None or isinstance(changed, tuple):
+                return changed or (0, None)
+            answer = changed
+        return 200, json.dumps(answer).encode()
+
+    def _load(self, name: str, folder: str) -> tuple[int, bytes]:
+        if name in self.adapters:
+            return _error(400, f"The lora adapter '{name}' has already been loaded.")
+        adapter = read_adapter(folder)
+        if adapter.lora_config.r > self.max_lora_rank:
+            return _error(500, f"LoRA rank {adapter.lora_config.r} is greater than max_lora_rank {self.max_lora_rank}.")
+        with self._lock:
+            bank = AdapterBank(self.model, size=1, pad_token_id=0, eos_token_ids=[1], start=adapter, like=self._base)
+        self.adapters[name], self._banks[name] = folder, bank
+        return 200, b"Success"
+
+    def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        # 1. Sample with the bank.
+        prompts = [tuple(prompt) for prompt in body["prompt"]]
+        bank = self._banks.get(body["model"], self._base)
+        bank.end_ids = torch.tensor(sorted(body["stop_token_ids"]))
+        zeros = torch.zeros(len(prompts), dtype=torch.long)
+        rows = SamplingBatch(
+            prompts=tuple(prompts),
+            prompt_ids=torch.arange(len(prompts)),
+            member_ids=zeros,
+            temperature=torch.full((len(prompts),), float(body["temperature"])),
+            max_new_tokens=body["max_tokens"],
+            min_new_tokens=body["min_tokens"],
+            options=SamplingOptions(**{name: body[name] for name in ("top_k", "top_p", "min_p", "repetition_penalty")}),
+        )
+        base = body["model"] == "base"
+        rollout = bank.sample(rows, base=base)
+        log_probs = rollout.log_probs
+        # 2. vLLM gives greedy tokens their log-probability at temperature 1, and so all tokens in raw mode.
+        if not self.processed or not body["temperature"]:
+            inputs = TokenInputs(
+                prompts=rows.prompts,
+                prompt_ids=rows.prompt_ids,
+                temperature=torch.ones(len(prompts)),
+                min_new_tokens=0,
+            )
+            batch = Batch(
+                inputs=inputs,
+                actions=rollout.actions,
+                present=rollout.present,
+                action_mask=rollout.present,
+                rewards=torch.zeros(len(prompts)),
+                group_ids=zeros,
+                member_ids=zeros,
+            )
+            log_probs = bank.log_probs(batch, base=base)
+        # 3. vLLM's answer.
+        choices = []
+        for index, (tokens, present, values) in enumerate(
+            zip(rollout.actions, rollout.present, log_probs, strict=True)
+        ):
+            ids = tokens[present].tolist()
+            scores = {
+                "text_offset": [0] * len(ids),
+                "token_logprobs": values[present].tolist(),
+                "tokens": [f"token_{token}" for token in ids],
+                "top_logprobs": [{f"token_{token}": 0.0} for token in ids],
+            }
+            ended = ids[-1] in body["stop_token_ids"]
+            reason = {"finish_reason": "stop", "stop_reason": ids[-1]} if ended else {"finish_reason": "length"}
+            choices.append(
+                {
+                    "index": index,
+                    "text": "",
+                    "logprobs": scores,
+                    "token_ids": ids,
+                    "prompt_token_ids": list(prompts[index]),
+                    **reason,
+                }
+            )
+        return {"id": "cmpl-1", "object": "text_completion", "model": body["model"], "choices": choices, "usage": {}}
+
+
+class RealServer:
+    """A process of vLLM, with the interpreter that VLLM_PYTHON names.
+
+    Args:
+        command: Printed by `evogrpo vllm-command`.
+    """
+
+    def __init__(self, command: str) -> None:
+        variable, _, *words = shlex.split(command)
+        name, _, value = variable.partition("=")
+        self._words = [os.environ["VLLM_PYTHON"], *words, "--enforce-eager"]
+        self._environment = {**os.environ, name: value, "VLLM_CPU_KVCACHE_SPACE": "1"}
+        self.url = f"http://127.0.0.1:{words[words.index('--port') + 1]}"
+        self.start()
+
+    def start(self) -> None:
+        """Start the process, and wait until it answers."""
+        self._process = subprocess.Popen(self._words, env=self._environment, start_new_session=True)
+        for _ in range(600):
+            assert self._process.poll() is None, "vLLM ended at the start"
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return
+            except OSError:
+                time.sleep(1)
+        raise AssertionError("vLLM did not start")
+
+    def kill(self) -> None:
+        """Kill the server and its workers."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def _error(status: int, message: str) -> tuple[int, bytes]:
+    return status, json.dumps({"error": {"message": message, "type": "Error", "param": None, "code": status}}).encode()
