@@ -23,9 +23,8 @@ from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.extras import missing
 from evogrpo.interruption import ProgramEndError
+from evogrpo.models.bank import SamplerError
 from evogrpo.models.devices import single_threaded
-from evogrpo.models.language.loading import PACKAGES, loadable_name
-from evogrpo.models.language.vllm_sampler import VLLMError, vllm_command
 from evogrpo.reporting.lineage import ancestors, best_member
 from evogrpo.reporting.records import MemberReport, terms_of
 from evogrpo.reporting.report import report
@@ -64,7 +63,6 @@ from evogrpo.training.loop.trainer import AllFailedError, StrategyError, Trainer
 from evogrpo.training.run_dir import JOURNAL, RunDir
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types import TASK_TYPES, PreparedRun, task_type_of
-from evogrpo.training.task_types.language import PreparedLanguage
 
 
 def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
@@ -153,10 +151,14 @@ def resume_run(args: argparse.Namespace) -> int:
 def print_vllm_commands(args: argparse.Namespace) -> int:
     """Print the command of each vLLM server of a configuration, and nothing else."""
     config = load_config(args.config, args.overrides)
-    prepared = task_type_of(config.task).prepare(config)
+    if config.model is None:
+        raise ValueError(f"{args.config} trains small networks. vLLM serves language models.")
+    from evogrpo.models.language.loading import PACKAGES, loadable_name
+    from evogrpo.models.language.vllm_sampler import vllm_command
+    from evogrpo.training.task_types.language import prepare
+
+    prepared = prepare(config)
     with closing(prepared.env):
-        if not isinstance(prepared, PreparedLanguage):
-            raise ValueError(f"{args.config} trains small networks. vLLM serves language models.")
         size, precision = prepared.config.population.size, prepared.config.precision
         urls = (config.sampler or {}).get("url", "http://127.0.0.1:8000")
         urls = [urls] if isinstance(urls, str) else list(urls)
@@ -189,14 +191,14 @@ def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Nam
         say_error("Aborted. Training since the last checkpoint is lost.")
         _show_resume(console, run_dir)
         return INTERRUPTED
-    except (RewardError, StrategyError, AllFailedError, ProgramEndError, ProcessError, VLLMError) as error:
+    except (RewardError, StrategyError, AllFailedError, ProgramEndError, ProcessError, SamplerError) as error:
         console.print()
         say_error(f"{error}{user_line(error.__cause__) if error.__cause__ else ''}")
         # A corrected reward function or environment counts as changed data.
         if isinstance(error, RewardError | ProgramEndError):
             show_command(console, "after the fix", command("resume", run_dir, "--allow-changed-data"))
         elif not isinstance(error, AllFailedError):  # with the same settings, all members would fail again
-            resumes_as_is = isinstance(error, ProcessError | VLLMError)
+            resumes_as_is = isinstance(error, ProcessError | SamplerError)
             _show_resume(console, run_dir, "resume" if resumes_as_is else "after the fix")
         return FAILED
     except Exception as error:

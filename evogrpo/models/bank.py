@@ -14,6 +14,10 @@ FinishedCallback = Callable[[Sequence[int], Sequence[Sequence[int]]], None]
 empty."""
 
 
+class SamplerError(ValueError):
+    """An external sampler cannot sample. A run ends with it, is saved, and can be resumed as it is."""
+
+
 class Sampler(Protocol):
     """Generates completions, either in-process (the bank) or through an external engine such as vLLM."""
 

@@ -41,6 +41,13 @@ def test_the_command_of_each_server_is_printed(project, capsys):
         assert line[line.index("--logprobs-mode") + 1] == "processed_logprobs"
 
 
+def test_small_networks_have_no_server(tmp_path, capsys):
+    path = tmp_path / "a.yaml"
+    path.write_text(yaml.safe_dump({"task": {"env": "CartPole-v1"}, "schedule": {"generations": 1}}))
+    assert main(["vllm-command", str(path)]) == 2
+    assert "networks" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("sampler", [{"vllm": "http://a"}, {"vllm": "http://a", "adapters_dir": "b", "rank": 3}])
 def test_wrong_settings_are_refused_before_anything_is_loaded(sampler, tmp_path):
     (tmp_path / "a.yaml").write_text(yaml.safe_dump({**CONFIG, "sampler": sampler}))

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs
 from evogrpo.distributed import processes
 from evogrpo.interruption import NEVER, Stop
-from evogrpo.models.bank import FinishedCallback
+from evogrpo.models.bank import FinishedCallback, SamplerError
 from evogrpo.models.language.bank import AdapterBank
 from evogrpo.models.language.compatibility import is_quantised, vocabulary_of
 from evogrpo.models.language.loading import loadable_name
@@ -53,7 +53,7 @@ BYTES_PER_TOKEN = 512
 _MAX_LORA = re.compile(r'vllm:lora_requests_info\{[^}]*max_lora="(\d+)"')
 
 
-class VLLMError(ValueError):
+class VLLMError(SamplerError):
     """A vLLM server does not answer, answers wrongly, or was started with other settings than the run needs."""
 
 
