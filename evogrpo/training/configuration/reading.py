@@ -83,7 +83,7 @@ def parse_config(values: Mapping[str, Any]) -> Config:
     space = parsed["search_space"] = _complete_space(parsed, kind, set_values, search=search)
     # Again, because the start of an evolving hyperparameter must lie in its range.
     parsed["hyperparameters"] = with_path("hyperparameters", lambda: space.first(kind.hyperparameters, set_values))
-    parsed |= _search_defaults(space, parsed["hyperparameters"], parsed["schedule"]) if search else {}
+    parsed |= _search_defaults(parsed["schedule"]) if search else {}
     # 3. Sizes that are chosen when the run is prepared.
     sizes = (auto & AUTO_SIZES) - {"hyperparameters.group_size"}  # evolution can find the group size instead
     if sizes and not kind.chooses_sizes:
@@ -264,20 +264,18 @@ def _is_search(values: Mapping[str, Any], auto: frozenset[str]) -> bool:
     )
 
 
-def _search_defaults(space: HyperparameterConfig, first: Hyperparameters, schedule: Schedule) -> dict[str, Any]:
+def _search_defaults(schedule: Schedule) -> dict[str, Any]:
     """Return strategy, experience and fitness of a search: the best ones of the study in docs/results.md.
 
-    Selection uses training rewards, and the best member is chosen on the validation set. If a step has too few groups
-    to rank members by training rewards, both use the validation set.
+    Selection uses training rewards, and the best member is chosen on the validation set. With a single learning step
+    there are no samples that members have not learnt from, so both use the validation set.
     """
     from evogrpo.evolution.fitness import FitnessConfig
     from evogrpo.evolution.shared_experience import SharedExperience
     from evogrpo.evolution.strategies import Narrowing
 
-    usable_space = space.for_samples_per_step(schedule.samples_per_step)
-    largest = int(usable_space["group_size"].bounds[1]) if "group_size" in usable_space else first.group_size
-    enough_starts = schedule.late_starts(largest) > 1
-    fitness = {"fitness": FitnessConfig(by="both", racing=True, candidates=3)} if enough_starts else {}
+    several_steps = schedule.steps_per_generation > 1
+    fitness = {"fitness": FitnessConfig(by="both", racing=True, candidates=3)} if several_steps else {}
     return {"strategy": Narrowing(), "experience": SharedExperience(), **fitness}
 
 
