@@ -312,13 +312,6 @@ class Strategy(Protocol):
         """
         ...
 
-    def first_samples(self, members: int, samples_per_step: int) -> list[int] | None:
-        """Return the samples of each slot per learning step in the first generation; None = `samples_per_step` each.
-
-        See `Plan.samples`.
-        """
-        ...
-
     def to_json(self) -> dict[str, Any]:
         """Return the settings as plain JSON values: keyword arguments that build an equal strategy."""
         ...
@@ -336,7 +329,10 @@ class Stateless:
     """Base class of strategies without state, usually frozen dataclasses whose fields are the settings."""
 
     def first_samples(self, members: int, samples_per_step: int) -> list[int] | None:
-        """Return None: all members sample equally in the first generation."""
+        """Return the samples of each slot per learning step in the first generation; None = `samples_per_step` each.
+
+        See `Plan.samples`.
+        """
         return None
 
     def to_json(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def test_invalid_settings_are_refused(settings, message):
 
 @pytest.mark.parametrize("value", ["alone", "Shared", 1, True, ["shared"]])
 def test_invalid_arguments_are_refused(value):
-    with pytest.raises(ValueError, match=r"experience.*'?own"):
+    with pytest.raises(ValueError, match="experience"):
         shared_experience(value)
 
 

@@ -168,7 +168,8 @@ def test_later_turns_match_a_plain_model(architecture, shared):
     found = played(bank, make_rows(range(3), tokens=6, min_new_tokens=MIN_TOKENS), turns=2)
     rows, turns = found[0][0], [(rollout, heard) for _, rollout, heard in found]
     batch = join_turns(rows, turns)
-    assert sum(bank.cost(batch).values()) == int(batch.present.sum()) + 3 * sum(map(len, PROMPTS))  # with replies
+    prompts = (3 if shared else 2 + 3 + 4) * sum(map(len, PROMPTS))  # once per member, or once per row of a group
+    assert sum(bank.cost(batch).values()) == int(batch.present.sum()) + prompts  # with replies
     scored = bank.log_probs(batch)
     torch.testing.assert_close(scored, batch.sampler_log_probs, rtol=1e-4, atol=1e-4)
     weights = torch.sin(torch.arange(scored.numel(), dtype=torch.float32)).view(scored.shape)

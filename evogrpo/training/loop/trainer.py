@@ -12,7 +12,7 @@ from evogrpo.data import LearnReport
 from evogrpo.envs.fingerprint import fingerprint_of
 from evogrpo.envs.protocol import GroupEnvironment, SupportsProgress
 from evogrpo.evolution.fitness import FitnessConfig
-from evogrpo.evolution.plan import Plan
+from evogrpo.evolution.plan import Plan, Stateless
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.interruption import Interrupted, raise_exit_error
@@ -156,7 +156,7 @@ class Trainer:
         generations = schedule.generations
         steps = generations and generations * schedule.steps_per_generation
         self._learning_signal = LearningSignalCheck(steps, taken=self.run_state.step)
-        if run_state is None:
+        if run_state is None and isinstance(strategy, Stateless):
             self.run_state.samples = strategy.first_samples(len(population), schedule.samples_per_step)
         self._set_budgets(None, None)
         # 3. State of the loop itself.
