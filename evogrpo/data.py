@@ -52,9 +52,9 @@ class SamplingOptions:
         if self.top_k < 0:
             raise ValueError(f"top_k must be at least 0, got {self.top_k}: 0 keeps all tokens")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}: 1 keeps all tokens")
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}: 1 keeps all tokens")
         if not 0 <= self.min_p < 1:
-            raise ValueError(f"min_p must lie in [0, 1), got {self.min_p}: 0 keeps all tokens")
+            raise ValueError(f"min_p must be in [0, 1), got {self.min_p}: 0 keeps all tokens")
         if not 0 < self.repetition_penalty < math.inf:
             raise ValueError(
                 f"repetition_penalty must be a finite number above 0, got {self.repetition_penalty}: 1 is no penalty"
@@ -590,7 +590,7 @@ class LearnReport:
         optimizer_steps: Steps taken.
         tokens: Tokens (or environment steps) processed, passes without gradient included.
         failed: Reason why the member must be replaced; None = no failure.
-        samples: Number of samples learnt from, other members' included; None = its own, one for each advantage.
+        samples: Number of samples learned from, other members' included; None = its own, one for each advantage.
         gains: Under shared experience, the estimated gain of the member's policy, before the learning step, over that
             of each slot whose samples it learns from, in units of advantages.
         loss: Mean loss over the optimizer steps.

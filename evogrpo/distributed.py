@@ -210,8 +210,8 @@ class Processes:
         except RuntimeError as error:  # gloo's: a connection was closed, or nothing came for too long
             raise ProcessError(
                 f"Process {self.rank} of {self.size} lost the connection: another process ended (see its output), or "
-                f"did not answer for {timeout_minutes():g} minutes (EVOGRPO_TIMEOUT_MINUTES). Start all processes "
-                f"again to resume from the last checkpoint ({error})."
+                f"did not answer for {timeout_minutes():g} minutes (EVOGRPO_TIMEOUT_MINUTES): {error}. Start all "
+                "processes again to resume from the last checkpoint."
             ) from error
 
 
@@ -264,8 +264,8 @@ def processes() -> Processes:
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing or not launched.isdigit():
             raise ValueError(
-                f"WORLD_SIZE={launched!r:.20} names several processes, but {', '.join(missing) or 'their number'} is "
-                "missing from the environment. Start them with torchrun or accelerate launch, or unset WORLD_SIZE."
+                f"WORLD_SIZE={launched:.20} is set, but {', '.join(missing) or 'it'} is not"
+                f"{'' if missing else ' a number'}. Use torchrun or accelerate launch, or unset WORLD_SIZE."
             )
         _connect(timeout)
         atexit.register(_disconnect)
@@ -286,7 +286,10 @@ def is_rank_zero() -> bool:
 
 
 def _connect(timeout: timedelta) -> None:
-    """Initialise torch's default process group from the environment."""
+    """Initialise torch's default process group from the environment.
+
+    Under torchrun, use a store prefix that is new for this start.
+    """
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
@@ -295,8 +298,8 @@ def _connect(timeout: timedelta) -> None:
         dist.init_process_group("gloo", timeout=timeout)
         return
     store, rank, size = next(rendezvous("env://", timeout=timeout))
-    part = agree_on_prefix(store, rank, size, until=time.monotonic() + timeout.total_seconds())
-    dist.init_process_group("gloo", store=PrefixStore(part, store), rank=rank, world_size=size, timeout=timeout)
+    prefix = agree_on_prefix(store, rank, size, until=time.monotonic() + timeout.total_seconds())
+    dist.init_process_group("gloo", store=PrefixStore(prefix, store), rank=rank, world_size=size, timeout=timeout)
 
 
 def agree_on_prefix(store: Any, rank: int, size: int, until: float) -> str:
@@ -315,16 +318,16 @@ def agree_on_prefix(store: Any, rank: int, size: int, until: float) -> str:
     if rank != 0:
         store.set(f"greeting of {rank}", own)
         try:
-            part = str(store.get(f"part for {own}").decode())  # waits for it
+            prefix = str(store.get(f"prefix for {own}").decode())  # waits for it
         except RuntimeError as error:
             raise ProcessError(f"Rank 0 did not connect. See its output ({error}).") from error
-        store.set(f"{part}: {rank} has come", "")
-        return part
+        store.set(f"{prefix}: {rank} joined", "")
+        return prefix
     missing = list(range(1, size))
-    while missing := [other for other in missing if not store.check([f"{own}: {other} has come"])]:
+    while missing := [other for other in missing if not store.check([f"{own}: {other} joined"])]:
         for other in missing:
             if store.check([f"greeting of {other}"]):
-                store.set(f"part for {store.get(f'greeting of {other}').decode()}", own)
+                store.set(f"prefix for {store.get(f'greeting of {other}').decode()}", own)
         if time.monotonic() > until:
             raise ProcessError(f"Process {missing[0]} of {size} did not connect. See its output.")
         time.sleep(0.02)

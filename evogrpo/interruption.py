@@ -53,7 +53,8 @@ class Stop:
         self.signal: int | None = None
         self.listener: Callable[[ProgressUpdate], None] | None = None
         self._may_interrupt = may_interrupt
-        self._interruptible, self._leaving = False, threading.Lock()
+        # While another thread holds the lock, the main thread cannot leave an `interruptible` block.
+        self._interruptible, self._exit_lock = False, threading.Lock()
 
     def request(self, reason: str, number: int | None = None) -> None:
         """Request a stop, perhaps because of a signal; the first request counts."""
@@ -75,15 +76,15 @@ class Stop:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let a signal handler break off the block, even while user code blocks; see `break_off`."""
+        """Let a signal handler interrupt the block, even while user code blocks; see `interrupt`."""
         self._interruptible = True
         try:
             yield
         finally:
-            with self._leaving:
+            with self._exit_lock:
                 self._interruptible = False
 
-    def break_off(self) -> None:
+    def interrupt(self) -> None:
         """Raise `Interrupted`, from a signal handler, if a stop was requested and the work may be abandoned."""
         if self._interruptible:
             self.check()
@@ -91,7 +92,7 @@ class Stop:
     @contextmanager
     def still_interruptible(self) -> Iterator[bool]:
         """Yield True if the main thread is in an interruptible block, which it cannot leave inside this block."""
-        with self._leaving:
+        with self._exit_lock:
             yield self._interruptible
 
 

@@ -86,7 +86,9 @@ def load_yaml(text: str, where: str) -> Any:
         raise ValueError(f"{where}{place}: {getattr(error, 'problem', None) or error}") from error
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         # yaml raises these for values that do not match their tag, such as malformed dates.
-        raise ValueError(f"{where}: a value does not match its tag ({error!s:.200})") from error
+        raise ValueError(
+            f"{where}: a value cannot be read as its YAML type ({error!s:.200}). Quote it to keep it as text."
+        ) from error
 
 
 def read_yaml_file(path: Path) -> dict[str, Any]:
@@ -132,7 +134,7 @@ def dump_json(value: Any, *, what: str = "record", indent: int | None = None) ->
     try:
         return json.dumps(_plain(value, what), allow_nan=False, ensure_ascii=True, indent=indent)
     except RecursionError as error:
-        raise ValueError(f"{what} is nested too deeply for JSON (or contains itself): flatten it") from error
+        raise ValueError(f"{what} is nested too deeply for JSON (or contains itself). Flatten it.") from error
 
 
 def load_json(text: bytes | str) -> Any:
@@ -171,18 +173,18 @@ def _plain(value: Any, place: str) -> Any:
         return int(value)
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise ValueError(f"{place} is {value}, but JSON has only finite numbers: pass None for a missing value")
+            raise ValueError(f"{place} is {value}, but JSON has only finite numbers. Pass None for a missing value.")
         return float(value)
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise ValueError(f"{place} has the key {key!r}, but JSON keys are text: pass str(key)")
+                raise ValueError(f"{place} has the key {key!r}, but JSON keys are text. Pass str(key).")
         return {key: _plain(item, f"{place}.{key}") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item, f"{place}[{position}]") for position, item in enumerate(value)]
     raise ValueError(
-        f"{place} is a {type(value).__name__}, which JSON cannot hold: "
-        "convert it to text, a number, a boolean, None, a list or a mapping"
+        f"{place} is a {type(value).__name__}, which JSON cannot hold. "
+        "Convert it to text, a number, a boolean, None, a list or a mapping."
     )
 
 

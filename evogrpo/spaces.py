@@ -187,7 +187,7 @@ def _one_hot(values: Tensor, counts: Sequence[int], starts: Sequence[int]) -> Te
     codes = []
     for column, count, start in zip(values.long().unbind(1), counts, starts, strict=True):
         if column.numel() and not (start <= int(column.min()) and int(column.max()) < start + count):
-            raise ValueError(f"observation must lie in [{start}, {start + count - 1}], got {column.tolist()}")
+            raise ValueError(f"observation must be in [{start}, {start + count - 1}], got {column.tolist()}")
         codes.append(torch.nn.functional.one_hot(column - start, count))
     return torch.cat(codes, dim=1).to(torch.float32)
 

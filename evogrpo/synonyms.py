@@ -126,7 +126,7 @@ def _is_one_edit(typed: str, name: str) -> bool:
 
 
 def unknown_name_error(kind: str, name: object, valid: Iterable[str]) -> ValueError:
-    """Return the error for an unknown name, with its name here, or else a similar name, or else all valid names.
+    """Return the error for an unknown name, with the name used in evogrpo, a similar name, or all valid names.
 
     Args:
         kind: Kind of name, such as "hyperparameter".

@@ -18,7 +18,17 @@ from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import NETWORK, Changes, MemberRecord, changes_between
 from evogrpo.evolution.mutation import Mutation
 
-_COPIED = ("parent", "born", "hyperparameters", "fitness", "failed", "retired", "training", "steps", "_evaluated")
+_COPIED = (
+    "parent",
+    "born",
+    "hyperparameters",
+    "fitness",
+    "failed",
+    "retired",
+    "training",
+    "steps",
+    "_evaluated_network",
+)
 
 
 class Agent(HyperparameterAttributes):
@@ -43,7 +53,7 @@ class Agent(HyperparameterAttributes):
     # Slots prevent misspelt attributes; a subclass without __slots__ accepts any name.
     __slots__ = (
         *("members", "slot", "index", "parent", "born", "fitness", "failed", "retired", "training", "steps"),
-        *("_hyperparameters", "_hooks", "_predictions", "_evaluated", "__weakref__"),
+        *("_hyperparameters", "_hooks", "_prediction_count", "_evaluated_network", "__weakref__"),
     )
 
     kinds: ClassVar[tuple[str, ...]] = ()
@@ -65,8 +75,8 @@ class Agent(HyperparameterAttributes):
         self.retired = False
         self.training = True
         self.steps = 0
-        self._predictions = 0
-        self._evaluated = "actor"
+        self._prediction_count = 0  # names the random stream of the next prediction
+        self._evaluated_network = "actor"  # the network that `test`, `predict` and `get_policy` use
 
     def __repr__(self) -> str:
         usual, own = Hyperparameters().to_json(), self.hyperparameters.to_json()

@@ -73,7 +73,7 @@ def named_base(record: Mapping[str, Any]) -> "PreTrainedModel":
     source = str(record["source"])
     remedy = "Pass the base model as actor_network=, loaded with evogrpo.load_base"
     if is_path(source):
-        raise ValueError(f"The checkpoint's base model came from the path {source!r}, which is not followed. {remedy}.")
+        raise ValueError(f"The base model was saved from path {source!r}, which is not opened. {remedy}.")
     try:
         return load_base(source).model
     except ValueError as error:
@@ -103,7 +103,7 @@ def saved_base(folder: Path) -> "PreTrainedModel | None":
             f"{folder / BASE_CONFIG} is not the configuration of a transformers model ({reason:.300})"
         ) from error
     if unmatched:
-        raise CheckpointError(f"{folder / BASE_WEIGHTS} does not fit its config: {unmatched[:3]} are unmatched")
+        raise CheckpointError(f"{folder / BASE_WEIGHTS} does not match its config; unmatched weights: {unmatched[:3]}")
     model.load_state_dict(weights, strict=False)
     model.tie_weights()
     return model

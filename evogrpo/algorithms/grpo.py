@@ -93,7 +93,7 @@ class AgileRLAgent(Agent):
         """
         if group.eval_network not in _NETWORKS:
             raise unknown_name_error("network", group.eval_network, _NETWORKS)
-        self._evaluated = group.eval_network
+        self._evaluated_network = group.eval_network
 
     @staticmethod
     def get_state_dim(observation_space: Any) -> Any:
@@ -229,10 +229,10 @@ class EvolvableAlgorithm(AgileRLAgent):
                 by agent; None = all.
 
         Returns:
-            For prompts, per prompt, the completion ids `[g, P + C]`, prompt included and padded on the right, and the
-            action masks `[g, P + C - 1]`: mask j is True where token j + 1 was sampled. For observations, an array of
-            actions; pass them to `learn` unchanged. Box actions are not clipped to their bounds. For several agents,
-            actions by agent, in the environment's format.
+            For prompts, the completion ids `[g, P + C]` and the action masks `[g, P + C - 1]` of each prompt. The ids
+            include the prompt and are padded on the right. Mask j is True where token j + 1 was sampled. For
+            observations, an array of actions; pass them to `learn` unchanged. Box actions are not clipped to their
+            bounds. For several agents, actions by agent, in the environment's format.
 
         Raises:
             ValueError: If the states or the mask do not fit.
@@ -269,9 +269,13 @@ class EvolvableAlgorithm(AgileRLAgent):
             ValueError: If the agent is a language model, or the observation does not fit.
         """
         actions = self.members.predict(
-            self.learner(), observation, deterministic=deterministic, calls=self._predictions, action_masks=action_masks
+            self.learner(),
+            observation,
+            deterministic=deterministic,
+            calls=self._prediction_count,
+            action_masks=action_masks,
         )
-        self._predictions += 1
+        self._prediction_count += 1
         return actions, state
 
     @names_unknown
@@ -310,10 +314,10 @@ class EvolvableAlgorithm(AgileRLAgent):
             n=n,
             temperature=temperature,
             max_output_tokens=max_output_tokens,
-            calls=self._predictions,
-            base=self._evaluated == "base",
+            calls=self._prediction_count,
+            base=self._evaluated_network == "base",
         )
-        self._predictions += 1
+        self._prediction_count += 1
         return texts
 
     def learn(self, experiences: Any = None, **elsewhere: Any) -> LearnReport:
@@ -374,7 +378,7 @@ class EvolvableAlgorithm(AgileRLAgent):
             raise ValueError(f"loop must be at least 1, got {loop}")
         refuse_unknown("split", [split], SPLITS)
         self.check_single_rank("test")
-        base = self._evaluated == "base"
+        base = self._evaluated_network == "base"
         with open_test_environment(env, episodes=episodes, render=render) as (shown, count):
             self.members.check(shown)
             rounds = [
@@ -390,12 +394,12 @@ class EvolvableAlgorithm(AgileRLAgent):
         For a language model, `policy(input_ids, attention_mask)` returns logits `[n, t, v]`; for a small network,
         `policy(observations)` returns the distribution parameters `[m, o]` (see `StackedPolicy.module`).
         """
-        return self.members.policy(self.slot, base=self._evaluated == "base")
+        return self.members.policy(self.slot, base=self._evaluated_network == "base")
 
     def recompile(self) -> None:
         """Reset torch.compile, so that the next call compiles the model again.
 
-        Does nothing for a model that is not compiled.
+        Clears the compilation caches of all models in this process.
         """
         torch.compiler.reset()
 

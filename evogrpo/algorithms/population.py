@@ -173,7 +173,7 @@ class Population(Sequence[Any]):
             sources: For each slot that learns from other members' samples, the source slots. A member's own slot must
                 be listed to be included. None = with `shared` all members that sampled, otherwise its own slot.
             shared: Filter for samples of other members; None = all count like the member's own.
-            stop: Checked before each forward pass. After an interruption, members may have learnt in part.
+            stop: Checked before each forward pass. After an interruption, members may have learned in part.
 
         Returns:
             One report per member, by slot.
@@ -254,7 +254,7 @@ class Population(Sequence[Any]):
             )
 
     def sample_with(self, sampler: Sampler) -> None:
-        """Generate completions with an external engine instead of the bank.
+        """Set an external engine that generates completions from now on.
 
         `sampler.sync` is called with changed slots before sampling. If the engine's log-probabilities differ from the
         trainer's, set the objective's `importance_correction`.
@@ -312,7 +312,7 @@ class Population(Sequence[Any]):
             ValueError: If the plan has another number of slots, or repeats an index.
         """
         if len(plan.parents) != len(self):
-            raise ValueError(f"The plan has {len(plan.parents)} slots, the population {len(self)}.")
+            raise ValueError(f"A plan must have one entry per slot: got {len(plan.parents)} for {len(self)} slots.")
         if any(child.index < self.next_index for child in plan.children):
             raise ValueError(f"The indices of children must be new, from {self.next_index} on.")
         self.lineage += plan.children

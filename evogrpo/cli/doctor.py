@@ -274,7 +274,9 @@ def tasks(args: argparse.Namespace) -> int:
         console.print(Columns([Text(name, "cyan") for name in names], padding=(0, 2), equal=True))
     console.print()
     console.print(Text.assemble(("Gymnasium", "bold"), "   task: {env: ID}, or evogrpo train --env ID"))
-    console.print(HangingIndent(Text(f"  {', '.join(NATIVE_IDS)} are vectorised; other environments run as they are")))
+    console.print(
+        HangingIndent(Text(f"  {', '.join(NATIVE_IDS)} have a fast built-in version; other environments run unchanged"))
+    )
     console.print(HangingIndent(Text(f"  tuned hyperparameters with --preset: {', '.join(preset_ids())}")))
     console.print()
     games = "   task: {parallel_env: MODULE}, or evogrpo train --parallel-env MODULE"

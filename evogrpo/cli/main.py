@@ -15,10 +15,11 @@ from evogrpo.text import printable, shorten
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 MAX_EXIT_CODE = 255
 _EXIT_CODES = (
-    "Exit codes: 0 success; 1 failure; 2 invalid arguments or settings; 130 stopped by Ctrl-C; 128 + N stopped by "
-    "signal N, e.g. 143 for SIGTERM (see --exit-code-on-stop)."
+    "Exit codes: 0 success, 1 failure, 2 invalid arguments or settings, 130 Ctrl-C. A run stopped by signal N exits "
+    "with 128 + N."
 )
-_OVERRIDES = "settings by dotted name, e.g. schedule.generations=8 hyperparameters.lr=1e-4"
+_EXAMPLE = "schedule.generations=8 hyperparameters.lr=1e-4; `evogrpo schema` prints all of them"
+_OVERRIDES = f"settings, e.g. {_EXAMPLE}"
 _WRONG_CHOICE = re.compile(r"argument COMMAND: invalid choice: '?(.*?)'? \(choose from (.*)\)$", re.DOTALL)
 _CONFIGURABLE = ("evogrpo.cli.train:train", "evogrpo.cli.train:demo")  # commands that accept any setting
 _NAME, _OPTION = re.compile(r"[\w-]+"), re.compile(r"(?<!\w)--[\w-]+")
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 say_error(f"User code ended the program: SystemExit({error.code!r:.80}) was raised")
             return FAILED
         except KeyboardInterrupt:
-            say_error("interrupted")
+            say_error("stopped by Ctrl-C")
             return INTERRUPTED
 
 
@@ -121,7 +122,7 @@ def check_folder(folder: Path) -> None:
     folders = {path.name: path for parent in parents for path in parent.iterdir() if path.is_dir()}
     match = close_match(folder.name, folders)
     raise ValueError(
-        f"{folder} is not a folder. {f'Did you mean {folders[match]}?' if match else 'Name a run directory.'}"
+        f"{folder} is not a folder. {f'Did you mean {folders[match]}?' if match else 'Give a run directory.'}"
     )
 
 
@@ -173,38 +174,37 @@ def _add_training_commands(commands: Commands) -> None:
         commands,
         "train",
         "evogrpo.cli.train:train",
-        "train from a YAML configuration, or on an environment",
-        "Relative paths in CONFIG are relative to CONFIG; those in overrides and --run-dir are relative to the working "
-        "directory. Reward functions and environments named in CONFIG are executed.",
+        "train from a YAML configuration, or in an environment",
+        "Paths in CONFIG are relative to its folder. Other paths are relative to the working directory. Code named in "
+        "CONFIG is executed.",
         runs_user_code=True,
     )
     environment = train.add_mutually_exclusive_group()
     environment.add_argument(
-        "--env", metavar="ID", help="instead of CONFIG: train small networks on this environment, e.g. CartPole-v1"
+        "--env", metavar="ID", help="train small networks in this environment, e.g. CartPole-v1; no CONFIG is needed"
     )
     environment.add_argument(
         "--parallel-env",
         metavar="MODULE",
-        help="instead of CONFIG, for several agents: a module with parallel_env, e.g. mpe2.simple_spread_v3, or "
-        "MODULE:FUNCTION",
+        help="train several agents: a module with a parallel_env function (mpe2.simple_spread_v3), or MODULE:FUNCTION",
     )
     train.add_argument(
         "--preset",
         action="store_true",
-        help="with --env: use its tuned hyperparameters; `evogrpo tasks` lists environments that have them",
+        help="with --env: start from the tuned hyperparameters of this environment; `evogrpo tasks` lists them",
     )
     train.add_argument(
         "--wrapper",
         action="append",
         default=[],
         metavar="MODULE:CLASS",
-        help="with --env: apply this gymnasium.Wrapper; CLASS alone for one of gymnasium.wrappers. Repeat to apply "
-        "several, innermost first",
+        help="with --env: apply this wrapper (CLASS alone: from gymnasium.wrappers). Repeat it for several, innermost "
+        "first",
     )
     train.add_argument("--generations", type=int, metavar="N", help="number of generations (schedule.generations)")
     _add_start_options(train)
     # A positional CONFIG of its own would take the first KEY=VALUE after --env, so `train` splits the words itself.
-    _add_overrides(train, f"a YAML file; {_OVERRIDES}", metavar="CONFIG KEY=VALUE")
+    _add_overrides(train, f"a YAML file, then settings that override it, e.g. {_EXAMPLE}", metavar="CONFIG KEY=VALUE")
 
 
 def _add_resume_and_replay(commands: Commands) -> None:
@@ -239,12 +239,15 @@ def _add_resume_and_replay(commands: Commands) -> None:
         "replay",
         "evogrpo.cli.train:replay",
         "train one new agent with the hyperparameter schedule that a run has found",
-        "All other settings are those of the run. Code named in its configuration is executed: replay only runs and "
+        "All other settings are taken from the run. Code named in its configuration is executed: replay only runs and "
         "schedules that you trust.",
         runs_user_code=True,
     )
     replay.add_argument(
-        "source", type=Path, metavar="RUN|SCHEDULE", help="a run directory, or a file of `evogrpo export --schedule`"
+        "source",
+        type=Path,
+        metavar="RUN|SCHEDULE",
+        help="a run directory, or a file written by `evogrpo export --schedule`",
     )
     _add_start_options(replay)
     _add_overrides(replay, "such as seed=1")
@@ -266,12 +269,12 @@ def _add_vllm_command(commands: Commands) -> None:
 
 def _add_start_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of commands that start a run."""
-    parser.add_argument("--seed", type=int, metavar="N", help="random seed (seed)")
+    parser.add_argument("--seed", type=int, metavar="N", help="random seed (key: seed)")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="run directory (default: a new folder below runs/)")
     parser.add_argument(
         "--resume-if-exists",
         action="store_true",
-        help="resume the run in --run-dir if there is one, for schedulers that restart the same command",
+        help="resume the run in --run-dir, if it exists; for schedulers that restart jobs",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the plan and its cost without training")
     _add_run_options(parser)
@@ -295,8 +298,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         "--exit-code-on-stop",
         type=_exit_code,
         metavar="N",
-        help="exit code after a stop by SIGTERM, SIGHUP or SIGUSR1 (default: 128 + signal number, e.g. 143 for "
-        "SIGTERM)",
+        help="exit code after SIGTERM, SIGHUP or SIGUSR1 (default: 128 + signal number)",
     )
 
 

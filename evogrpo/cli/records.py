@@ -50,7 +50,7 @@ def best(args: argparse.Namespace) -> int:
     if args.as_json:
         return _print_json(console, winner.to_json())
     print_rows(console, _winner_rows(winner))
-    table = _table("from step", "steps", "samples a step", *_changing_hyperparameters(winner))
+    table = _table("from step", "steps", "samples per step", *_changing_hyperparameters(winner))
     first_step = 0
     for stage in winner.stages:
         values = (number_text(getattr(stage.hyperparameters, name)) for name in _changing_hyperparameters(winner))
@@ -59,8 +59,8 @@ def best(args: argparse.Namespace) -> int:
     console.print(Text("\nHyperparameters of its lineage", "bold"))
     console.print(table)
     console.print()
-    show_command(console, "as a file", command("export", args.run_dir, "--schedule", "schedule.yaml"))
-    show_command(console, "retrain", command("replay", args.run_dir))
+    show_command(console, "export schedule", command("export", args.run_dir, "--schedule", "schedule.yaml"))
+    show_command(console, "train again", command("replay", args.run_dir))
     return OK
 
 
@@ -84,11 +84,11 @@ def compare(args: argparse.Namespace) -> int:
     for name in columns[0]:
         table.add_row(Text(name, "dim"), *(Text(column[name]) for column in columns))
     differences = [Text("the first"), *map(_difference_text, compared.differences)]
-    table.add_row(Text("test, against the first", "dim"), *differences)
+    table.add_row(Text("test, difference to first run", "dim"), *differences)
     console.print(table)
     console.print(
-        "± is one standard error; intervals are 95 %. The best fitness is the maximum over many members, which is "
-        "biased upwards: compare runs by their tests.",
+        "± is one standard error; intervals are 95 %. Best fitness is a maximum over members and biased upwards. "
+        "Compare runs by their tests.",
         style="dim",
     )
     return OK
@@ -262,7 +262,7 @@ def _run_rows(run: ComparedRun) -> dict[str, str]:
         "processed": f"{count_text(cost['tokens'])} {tokens}",
         "evaluations": count_text(cost["evaluation"]),
         "time": duration_text(cost["seconds"]),
-        "ended": printable(summary.stopped or "still active, or killed"),
+        "ended": printable(summary.stopped or "not ended (active or killed)"),
         "best fitness": best_text,
         "test": "–" if test is None else score_text(test.after.mean, test.after.standard_error),
         "  interval": "–" if low is None else f"[{number_text(low)}, {number_text(high)}]",
@@ -389,7 +389,7 @@ def _adapter(args: argparse.Namespace, folder: Path) -> None:
 
 
 def _check_with_peft(run_dir: Path, best: Path, source: str) -> str:
-    """Raise ValueError if PEFT cannot load the adapter onto its base model; describe the check in words."""
+    """Raise ValueError if PEFT cannot load the adapter onto its base model; return a description of the check."""
     from evogrpo.models.language.loading import load_outline
     from evogrpo.models.language.lora import check_export
     from evogrpo.storage.checkpoint import is_path

@@ -57,7 +57,7 @@ from evogrpo.training.console import (
 )
 from evogrpo.training.display import RunDisplay
 from evogrpo.training.forecast import check_memory, gigabytes, possible
-from evogrpo.training.launch import free_run_dirs, locked_run_dir, read_resumable, rehearse, resume, start
+from evogrpo.training.launch import dry_run, free_run_dirs, locked_run_dir, read_resumable, resume, start
 from evogrpo.training.loop.stopping import stopping_on_signals
 from evogrpo.training.loop.trainer import AllFailedError, StrategyError, Trainer
 from evogrpo.training.run_dir import JOURNAL, RunDir
@@ -74,8 +74,8 @@ def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
     may_resume = not args.dry_run and (args.resume_if_exists or was_restarted())
     # Rank 0 looks for a checkpoint, because other hosts may not see the folder.
     if requested_dir and may_resume and processes().broadcast(latest_checkpoint(requested_dir) is not None):
-        reason = "" if args.resume_if_exists else "Restarted by the launcher: "
-        console.print(f"{reason}{'r' if reason else 'R'}esuming the run in {requested_dir}", soft_wrap=True)
+        reason = "" if args.resume_if_exists else "Restarted by the launcher. "
+        console.print(f"{reason}Resuming the run in {requested_dir}", soft_wrap=True)
         values = {**vars(args), "run_dir": requested_dir, "overrides": [], "generations": None}
         return resume_run(argparse.Namespace(**values, allow_changed_data=False))
     with ExitStack() as stack:
@@ -99,7 +99,7 @@ def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
         if args.dry_run:
             show_forecast(console, prepared, skip_memory_check=args.skip_memory_check)
             with working(console, "checking the run"):
-                rehearse(prepared)
+                dry_run(prepared)
             console.print("Dry run: nothing was trained. Remove --dry-run to start.")
             return OK
         need = prepared.forecast().need
@@ -124,15 +124,14 @@ def resume_run(args: argparse.Namespace) -> int:
     for remark in resumable.ignored:
         say_warning(remark)
     if resumable.ended is not None:
-        done = pluralize(state.generation, "generation")
-        console.print(f"This run is finished: {done} ({resumable.ended}).", soft_wrap=True)
+        console.print(f"This run is finished ({resumable.ended}).", soft_wrap=True)
         if processes().is_rank_zero:
             show_ending(console, run_dir, state.generation, resumable.schedule)
         return OK
     with working(console, "checking the configuration"):
         prepared = task_type_of(resumable.config.task).prepare(resumable.config)
     console.print(
-        f"resuming {run_dir} after generation {state.generation}, learning step {state.step}",
+        f"Resuming {run_dir} after generation {state.generation}, learning step {state.step}",
         soft_wrap=True,
     )
     with closing(prepared.env):
@@ -141,7 +140,7 @@ def resume_run(args: argparse.Namespace) -> int:
         with working(console, "loading the members"):
             trainer = resume(prepared, resumable, run_dir, allow_changed_data=args.allow_changed_data)
         if read_journal(run_dir / JOURNAL)[-1]["event"] not in ("stopped", "ended"):
-            console.print("The last process of this run was killed or crashed.")
+            console.print("The previous process of this run did not stop cleanly. Resuming from the last checkpoint.")
         for change in trainer.changed_data:
             say_warning(f"Changed since the run began: {change}")
         with single_threaded(enabled=prepared.one_thread):
@@ -234,7 +233,7 @@ def _announce_stop() -> None:
     """Announce a requested stop where no live display does."""
     if not sys.stdout.isatty():
         # A signal handler must not use the console, which may be writing.
-        os.write(2, b"stopping... (Ctrl-C again aborts at once)\n")
+        os.write(2, b"Stopping and saving. Press Ctrl-C again to abort without saving.\n")
 
 
 def show_plan(console: Console, prepared: PreparedRun, run_dir: Path, *, preset: bool = False) -> None:
@@ -242,7 +241,7 @@ def show_plan(console: Console, prepared: PreparedRun, run_dir: Path, *, preset:
     config = prepared.config
     start = ", ".join(f"{name} {number_text(value)}" for name, value in _starting_values(config).items())
     if config.search_space and config.population.spread and config.population.size > 1:
-        start += "; the other members sample what evolves"
+        start += "; other members start at random values in the ranges below"
     rows = {
         **prepared.facts(),
         **({"preset": f"tuned values for {config.task.label}; KEY=VALUE overrides them"} if preset else {}),
@@ -263,8 +262,11 @@ def process_layout(config: Config, count: int) -> dict[str, str]:
     if count == 1:
         return {}
     groups = config.population.size * config.schedule.samples_per_step // min(possible(config, "group_size"))
-    idle = f"; {count - groups} idle while sampling {pluralize(groups, 'group')}" if count > groups else ""
-    return {"processes": f"{count}, each with all members; they divide the work of all{idle}"}
+    idle = ""
+    if count > groups:
+        verb = "has" if count == groups + 1 else "have"
+        idle = f". {count - groups} {verb} no work while {pluralize(groups, 'group')} are sampled"
+    return {"processes": f"{count}; each holds all members and does part of the work{idle}"}
 
 
 def show_forecast(console: Console, prepared: PreparedRun, *, skip_memory_check: bool) -> None:
@@ -277,7 +279,7 @@ def show_forecast(console: Console, prepared: PreparedRun, *, skip_memory_check:
     forecast = prepared.forecast()
     rows, need = dict(forecast.rows), forecast.need
     if need.processes > 1:
-        rows["together"] = f"{gigabytes(need.total)} for {need.processes} processes that share memory"
+        rows["all processes"] = f"{gigabytes(need.total)} for {need.processes} processes that share memory"
     rows["available"] = check_memory(need, allowed=True)
     print_rows(console, rows)
     console.print()
@@ -311,7 +313,7 @@ def _evolution_text(prepared: PreparedRun) -> str:
     config = prepared.config
     strategy = strategy_record(config.strategy)
     if strategy["name"] == "fixed":
-        return "nothing (control run without selection and mutation)"
+        return "nothing: strategy fixed, no selection or mutation"
     if strategy["name"] == "replay":
         return f"nothing; replays a schedule of {pluralize(len(strategy['stages']), 'stage')}"
     if config.population.size == 1 and strategy["name"] in BUILT_IN:
@@ -418,7 +420,7 @@ def show_ending(console: Console, run_dir: Path, generations: int, schedule: Sch
         console: Output.
         run_dir: Run directory.
         generations: Generations done, for the command that trains further.
-        schedule: Its limits, which that command removes.
+        schedule: Schedule of the run; the printed command removes its other limits.
     """
     run_dir = Path(relative_path(run_dir))
     summary = summarise(read_journal(run_dir / "journal.jsonl"))

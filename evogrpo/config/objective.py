@@ -233,8 +233,8 @@ class Objective:
             # With gamma < 1 the return, and so the advantage, differs between the actions of a completion.
             if not LOSS_TYPES[loss_type].per_action and lowest("gamma", hyperparameters, space) < 1:
                 raise ValueError(
-                    f"gamma below 1 has no meaning with loss_type={loss_type!r}, which has one ratio per completion: "
-                    "set gamma to 1, or choose a loss type with one ratio per action."
+                    f"gamma below 1 cannot be used with loss_type={loss_type!r}, which has one ratio per completion. "
+                    "Set gamma to 1, or choose a loss type with one ratio per action."
                 )
         if self.delta is not None and self.delta <= 1 + highest_clip_high(hyperparameters, space):
             raise ValueError(

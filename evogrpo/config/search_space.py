@@ -242,10 +242,10 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
     An immutable mapping from name to `RLParameter`, always in the order of the fields of `Hyperparameters`.
 
     Args:
-        values: Values of each evolving hyperparameter, by name: an `RLParameter` or a mapping of its fields, a pair of
-            numbers for a range (on its usual scale, such as log for lr), a list of choices, or an Optuna distribution.
-            They must contain the first member's value if the caller sets it; otherwise the nearest to the default is
-            used (see `first`).
+        values: Values of each evolving hyperparameter, by name. A value is an `RLParameter` or a mapping of its fields,
+            a list of choices, an Optuna distribution, or a pair of numbers. A pair is a range on the usual scale, such
+            as log for lr. The values must contain the first member's value if the caller sets it; otherwise the
+            nearest to the default is used (see `first`).
 
     Raises:
         ValueError: If a name is unknown, a bound or a choice is illegal for its hyperparameter, or a condition is

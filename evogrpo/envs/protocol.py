@@ -109,7 +109,7 @@ class GroupEnvironment(Protocol):
         """Space of actions."""
 
     def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
-        """Return the first `count` training starts of learning step `step`; see `deal_starts`."""
+        """Select the first `count` training starts of learning step `step`; see `deal_starts`."""
 
     def size(self, split: Split) -> int:
         """Return the number of distinct starts in a split."""
@@ -134,8 +134,8 @@ class SupportsFingerprint(Protocol):
     def fingerprint(self) -> Mapping[str, str]:
         """Return short strings by topic, such as the questions of a split, a reward function or the seed.
 
-        Environments with equal fingerprints deal the same starts and give the same rewards. Settings without influence
-        on either, such as the number of processes, are left out.
+        Environments with equal fingerprints return the same starts and give the same rewards. Settings that influence
+        neither, such as the number of processes, are left out.
         """
 
 

@@ -75,18 +75,18 @@ class Plan:
             raise ValueError(f"reasons must have one entry per slot, got {len(self.reasons)} for {len(slots)} slots")
         if any(slot is not None and slot not in slots for slot in (*self.parents, *born)):
             raise ValueError(
-                f"every slot must lie in 0..{len(slots) - 1}, got parents {self.parents} and children in {list(born)}"
+                f"slots must be in [0, {len(slots) - 1}], got parents {self.parents} and children in {list(born)}"
             )
         if len(born) != len(self.children) or len({child.index for child in self.children}) != len(born):
             raise ValueError(
                 f"children must have distinct slots and indices, got {[(c.slot, c.index) for c in self.children]}"
             )
-        unborn = [slot for slot in slots if self.parents[slot] not in (slot, None) and slot not in born]
-        if unborn:
-            raise ValueError(f"a slot that takes another slot's state needs a child, missing in {unborn}")
+        without_child = [slot for slot in slots if self.parents[slot] not in (slot, None) and slot not in born]
+        if without_child:
+            raise ValueError(f"slots {without_child} copy another slot, so each needs an entry in children")
         mixed = [slot for slot, child in born.items() if (child.parent is None) != (self.parents[slot] is None)]
         if mixed:
-            raise ValueError(f"parents must be None for founders and for no other child, got another value in {mixed}")
+            raise ValueError(f"parents must be None exactly for founders, got another value in slots {mixed}")
         if len(self.vacant) == len(slots):
             raise ValueError("a plan must keep at least one member, got one that retires all members")
 

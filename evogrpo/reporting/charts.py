@@ -154,7 +154,7 @@ def run_charts(summary: RunSummary) -> RunCharts:
     """Return the charts of a run."""
     histories, best = member_histories(summary), best_member(summary.generations)
     numbers = [generation.generation for generation in summary.generations] or [1]
-    painter = _Painter(
+    styles = _Styles(
         slots=tuple(sorted({history.results[0].slot for history in histories})),
         lineage={ancestor.index: ancestor.generation for ancestor in ancestors(summary, best)},
     )
@@ -173,12 +173,12 @@ def run_charts(summary: RunSummary) -> RunCharts:
         best=None if best is None else best.index,
         histories=histories,
         generations=(numbers[0], numbers[-1]),
-        crowded=painter.crowded,
+        crowded=styles.crowded,
         fitness=Chart(
             title="fitness",
             unit=f"{summary.fitness_words} ± SE",
             limits=limits,
-            lines=painter.lines(
+            lines=styles.lines(
                 (history.index, history.results[0].slot, stretch)
                 for history in histories
                 for stretch in _fitness_stretches(history, summary.start)
@@ -187,18 +187,18 @@ def run_charts(summary: RunSummary) -> RunCharts:
             errors=True,
         ),
         failures=tuple(
-            Line(index=index, colour=painter.colour(slot), points=(Point(number, edge, number),))
+            Line(index=index, colour=styles.colour(slot), points=(Point(number, edge, number),))
             for index, slot, number in failures
         ),
         hidden=hidden,
-        lineage=_lineage_chart(histories, painter),
-        measures=tuple(_measure_chart(name, summary.steps, painter) for name in summary.measures if histories),
-        hyperparameters=tuple(_hyperparameter_chart(name, space, histories, painter) for name, space in spaces.items()),
+        lineage=_lineage_chart(histories, styles),
+        measures=tuple(_measure_chart(name, summary.steps, styles) for name in summary.measures if histories),
+        hyperparameters=tuple(_hyperparameter_chart(name, space, histories, styles) for name, space in spaces.items()),
     )
 
 
 @dataclass(frozen=True)
-class _Painter:
+class _Styles:
     """Colours of lines.
 
     Attributes:
@@ -293,9 +293,9 @@ def _limits(values: Sequence[float], *, log: bool = False) -> tuple[float, float
     return low - space, high + space
 
 
-def _lineage_chart(histories: Sequence[MemberHistory], painter: _Painter) -> Chart:
+def _lineage_chart(histories: Sequence[MemberHistory], styles: _Styles) -> Chart:
     """Return the slot of every member by generation; a line from another slot is a birth."""
-    position = {slot: place for place, slot in enumerate(painter.slots)}
+    position = {slot: place for place, slot in enumerate(styles.slots)}
     stretches, births = [], []
     for history in histories:
         first = history.results[0]
@@ -309,21 +309,21 @@ def _lineage_chart(histories: Sequence[MemberHistory], painter: _Painter) -> Cha
         title="lineage",
         unit="slot of every member",
         limits=(-0.5, len(position) - 0.5),
-        lines=painter.lines(stretches),
-        births=painter.lines(births),
-        ticks=tuple(position.values()) if not painter.crowded else (),
-        names=tuple(map(str, position)) if not painter.crowded else (),
+        lines=styles.lines(stretches),
+        births=styles.lines(births),
+        ticks=tuple(position.values()) if not styles.crowded else (),
+        names=tuple(map(str, position)) if not styles.crowded else (),
     )
 
 
-def _measure_chart(name: str, steps: Sequence[StepRecord], painter: _Painter) -> Chart:
+def _measure_chart(name: str, steps: Sequence[StepRecord], styles: _Styles) -> Chart:
     """Return one metric of every member by learning step."""
     title, unit = MEASURES[name]
     curves: dict[tuple[int, int], list[Point]] = {}
     for step in steps:
         for member in step.members:
             value = member.metrics.get(name)
-            if value is not None and member.slot in painter.slots:
+            if value is not None and member.slot in styles.slots:
                 points = curves.setdefault((member.index, member.slot), [])
                 points.append(Point(step.step + 1, value, step.generation))
     stride = -(-sum(map(len, curves.values())) // _MAX_POINTS)
@@ -331,7 +331,7 @@ def _measure_chart(name: str, steps: Sequence[StepRecord], painter: _Painter) ->
         title=title,
         unit=unit,
         limits=_limits([point.y for points in curves.values() for point in points] or [0.0]),
-        lines=painter.lines((index, slot, _averaged(points, stride)) for (index, slot), points in curves.items()),
+        lines=styles.lines((index, slot, _averaged(points, stride)) for (index, slot), points in curves.items()),
         x_title="learning step",
         marked=len(steps) <= _MAX_MARKED,
     )
@@ -344,7 +344,7 @@ def _averaged(points: Sequence[Point], stride: int) -> list[Point]:
 
 
 def _hyperparameter_chart(
-    name: str, space: Mapping[str, Any], histories: Sequence[MemberHistory], painter: _Painter
+    name: str, space: Mapping[str, Any], histories: Sequence[MemberHistory], styles: _Styles
 ) -> Chart:
     """Return one hyperparameter of every member by generation; `space` has the fields of its search space."""
     results = [result for history in histories for result in history.results]
@@ -386,8 +386,8 @@ def _hyperparameter_chart(
         title=name,
         unit=MEANINGS.get(name, "value"),
         limits=limits,
-        lines=painter.lines(stretches),
-        births=painter.lines(births),
+        lines=styles.lines(stretches),
+        births=styles.lines(births),
         log=log,
         ticks=tuple(ticks) if 2 <= len(ticks) <= 10 else (),
         names=tuple(names),

@@ -105,7 +105,10 @@ def best_schedule(summary: RunSummary) -> BestSchedule:
     generations = summary.generations
     numbers = [generation.generation for generation in generations]
     if numbers != list(range(1, len(numbers) + 1)):
-        raise ValueError(f"a schedule needs all generations from 1 on, but the journal has {numbers}: restore it.")
+        raise ValueError(
+            f"A schedule needs all generations from 1 on, but the journal has {numbers}. Restore the journal from a "
+            "copy."
+        )
     member = best_member(generations)
     if member is None:
         raise ValueError(
@@ -156,7 +159,7 @@ def best_hyperparameters(run_dir: str | Path) -> tuple[Hyperparameters, ...]:
     generations = summarise(read_journal(Path(run_dir) / "journal.jsonl")).generations
     best = best_member(generations)
     if best is None:
-        raise ValueError(f"{run_dir} has no evaluated member yet: name another run.")
+        raise ValueError(f"{run_dir} has no evaluated member yet. Wait for its first generation, or give another run.")
     healthy = [member for member in generations[-1].members if member.fitness is not None]
     ranked = sorted(healthy, key=lambda member: (-(member.fitness or 0.0), member.slot))
     return tuple(dict.fromkeys(member.hyperparameters for member in (best, *ranked)))

@@ -99,7 +99,7 @@ class MemberStep:
     Attributes:
         index: Index of the member.
         metrics: Measured values and costs by name; None = not finite.
-        samples: Real of completions or episodes it trained on.
+        samples: Number of completions or episodes it trained on.
         failed: Reason of its failure, or None.
     """
 
@@ -212,7 +212,7 @@ class MemberReport(JournalRecord):
     """One member at the end of a generation.
 
     Attributes:
-        generation: Real of the generation.
+        generation: Number of the generation.
         slot: Slot of the member.
         index: Index of the member.
         parent: Index of its parent; None for a founder.
@@ -228,7 +228,7 @@ class MemberReport(JournalRecord):
         metrics: Means over the generation's learning steps: loss, kl, grad_norm, reward, ...; None = not measured.
         measured: Estimates by measure: "greedy" and "sampled" on validation questions, "rollouts" for training
             rewards. One of them is `fitness`; empty if it failed.
-        questions: Real of validation questions it was evaluated on.
+        questions: Number of validation questions it was evaluated on.
         evaluation: Cost of its evaluation.
         scores: Fitness by measure, with the score of every question.
     """
@@ -314,7 +314,7 @@ class TestReport(JournalRecord):
     """Test of the run's best member against the untrained base, on held-out questions.
 
     Attributes:
-        questions: Real of test questions (or starts).
+        questions: Number of test questions (or starts).
         index: Index of the tested member.
         before: Mean reward of the base.
         after: Mean reward of the member.
@@ -506,10 +506,10 @@ def evaluated(result: Result, terms: Terms) -> list[str]:
     cost = result.evaluation
     if not cost.tokens:
         return []
-    learnt = result.tokens if result.timesteps is None else result.timesteps
+    learned = result.tokens if result.timesteps is None else result.timesteps
     what = terms.tokens if result.timesteps is None else "steps"
-    share = f", {cost.tokens / (cost.tokens + learnt):.0%} of all {what}" if learnt else ""
-    return [f"evaluations took {duration_text(cost.seconds)} and {count_text(cost.tokens)} {what}{share}"]
+    share = f" ({cost.tokens / (cost.tokens + learned):.0%} of all {what})" if learned else ""
+    return [f"Evaluations: {duration_text(cost.seconds)}, {count_text(cost.tokens)} {what}{share}"]
 
 
 def second_set_lines(result: Result, terms: Terms) -> list[str]:
@@ -518,7 +518,7 @@ def second_set_lines(result: Result, terms: Terms) -> list[str]:
     if best is None or best.second is None:
         return []
     chosen, second = (score_text(each.mean, each.standard_error) for each in (best.fitness, best.second))
-    return [f"member #{best.index}: {chosen} when selected, {second} on unseen {terms.questions}"]
+    return [f"Member #{best.index}: fitness {chosen} at selection, {second} on unseen {terms.questions}"]
 
 
 def verdict(test: TestReport, terms: Terms) -> str | None:
@@ -526,8 +526,8 @@ def verdict(test: TestReport, terms: Terms) -> str | None:
     if test.beyond_noise:
         return None
     return (
-        f"No significant improvement over the {terms.untrained}: the paired difference is less than two standard "
-        f"errors. Train longer, or test on more {terms.questions}."
+        f"No significant difference from the {terms.untrained} (less than two standard errors). Train longer or use "
+        f"more test {terms.questions}."
     )
 
 

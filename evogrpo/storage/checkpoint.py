@@ -276,7 +276,10 @@ def _serialise(tensors: dict[str, Tensor]) -> bytes:
     try:
         return save_tensors(tensors)
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
-        raise ValueError(f"the tensors cannot be stored as safetensors: {error}") from error
+        raise ValueError(
+            f"The tensors cannot be saved as safetensors ({error}). Save dense, contiguous tensors that share no "
+            "memory."
+        ) from error
 
 
 def _check_overwrite(folder: Path, *, kind: str, replace: bool, written: Set[str]) -> None:
@@ -292,7 +295,7 @@ def _check_overwrite(folder: Path, *, kind: str, replace: bool, written: Set[str
     if found & own and not replace:
         raise CheckpointError(f"{folder} already holds a checkpoint. Pass replace=True, or choose another folder.")
     if foreign := sorted(found - own - (written if replace else set())):
-        raise CheckpointError(f"{folder} holds files of others: {', '.join(foreign[:5])}. Choose another folder.")
+        raise CheckpointError(f"{folder} holds other files: {', '.join(foreign[:5])}. Choose another folder.")
 
 
 def checkpoint_path(folder: Path) -> Path:
@@ -411,7 +414,7 @@ def _record(place: Path, manifest: Manifest) -> dict[str, Any]:
     except ValueError as error:
         raise damaged_error(path, f"is not strict JSON ({error})") from error
     if not isinstance(record, dict):
-        raise damaged_error(path, f"holds no JSON object, but a {type(record).__name__}")
+        raise damaged_error(path, f"must be a JSON object, got a {type(record).__name__}")
     return record
 
 

@@ -192,7 +192,7 @@ def _opened(path: Path, flags: int) -> int:
     try:
         return open_regular_file(path, flags)
     except NotRegularFileError as error:
-        raise JournalError(f"{error}, and links are not followed: put the journal itself there") from error
+        raise JournalError(f"{error}. Links are not followed. Put the file itself there.") from error
 
 
 def latest_generations(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -59,7 +59,7 @@ class TimeEstimate:
         self._unit, self._within = self._present(), 0.0
         self._work: ProgressUpdate | None = None
 
-    def hear(self, work: ProgressUpdate) -> None:
+    def update(self, work: ProgressUpdate) -> None:
         """Record progress within a step or an evaluation; sampling is half of a step, learning the other."""
         if self._unit != self._present():
             self._unit, self._within = self._present(), 0.0
@@ -99,7 +99,7 @@ class TimeEstimate:
         generations = (schedule.generations or 0) - progress.generation
         return max(0, generations * progress.steps_per_generation - progress.step_in_generation)
 
-    def left(self) -> float | None:
+    def seconds_left(self) -> float | None:
         """Return the estimated seconds left at the average pace so far; None before the first step."""
         fraction = self.fraction()
         return self.elapsed * (1 / fraction - 1) if self._trainer.run_state.step and fraction else None
@@ -189,7 +189,7 @@ class RunDisplay(Callback):
 
     def _hear(self, work: ProgressUpdate) -> None:
         self._show_baseline()  # there is no report of it
-        self._estimate.hear(work)
+        self._estimate.update(work)
         self._refresh()
 
     def on_step(self, report: StepReport) -> None:
@@ -205,7 +205,7 @@ class RunDisplay(Callback):
         last = state.step_in_generation == state.steps_per_generation
         if last or time.monotonic() - self._logged >= SECONDS_BETWEEN_LINES:
             total = "" if schedule.generations is None else f"/{state.step + self._estimate.steps_left()}"
-            left = self._estimate.left()
+            left = self._estimate.seconds_left()
             line = step_text(report, f"{report.step + 1}{total}")
             self._console.print(line.append("" if left is None else f"  {_about(left)} left", "dim"), soft_wrap=True)
             self._logged = time.monotonic()
@@ -228,7 +228,7 @@ class RunDisplay(Callback):
         shown.append(generation_table(report, evolving, width, self.terms, kept=kept))
         if best is not None and not kept:
             score = score_text(best.fitness.mean, best.fitness.standard_error)
-            shown.append(f"★ is still #{best.index} of generation {best.generation}, {score}: it stays the best")
+            shown.append(f"★ best so far: #{best.index} of generation {best.generation}, fitness {score}")
         shown += map(HangingIndent, plan_lines(report))
         table = completions_table(report.examples, report.best.index, width)
         if table is not None:
@@ -239,7 +239,7 @@ class RunDisplay(Callback):
         """Print the result."""
         console = self._console
         if not result.complete:
-            kept = "nothing was recorded" if result.run_dir is None else "everything is saved"
+            kept = "no run directory, so nothing was saved" if result.run_dir is None else "the run is saved"
             console.print(Text(f"{result.reason} after learning step {result.steps}; {kept}", "yellow"))
             return
         lines: list[RenderableType] = [*outcome_lines(result.test, self.terms), ""] if result.test else []
@@ -262,10 +262,13 @@ class RunDisplay(Callback):
         row.add_column(no_wrap=True, justify="right")
         self._spinner.style = "yellow" if self._trainer.stop_request.reason else "cyan"
         bar = ProgressBar(total=1.0, completed=self._estimate.fraction(), complete_style="cyan", finished_style="green")
-        left = self._estimate.left()
-        gone = duration_text(self._estimate.elapsed)
+        left = self._estimate.seconds_left()
+        elapsed = duration_text(self._estimate.elapsed)
         row.add_row(
-            self._spinner, self._phase(), bar, Text(gone if left is None else f"{gone}, {_about(left)} left", "dim")
+            self._spinner,
+            self._phase(),
+            bar,
+            Text(elapsed if left is None else f"{elapsed}, {_about(left)} left", "dim"),
         )
         lines: list[RenderableType] = [row]
         work = self._estimate.work
@@ -274,9 +277,9 @@ class RunDisplay(Callback):
         if self._step is not None:
             head = f"  mean reward in step {self._step.step + 1}"
             rewards = Text.assemble((head, "dim"), rewards_text(self._step))
-            lines.append(rewards.append(f"   {self._step.seconds:.1f} s a step", "dim"))
+            lines.append(rewards.append(f"   {self._step.seconds:.1f} s per step", "dim"))
         if self._trainer.stop_request.reason:
-            lines.append(Text("  stopping… Ctrl-C again aborts at once", "yellow"))
+            lines.append(Text("  Stopping and saving. Press Ctrl-C again to abort without saving.", "yellow"))
         return Group(*lines)
 
     def _phase(self) -> Text:
@@ -300,7 +303,7 @@ def baseline_text(baseline: Fitness, config: FitnessConfig, terms: Terms) -> str
     """Return the text on the fitness before training."""
     score, count = score_text(baseline.mean, baseline.standard_error), len(baseline.scores)
     if not config.uses_validation:
-        return f"first learning step: mean reward {score} over {count} {terms.questions}, before anything is learnt"
+        return f"before training: mean reward {score} on the {count} {terms.questions} of the first learning step"
     sampled = ", sampled" if config.sampled else ""
     return f"{terms.untrained}: fitness {score} on {count} validation {terms.questions}{sampled}"
 
@@ -507,7 +510,7 @@ def member_note(member: MemberReport, report: GenerationReport, *, short: bool, 
         # The lines on selection below the table also show the changes.
         notes.append("new" if short else f"{origin_text(member.parent)}{f': {moves}' if moves else ''}")
     if member.metrics.get(EQUAL_GROUPS) == 1.0:
-        notes.append("equal" if short else "rewards equal in all groups")
+        notes.append("no signal" if short else "no learning signal")
     return Text((" " if short else " · ").join(notes))
 
 
@@ -529,16 +532,18 @@ def plan_lines(report: GenerationReport) -> list[Text]:
         return []
     if not (plan.children or retired or budgets):
         close = any("within noise" in reason for reason in plan.reasons)
-        why = "no difference is beyond the noise" if close else "no member was replaced"
-        return [Text(f"selection: all members stay, {why}", "dim")]
+        why = ", all differences are within noise" if close else ""
+        return [Text(f"selection: no member replaced{why}", "dim")]
     lines = [
-        Text.assemble((f"selection: #{index} is retired", "cyan"), f", {printable(plan.reasons[slot])}")
+        Text.assemble(
+            (f"selection: #{index} removed", "cyan"), f" ({printable(plan.reasons[slot].removeprefix('stopped: '))})"
+        )
         for slot, index in retired.items()
     ]
-    lines += [Text(f"selection: {change} from here on", "cyan") for change in budgets]
+    lines += [Text(f"selection: {change} from the next generation", "cyan") for change in budgets]
     for child in plan.children:
-        gone = f"#{members[child.slot]} → " if child.slot in members else "new, "
-        line = Text.assemble((f"selection: {gone}#{child.index}", "cyan"), f", a {origin_text(child.parent)}")
+        birth = f"#{child.index} replaces #{members[child.slot]}" if child.slot in members else f"#{child.index} added"
+        line = Text.assemble((f"selection: {birth}", "cyan"), f", a {origin_text(child.parent)}")
         changes = changes_text(child.changes)
         same = "" if child.parent is None else ", unchanged"
         lines.append(line.append(f" with {changes}" if changes else same))
@@ -546,10 +551,11 @@ def plan_lines(report: GenerationReport) -> list[Text]:
 
 
 def _short_count(count: int) -> str:
-    """Return a count in four or five characters: 940, 12.3k, 456k, 7.8M."""
+    """Return a short count: 940, 12.3k, 456k, 7.8M."""
+    rounded = float(f"{count:.3g}")  # first, so that 999,600 is 1M and not 1000k
     for unit, size in (("M", 1_000_000), ("k", 1_000)):
-        if count >= size:
-            return f"{count / size:.3g}{unit}" if count < 1000 * size else f"{count_text(count / size)}{unit}"
+        if rounded >= size:
+            return f"{rounded / size:.3g}{unit}" if rounded < 1000 * size else f"{count_text(count / size)}{unit}"
     return str(count)
 
 

@@ -54,8 +54,8 @@ class Rounds:
         schedule = config.schedule
         generations = pluralize(schedule.generations or 0, "generation")
         return (
-            f"{self.learning_steps} = {generations} × {schedule.steps_per_generation}, and "
-            f"{count_text(self.evaluated)} {held_out}"
+            f"{pluralize(self.learning_steps, 'learning step')} ({generations} × {schedule.steps_per_generation}). "
+            f"Evaluations: {count_text(self.evaluated)} {held_out}"
         )
 
 
@@ -63,10 +63,10 @@ def samples_row(config: Config, samples: str) -> str:
     """Return the row on completions or episodes per learning step."""
     size, each, most = config.population.size, config.schedule.samples_per_step, config.agent.objective.dynamic_sampling
     times = "once" if most == 1 else f"up to {most} times"
-    refills = f"; groups whose rewards are all equal are resampled {times}" if most else ""
+    refills = f". Groups with equal rewards are resampled {times}" if most else ""
     if isinstance(config.strategy, Leader):
-        return f"{each} {samples} per learning step, all of the leader; each member learns from them{refills}"
-    each_learns = "" if config.experience is None else "; each learns from all of them"
+        return f"{each} {samples} per learning step, all sampled by the leader. All members learn from them{refills}"
+    each_learns = "" if config.experience is None else ". Each member learns from all of them"
     return f"{each} {samples} per member and learning step, {size * each} in all{each_learns}{refills}"
 
 
@@ -143,7 +143,7 @@ def check_memory(need: Need, *, allowed: bool = False, remedy: str = "skip_memor
         remedy: Option that sets `allowed`, for the message.
 
     Returns:
-        The available memory, in words.
+        The available memory, as text.
 
     Raises:
         ValueError: If the run needs more memory than is available, unless `allowed`.

@@ -98,7 +98,7 @@ def make_trainer(prepared: PreparedRun, run_dir: RunDir | None = None, **resumed
     return Trainer(env=prepared.env, run_dir=run_dir, **{**options, **resumed, "population": population})
 
 
-def rehearse(prepared: PreparedRun) -> None:
+def dry_run(prepared: PreparedRun) -> None:
     """Run the checks of `start` without writing anything or loading the weights of a base model.
 
     Raises:
@@ -153,7 +153,7 @@ class Resumable:
         config: Its configuration, with overrides.
         schedule: Its schedule, with overrides.
         ignored: Texts on changes of the stored configuration without effect.
-        ended: Limit that is reached already, in words; None if the run can continue.
+        ended: Limit that is reached already, as text; None if the run can continue.
     """
 
     saved: StoredRun

@@ -151,7 +151,9 @@ class HyperparameterSchedule:
         start = {name: getattr(first, name) for name in space}
         evolving = {n: p for n, p in space.items() if start[n] is None or p.closest(start[n]) == start[n]}
         if values.get("experience", "own") != "own":
-            warn("That run used shared experience, which one agent cannot. The replay learns from its own samples.")
+            warn(
+                "The run used shared experience, which needs several members. The replay uses the agent's own samples."
+            )
         values |= {
             "experience": "own",
             "hyperparameters": first.to_json(),

@@ -85,7 +85,7 @@ class Schedule:
     def ended_by(
         self, *, generation: int, timesteps: int, tokens: int, seconds: float, fitness: float | None
     ) -> str | None:
-        """Return the limit that a run has reached, in words; None if none.
+        """Return the limit that a run has reached, as text; None if none.
 
         Args:
             generation: Generations evaluated.
@@ -95,19 +95,19 @@ class Schedule:
             fitness: Best fitness so far, or that before training; None before the first evaluation.
         """
         if self.target_fitness is not None and fitness is not None and fitness >= self.target_fitness:
-            return f"fitness {fitness:.4g} reaches target_fitness {self.target_fitness:g}"
+            return f"target_fitness {self.target_fitness:g} reached"
         if self.generations is not None and generation >= self.generations:
             return pluralize(generation, "generation")
         return self.spent(timesteps=timesteps, tokens=tokens, seconds=seconds)
 
     def spent(self, *, timesteps: int, tokens: int, seconds: float) -> str | None:
-        """Return the limit on cost that is reached, in words; None if none. It ends a generation early."""
+        """Return the limit on cost that is reached, as text; None if none. It ends a generation early."""
         if self.max_timesteps is not None and timesteps >= self.max_timesteps:
-            return f"max_timesteps {self.max_timesteps:,} is reached"
+            return f"max_timesteps {self.max_timesteps:,} reached"
         if self.max_tokens is not None and tokens >= self.max_tokens:
-            return f"max_tokens {self.max_tokens:,} is reached"
+            return f"max_tokens {self.max_tokens:,} reached"
         if self.max_seconds is not None and seconds >= self.max_seconds:
-            return f"max_seconds {self.max_seconds:g} is reached"
+            return f"max_seconds {self.max_seconds:g} reached"
         return None
 
     def check_counted(self, *, plays: bool) -> None:
@@ -129,13 +129,13 @@ class Schedule:
         """
         held_out: tuple[tuple[Split, int | None, str], ...] = (
             ("validation", self.validation_questions, ""),
-            ("test", self.test_questions, ", or give test_questions=0 for no test"),
+            ("test", self.test_questions, ", or set test_questions=0"),
         )
         for split, wanted, instead in held_out:
             if wanted != 0 and (size := env.size(split)) < 2:
                 raise ValueError(
-                    f"the {split} split must hold at least 2 starts, got {size}: one of them gives no standard error. "
-                    f"Hold out more ({split}_size){instead}"
+                    f"the {split} split must hold at least 2 starts, got {size}. One start gives no standard error. "
+                    f"Increase {split}_size{instead}."
                 )
             if wanted is not None and wanted > size:
                 warn(f"{split}_questions={wanted}, but the {split} split has {size}: all of them are used.")
@@ -225,7 +225,7 @@ def check_run(
         if schedule.steps_per_generation < 2:
             raise ValueError(
                 "fitness by training rewards needs at least 2 steps_per_generation with shared experience, got "
-                f"{schedule.steps_per_generation}: members are compared on samples that they have not learnt from."
+                f"{schedule.steps_per_generation}: members are compared on samples that they have not learned from."
             )
         return
     space = population.space.for_samples_per_step(schedule.samples_per_step)

@@ -85,29 +85,27 @@ def train(
     skip_memory_check: bool = False,
     **settings: Any,
 ) -> Run:
-    """Train a population of small networks in an environment, as `evogrpo train --env` does, to the end.
+    """Train small networks in an environment, as `evogrpo train --env` does.
 
-    What is not set here is as the packaged configuration has it: up to 8 members that evolve learning rate, clip
-    coefficient and epochs, as many as time and memory allow.
+    By default one agent is trained and its learning rate is calibrated. `size=8` trains a population that evolves.
 
     Args:
         env: The id of a registered environment, a callable that makes one, or `GymnasiumGroups` of either.
-        total_timesteps: Most steps in the environment, all members' together, those of evaluations not counted; the
-            last learning step is played to its end. None = until the environment counts as solved, where it says when,
-            or for 20 generations, unless the settings give another limit.
-        preset: Whether to begin with the hyperparameters that were tuned in this environment: see `evogrpo tasks`.
+        total_timesteps: Maximum number of environment steps of all members, without evaluations. The last learning
+            step is completed. None = until the environment is solved, or 20 generations.
+        preset: Start from the tuned hyperparameters of this environment; see `evogrpo tasks`.
         run_dir: Where the journal, the checkpoints, the best member and TensorBoard logs go; None keeps no record.
         progress: Show a live display; None = only on a terminal and in a notebook.
         callback: Called with the run after every generation, e.g. an `EvalCallback`; False from it ends the run.
         callbacks: Hooks called after every learning step, generation and test; see `evogrpo.Callback`.
-        skip_memory_check: Go on although more memory is estimated to be needed than is there.
+        skip_memory_check: Train even if the estimated memory exceeds what is available.
         settings: Hyperparameters (lr, gamma, ...) and other arguments of `GRPO.population` (size, seed, network,
             hp_config, ...), of `evolve` (steps_per_generation, target_fitness, strategy, fitness, ...) and of
             `GymnasiumGroups` (env_kwargs, max_episode_steps, ...), by the names that they have there.
 
     Returns:
         The run, which has ended: `run.best` is the best member as an agent, with `predict` and `save_checkpoint`;
-        `run.result` holds the test on unseen starts; `run.learn(total_timesteps)` goes on.
+        `run.result` holds the test on unseen starts; `run.learn(total_timesteps)` continues the run.
 
     Raises:
         ValueError: If a setting is unknown or out of range, there is no such environment or preset, or more memory is
@@ -116,8 +114,8 @@ def train(
     _check_env(env, total_timesteps)
     if callback is not None and not callable(callback):
         raise ValueError(
-            f"callback must be a function of the run, or an evogrpo.EvalCallback, got {type(callback).__name__}: "
-            "those of Stable-Baselines3 know its own models only"
+            f"callback must be a function of the run or an evogrpo.EvalCallback, got {type(callback).__name__}. "
+            "Stable-Baselines3 callbacks work only with its own models."
         )
     refuse_unknown("argument of train", settings, _KNOWN)
     console = console_for(progress)
@@ -140,21 +138,23 @@ def _check_env(env: object, total_timesteps: object) -> None:
         known = total_timesteps if env in _POLICIES and isinstance(total_timesteps, str) else env
         known = "CartPole-v1" if known in _POLICIES else known
         raise ValueError(
-            f"train takes an environment and a number of steps, got {env!r} and {total_timesteps!r:.80}: the network "
-            f"follows from the spaces, so write train({known!r}, total_timesteps=100_000)"
+            f"train takes no policy, because the network is built from the spaces, got {env!r} and "
+            f"{total_timesteps!r:.80}. Write train({known!r}, total_timesteps=100_000)."
         )
     if isinstance(env, str | GymnasiumGroups) or (callable(env) and not isinstance(env, gymnasium.Env)):
         return
     name = getattr(getattr(env, "spec", None), "id", None)
-    rule = "env must be the id of a registered environment, a callable that makes one, or GymnasiumGroups of either, "
+    rule = "env must be an id, a callable that makes an environment, or GymnasiumGroups, got"
     if hasattr(env, "deal"):
         raise ValueError(
-            f"{rule}got {type(env).__name__}: for several agents and for language models make a population and write "
-            "evolve(population, env, generations=...)"
+            f"{rule} {type(env).__name__}. For several agents and language models, use evolve(population, env, "
+            "generations=...)."
         )
-    given = f"an environment that is made already ({type(env).__name__})" if hasattr(env, "reset") else repr(env)[:80]
+    given, why = f"{env!r:.80}", ""
+    if hasattr(env, "reset"):
+        given, why = f"an existing {type(env).__name__}", " Episodes run in parallel, so new copies are needed."
     call = f"train({name!r}, ...)" if name else "train(lambda: MyEnv(...), ...)"
-    raise ValueError(f"{rule}as many episodes are played side by side; got {given}: write {call}")
+    raise ValueError(f"{rule} {given}.{why} Write {call}.")
 
 
 def _configured(
@@ -162,7 +162,7 @@ def _configured(
 ) -> Config:
     """Return the packaged configuration with preset and settings applied."""
     if flag("preset", preset) and not isinstance(env, str):
-        raise ValueError("a preset is that of a registered environment: give its id, or leave preset out")
+        raise ValueError("preset requires the id of a registered environment. Give the id, or leave out preset.")
     values = packaged_values(env if isinstance(env, str) else None, with_preset=preset)
     values = merge_sections(values, {"task": {"env": _name(env)}})
     given: dict[str, dict[str, Any]] = {
@@ -200,8 +200,8 @@ def _named(wrapper: object) -> object:
         return wrapper
     if not isinstance(wrapper, type):
         raise ValueError(
-            "wrappers must be classes, or their names, for train to record them: give others as in "
-            f"train(GymnasiumGroups(env, wrappers=[...])), got {type(wrapper).__name__}"
+            f"wrappers must be classes or names, got {type(wrapper).__name__}. Pass other wrappers to "
+            "GymnasiumGroups(env, wrappers=[...])."
         )
     return reference_to(wrapper)
 
@@ -222,7 +222,7 @@ def _environment(
     if not isinstance(env, GymnasiumGroups):
         return EnvironmentTask.groups(config.task, env, seed=config.task_seed)
     for name in sorted(_SECTIONS["task"] & settings.keys()):
-        raise ValueError(f"{name} is of the environment: give it to GymnasiumGroups, which was made without this call")
+        raise ValueError(f"{name} is a setting of the environment. Pass it to GymnasiumGroups(...).")
     return env
 
 
@@ -308,9 +308,8 @@ class EvalCallback:
         timesteps, agent = run.trainer.run_state.timesteps, run.population.agents[run.population.best_slot]
         if not isinstance(agent, GRPO) or run.population.members.kind != "networks":
             raise ValueError(
-                "EvalCallback evaluates small networks of GRPO in a Gymnasium environment, got a run of "
-                f"{type(agent).__name__} with members of kind {run.population.members.kind!r}: evaluate it with "
-                "agent.test(env)"
+                f"EvalCallback needs single-agent small networks, got a {type(agent).__name__} of kind "
+                f"{run.population.members.kind!r}. Use agent.test(env) to evaluate others."
             )
         last = self.evaluations_timesteps[-1] if self.evaluations_timesteps else 0
         if timesteps - last < self._every:
@@ -371,7 +370,7 @@ def _made(env: Any) -> "gymnasium.Env[Any, Any]":
     made = env() if callable(env) and not isinstance(env, gymnasium.Env) else env
     if not isinstance(made, gymnasium.Env):
         raise ValueError(
-            "eval_env must be one Gymnasium environment, a callable that makes it or the id of a registered one, got "
-            f"{type(made).__name__}: of a vector environment give what its parts are made by"
+            f"eval_env must be an environment, a callable that makes one, or an id, got {type(made).__name__}. For a "
+            "vector environment, pass the function that makes one of its environments."
         )
     return made

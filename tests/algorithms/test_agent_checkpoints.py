@@ -185,7 +185,7 @@ def test_a_path_in_a_checkpoint_is_never_followed(copy, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     for source in (str(tmp_path / "base"), "base", "~/base", "elsewhere/model.gguf"):
         edit(copy, lambda record, source=source: record["shared"].update(source=source))
-        with pytest.raises(ValueError, match=r"not followed.*actor_network="):
+        with pytest.raises(ValueError, match=r"not opened.*actor_network="):
             GRPO.load(copy)
     loaded = GRPO.load(copy, actor_network=shared_model())
     assert equal_states(loaded.state(), load_file(copy / "agent.safetensors"))

@@ -160,10 +160,10 @@ def test_a_manual_loop_equals_collect():
 @pytest.mark.parametrize(
     ("number", "change", "rule"),
     [
-        (0, lambda seen: seen[:, :, :2], "observations must be"),
+        (0, lambda seen: seen[:, :, :2], "observations must have"),
         (1, lambda actions: actions[..., None], "actions must be"),
-        (1, lambda actions: actions - 2, "discrete actions must lie in"),
-        (1, lambda actions: actions + 2, "discrete actions must lie in"),
+        (1, lambda actions: actions - 2, "discrete actions must be in"),
+        (1, lambda actions: actions + 2, "discrete actions must be in"),
         (2, lambda masks: ~masks, "first steps of every episode"),
         (2, lambda masks: masks[:, :1], "both be"),
         (3, lambda rewards: rewards[:, :, :2], "both be"),

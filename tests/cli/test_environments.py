@@ -129,9 +129,9 @@ def test_a_dry_run_prints_the_forecast_and_writes_nothing(workdir, capsys, monke
     output = capsys.readouterr().out
     assert "8 episodes per member and learning step, 24 in all" in output
     assert "1 group of 8" in output
-    assert "at most 12,000 steps a learning step, all members, for episodes of 500" in output  # 3 × 8 × 500
+    assert "at most 12,000 steps per learning step for all members (episodes of 500 steps)" in output  # 3 × 8 × 500
     assert "at most 128 steps per member and learning step" in output  # 8 epochs × ceil(8 × 500 / 256)
-    assert "4 = 2 generations × 2, and 40 episodes from held-out starts" in output  # 4 (1 + 3 × 2) + 2 × 6
+    assert "4 learning steps (2 generations × 2). Evaluations: 40 episodes" in output  # 4 (1 + 3 × 2) + 2 × 6
     assert list(workdir.iterdir()) == []
 
 
@@ -143,8 +143,8 @@ def test_the_forecast_uses_the_default_time_limit(workdir, capsys):
     try:
         assert main(["train", "--env", "Endless-v0", "--dry-run"]) == 0
         message = " ".join(capsys.readouterr().out.split())
-        assert "episodes have no limit and are cut off after 1,000 steps (task.max_episode_steps)" in message
-        assert "for episodes of 1000" in message
+        assert "sets no time limit; episodes are truncated after 1,000 steps (task.max_episode_steps)" in message
+        assert "episodes of 1000 steps" in message
     finally:
         del gymnasium.registry["Endless-v0"]
 
@@ -225,11 +225,16 @@ def test_the_printed_command_continues_a_run_that_max_seconds_ended(workdir, cap
     ]
     assert main(["train", "--env", "CartPole-v1", *brief]) == 0
     output = capsys.readouterr().out
-    assert "Finished: max_seconds 1 is reached" in output
+    assert "Finished: max_seconds 1 reached" in output
     assert main(["resume", "runs/CartPole-v1"]) == 0
-    assert "This run is finished" in capsys.readouterr().out
+    assert "This run is finished (max_seconds 1 reached" in capsys.readouterr().out
     assert main([*printed_command("train further", output), "test_questions=2"]) == 0
     assert "Finished: " in capsys.readouterr().out
+
+
+def test_a_finished_run_tells_its_end_once(finished, capsys):
+    assert main(["resume", str(finished[0])]) == 0
+    assert "This run is finished (2 generations)." in capsys.readouterr().out
 
 
 def test_a_run_directory_is_refused_as_an_agent(finished):

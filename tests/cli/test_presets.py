@@ -67,7 +67,7 @@ def test_python_and_command_line_use_the_same_preset(tmp_path, monkeypatch, caps
     ("arguments", "message"),
     [
         (["--env", "MountainCar-v0", "--preset"], "no preset for MountainCar-v0"),
-        (["--env", "CartPol-v1", "--preset"], "'CartPol-v1' is no environment that Gymnasium knows here"),
+        (["--env", "CartPol-v1", "--preset"], "'CartPol-v1' is not a registered Gymnasium environment"),
         (["--preset", "config.yaml"], "--preset needs --env"),
         (["--parallel-env", "mpe2.simple_spread_v3", "--preset"], "--preset is not available"),
     ],

@@ -45,8 +45,8 @@ def test_a_dry_run_shows_how_rewards_are_computed(project, workdir, capsys, monk
     run = ["train", str(project / "tiny.yaml"), "--dry-run"]
     assert main([*run, *overrides]) == 0
     output = capsys.readouterr().out
-    assert "2 worker processes, at most 2.5 s a call, completions whose reward fails are left out" in output
-    assert "64 in all; groups whose rewards are all equal are resampled up to 3 times" in output
+    assert "2 worker processes, at most 2.5 s per call, completions whose reward fails are left out" in output
+    assert "64 in all. Groups with equal rewards are resampled up to 3 times" in output
     assert "overlong_buffer 4, dynamic_sampling 3" in output
     assert "5 per learning step are written as jsonl" in output
     assert list(workdir.iterdir()) == []

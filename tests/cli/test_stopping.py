@@ -81,7 +81,7 @@ def test_a_run_stopped_by_a_signal_resumes_to_the_same_result(
         else ("train", str(project / "tiny.yaml"), "--run-dir", "run", "--resume-if-exists")
     )
     assert main(words) == 0
-    assert "resuming run after generation" in capsys.readouterr().out
+    assert "Resuming run after generation" in capsys.readouterr().out
     assert events_of(workdir / "run") == uninterrupted
 
 

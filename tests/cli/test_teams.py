@@ -49,9 +49,9 @@ def test_output_of_a_run_uses_the_terms_of_teams(finished):
     run_dir, output = finished
     for text in (
         f"{FAVOURS}: train 100,000, validation 20, test 20 starts",
-        "3, each learning from what all agents earn",
-        "red for red_0, red_1 (sees Box(3,), acts in Discrete(3))",
-        "blue for blue_0 (sees Box(3,), acts in Discrete(3))",
+        "3; each learns from the sum of all rewards",
+        "red for red_0, red_1 (observations Box(3,), actions Discrete(3))",
+        "blue for blue_0 (observations Box(3,), actions Discrete(3))",
         "3 members, each 2 networks (16 tanh, 230 parameters in all) on cpu",  # 2 (3·16 + 16 + 16·3 + 3)
         "your code " + FAVOURS,
         "untrained team: fitness",
@@ -107,10 +107,10 @@ def test_videos_show_the_return_of_each_agent(workdir, capsys):
         (
             ["task.score=min"],
             [
-                "at most 1,600 joint steps a learning step, all members, for episodes of 25",  # 64 × 25
+                "at most 1,600 joint steps per learning step for all members (episodes of 25 steps",  # 64 × 25
                 "4,800 actions of single agents",
                 "at most 20 steps of shared per member and learning step",  # 4 ceil(64·25·3 / 1024)
-                "1,856 joint episodes from held-out starts",  # 64 (1 + 20) + 2 × 256
+                "Evaluations: 1,856 joint episodes",  # 64 (1 + 20) + 2 × 256
                 "fitness lowest return of an agent",
             ],
         ),
@@ -120,9 +120,9 @@ def test_videos_show_the_return_of_each_agent(workdir, capsys):
                 "agent.normalise_observations=true",
             ],
             [
-                "for episodes of 50",
+                "episodes of 50 steps",
                 "fitness returns of agent_0, agent_1",
-                "shared for agent_0, agent_1, agent_2 (sees Box(21,), normalised, acts in Discrete(5))",
+                "shared for agent_0, agent_1, agent_2 (observations Box(21,), normalised, actions Discrete(5))",
             ],
         ),
         (
@@ -130,7 +130,7 @@ def test_videos_show_the_return_of_each_agent(workdir, capsys):
             [
                 "tests.envs.joint_probes:first_earns, fitness",
                 "1 member, each 3 networks",
-                "3, each learning from what it earns itself",
+                "3; each learns from its own reward",
             ],
         ),
     ],

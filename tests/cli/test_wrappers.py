@@ -54,7 +54,7 @@ def test_a_wrapped_run_resumes_and_works_in_processes(project_dir):
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert errors == ""  # workers are silent at their end
-    assert "wrapped in mywrappers:Halves, then TimeAwareObservation" in " ".join(output.split())
+    assert "wrappers mywrappers:Halves, then TimeAwareObservation" in " ".join(output.split())
     assert "fitness 3.000 ± 0.000" in output  # half of six steps
     config = load_config(project_dir / "runs/HalvesPole-v0/config.yaml")
     assert config.task.wrappers == ("mywrappers:Halves", "TimeAwareObservation")

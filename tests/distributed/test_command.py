@@ -49,7 +49,7 @@ def test_a_run_is_started_and_resumed_in_several_processes(tmp_path: Path) -> No
     assert "Restarted by the launcher" in leader
     assert "This run is finished" in leader
     leader, other = both(tmp_path, "resume", "run", "generations=2", "target_fitness=null")
-    assert "resuming run after generation 1" in leader
+    assert "Resuming run after generation 1" in leader
     assert other == ""
     events = [event["event"] for event in read_journal(tmp_path / "run" / "journal.jsonl")]
     assert events.count("run") == 1
@@ -61,7 +61,7 @@ def test_a_dry_run_makes_every_check_and_leaves_nothing(tmp_path: Path) -> None:
     """On all ranks."""
     leader, other = both(tmp_path, "train", "--env", "CartPole-v1", *SMALL, "experience=shared", "--dry-run")
     assert "nothing was trained" in leader
-    assert "2, each with all members" in leader
+    assert "2; each holds all members" in leader
     told = " ".join(leader.split())
     assert "for 2 processes that share memory" in told  # each needs its own memory of one machine
     assert other == ""
@@ -101,7 +101,7 @@ def test_a_signal_to_any_process_ends_all_with_one_status(
 def test_a_signal_to_one_process_ends_a_program_in_all(number: signal.Signals, status: int, tmp_path: Path) -> None:
     """The code after the loop does not run; the output names the run directory."""
     ends = launch(2, tmp_path / "logs", looped, str(tmp_path / "run"), int(number)).ended(60)
-    said = f"stopped after learning step 4; evogrpo.resume({str(tmp_path / 'run')!r}, ...) goes on"
+    said = f"Stopped after learning step 4. Continue with evogrpo.resume({str(tmp_path / 'run')!r}, ...)."
     assert [each for each, _ in ends] == [status, status], ends
     assert all("after the loop" not in words for _, words in ends)
     assert [said in words for _, words in ends] == [True, number == signal.SIGINT], ends

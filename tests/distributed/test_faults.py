@@ -95,8 +95,8 @@ def test_restarted_ranks_do_not_connect_to_killed_ones(late: int) -> None:
     store.set_timeout(timedelta(seconds=20))
     for number, dead in enumerate(("greeting of 1", "greeting of 2")):
         store.set(dead, f"dead {number}")
-    store.set("part for dead 1", "old")
-    store.set("old: 2 has come", "")
+    store.set("prefix for dead 1", "old")
+    store.set("old: 2 joined", "")
 
     def meet(rank: int) -> str:
         time.sleep(0.1 if rank == late else 0)

@@ -100,7 +100,9 @@ def test_a_score_defines_the_fitness():
 
 @pytest.mark.parametrize("score", ["green", ["red", "red_9"], [], 3, None])
 def test_invalid_scores_raise(score):
-    with pytest.raises(ValueError, match=r"score must be one of 'sum', .*\(red_0, red_1, blue_0\).*\(red, blue\)"):
+    with pytest.raises(
+        ValueError, match=r"score must be one of 'sum', .*Agents: red_0, red_1, blue_0\. Prefixes: red, blue"
+    ):
         PettingZooGroups(Favours, score=score)
 
 

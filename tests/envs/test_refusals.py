@@ -171,8 +171,8 @@ def test_observations_outside_their_space_are_refused(vectorization, space, sees
 @pytest.mark.parametrize(
     ("actions", "message"),
     [
-        ([2, 0], "actions must lie in \\[0, 2\\)"),
-        ([0, -1], "actions must lie in \\[0, 2\\)"),
+        ([2, 0], "actions must be in \\[0, 2\\)"),
+        ([0, -1], "actions must be in \\[0, 2\\)"),
         ([[0], [0]], r"shape \(2,\) for Discrete\(2\), got \(2, 1\)"),
     ],
 )

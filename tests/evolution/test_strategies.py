@@ -346,12 +346,12 @@ def born(slot, index, parent, group_size=8):
     ("fields", "message"),
     [
         ({"reasons": ("a",)}, "reasons must"),
-        ({"parents": (0, 2)}, "must lie in 0..1"),
-        ({"parents": (0, 0)}, r"child, missing in \[1\]"),
+        ({"parents": (0, 2)}, r"must be in \[0, 1\]"),
+        ({"parents": (0, 0)}, r"slots \[1\] copy another slot"),
         ({"children": (born(0, 4, 0), born(1, 4, 0))}, "distinct slots and indices"),
         ({"children": (born(1, 4, 0), born(1, 5, 0))}, "distinct slots and indices"),
-        ({"parents": (0, None), "children": (born(1, 4, 0),)}, r"parents must .* in \[1\]"),
-        ({"children": (born(1, 4, None),)}, r"parents must .* in \[1\]"),
+        ({"parents": (0, None), "children": (born(1, 4, 0),)}, r"parents must .* in slots \[1\]"),
+        ({"children": (born(1, 4, None),)}, r"parents must .* in slots \[1\]"),
         ({"parents": (None, None)}, "must keep at least one member"),
     ],
 )

@@ -236,6 +236,6 @@ def test_an_insignificant_improvement_is_labelled(tmp_path, fake_run, gain, told
     """The journal's standard error is 0.1; differences within two standard errors are insignificant."""
     event = journals.outcome(0, gain=gain)
     text = Page(html_page(summarise([*read_journal(fake_run(tmp_path) / "journal.jsonl"), event]))).text
-    assert ("No significant improvement over the untrained base" in text) is not told
+    assert ("No significant difference from the untrained base" in text) is not told
     assert f"paired difference, test {score_text(gain, 0.1)}" in " ".join(text.split())
     assert (verdict(TestReport.from_json(event), LANGUAGE) is None) is told

@@ -60,7 +60,7 @@ def test_reopening_goes_on_where_it_stopped(path):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"loss": float("nan")}, r"step\.loss is nan.*pass None"),
+        ({"loss": float("nan")}, r"step\.loss is nan.*Pass None"),
         ({"members": [{"kl": float("-inf")}]}, r"step\.members\[0\]\.kl is -inf"),
         ({"members": {0: 1}}, "keys are text"),
         ({"index": np.int64(3)}, "step.index is a int64"),

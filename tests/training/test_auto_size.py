@@ -71,11 +71,11 @@ def test_sizes_are_chosen_for_a_hundred_steps(clock, seconds, expected):
     prepared = prepare_in(configured(seconds), costly(clock))
     assert sizes(prepared.config) == expected
     assert not prepared.config.auto
-    said = {1.0: "although no learning step is expected to fit", 60.0: "so that about 30 learning steps"}
+    said = {1.0: ". No learning step is expected to fit", 60.0: "so that about 30 learning steps"}
     fits = said.get(seconds, "so that about 100 learning steps")
     assert (fits in prepared.facts()["sizes"]) == (expected != FULL)
     assert prepared.facts()["sizes"].startswith(
-        f"{expected[0]} member{'s' if expected[0] > 1 else ''}, {expected[1]} episodes a step, {expected[2]} starts"
+        f"{expected[0]} member{'s' if expected[0] > 1 else ''}, {expected[1]} episodes per step, {expected[2]} starts"
     )
 
 
@@ -114,7 +114,7 @@ def test_groups_shrink_if_not_one_fits(clock):
         assert prepared.config.hyperparameters.group_size == prepared.config.schedule.samples_per_step == group
         steps = min(100, int(seconds / (group * 100 * 0.0025)))
         said = prepared.facts()["sizes"]
-        assert f"{group} episodes a step, in groups of {group}" in said
+        assert f"{group} episodes per step, in groups of {group}" in said
         assert abs(int(re.search(r"about (\d+) learning steps fit", said).group(1)) - steps) <= 1
     # Nothing can be measured in time.
     prepared = prepare_in(configured(6.0, hyperparameters=small["hyperparameters"]), costly(clock, 100, 0.0025))
@@ -161,7 +161,7 @@ def test_images_are_limited_by_memory(monkeypatch):
         )
         prepared = prepare_in(configured(), env)
         assert (prepared.config.population.size, prepared.config.schedule.samples_per_step) == (members, samples)
-        assert ("half of the memory" in prepared.facts()["sizes"]) == (members < 8 or samples < 32)
+        assert ("half of the available memory" in prepared.facts()["sizes"]) == (members < 8 or samples < 32)
         assert there < 1e9 or prepared.forecast().need.size <= there / 2
 
 

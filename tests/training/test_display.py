@@ -92,7 +92,9 @@ def test_leaving_the_loop_cleans_the_terminal(monkeypatch):
     assert before.count("\x1b[?25l") == before.count("\x1b[?25h") > 0
     run.stop("enough")
     assert list(run) == []
-    assert "enough after learning step 2; nothing was recorded" in CONTROL.sub("", terminal.getvalue())
+    assert "enough after learning step 2; no run directory, so nothing was saved" in CONTROL.sub(
+        "", terminal.getvalue()
+    )
 
 
 def test_an_error_of_user_code_cleans_the_terminal(monkeypatch):
@@ -174,10 +176,10 @@ def test_the_star_marks_the_best_member():
     assert "★ best so far" in tables[0]
     for table in tables[1:]:
         assert "best of this generation" in table
-        assert f"★ is still #{run.run_state.best.index} of generation 1" in table
+        assert f"★ best so far: #{run.run_state.best.index} of generation 1" in table
 
 
-@pytest.mark.parametrize(("width", "told"), [(140, "rewards equal in all groups"), (80, "equal")])
+@pytest.mark.parametrize(("width", "told"), [(140, "no learning signal"), (80, "no signal")])
 def test_a_member_with_constant_rewards_is_marked(stored_language_run, width, told):
     report = next(each for each in stored_language_run.reports if isinstance(each, GenerationReport))
 
@@ -187,6 +189,24 @@ def test_a_member_with_constant_rewards_is_marked(stored_language_run, width, to
 
     assert with_zero_std(1.0).count(told) == len(report.members)
     assert "equal" not in with_zero_std(0.9)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (940, "940"),
+        (12_345, "12.3k"),
+        (999_499, "999k"),
+        (999_600, "1M"),
+        (999_600_000, "1,000M"),
+        (2 * 10**9, "2,000M"),
+    ],
+)
+def test_counts_of_tokens_are_short(stored_language_run, tokens, text):
+    report = next(each for each in stored_language_run.reports if isinstance(each, GenerationReport))
+    members = [dataclasses.replace(each, tokens=tokens) for each in report.members]
+    words = drawn(generation_table(dataclasses.replace(report, members=members), [], 140, LANGUAGE), 140).split()
+    assert words.count(text) == len(report.members)
 
 
 def test_changes_of_a_new_member_are_arrows_names_or_none(stored_language_run):

@@ -158,9 +158,9 @@ def test_an_os_exit_shows_in_the_records(tmp_path, monkeypatch, capfd):
     # A process cannot prevent os._exit; the records show it.
     assert status_of(lambda: os._exit(main(["train", "c.yaml", "--run-dir", "run"]))) == 0
     assert main(["best", "run"]) == 0
-    assert "still active, or killed" in " ".join(capfd.readouterr().out.split())
+    assert "not ended (active or killed)" in " ".join(capfd.readouterr().out.split())
     page = html_page(summarise(read_journal("run/journal.jsonl")))
-    assert "still active, or killed" in page
+    assert "not ended (active or killed)" in page
     Path("after").write_text("3")
     assert status_of(lambda: os._exit(main(["resume", "run"]))) == 0
-    assert "was killed or crashed" in capfd.readouterr().out
+    assert "did not stop cleanly" in capfd.readouterr().out

@@ -78,7 +78,7 @@ def test_a_run_is_shown_interrupted_and_resumed(kernel, tmp_path):
     messages = kernel.run(f"{begin}\nrun.finish()", interrupt=True)
     (error,) = [content for kind, content in messages if kind == "error"]
     assert error["ename"] == "KeyboardInterrupt"
-    assert "evogrpo.resume('run', ...) goes on" in error["evalue"]
+    assert "Continue with evogrpo.resume('run', ...)." in error["evalue"]
     assert any(kind == "update_display_data" for kind, _ in messages)
     left = [content["data"]["text/html"] for kind, content in messages if kind == "update_display_data"]
     assert left[-1] == ""  # the bar is gone

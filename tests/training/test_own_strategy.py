@@ -142,9 +142,9 @@ def test_journal_and_display_show_retirements_and_costs(halving):
     assert run_report(folder).write().read_text(encoding="utf-8").count("<td>a new round</td>") >= 3
     shown = [[str(line) for line in plan_lines(r)] for r in reports if isinstance(r, GenerationReport)]
     assert [lines[-1] for lines in shown[:2]] == [
-        f"selection: {samples} samples per step from here on" for samples in (16, 32)
+        f"selection: {samples} samples per step from the next generation" for samples in (16, 32)
     ]
-    assert all("is retired, " in line for line in shown[0][:2])
+    assert all(" removed (" in line for line in shown[0][:2])
     assert ["a founder" in line for line in shown[2] if "samples" not in line] == [True, False, False]
 
 
@@ -168,7 +168,7 @@ def test_members_sample_as_planned(tmp_path):
     plans = [event["plan"] for event in events_of(tmp_path / "run") if event["event"] == "generation"]
     assert [plan and plan.get("samples") for plan in plans] == [[12, 8, 4], [4, 4, 16], None, None]
     lines = [str(line) for r in reports if isinstance(r, GenerationReport) for line in plan_lines(r)]
-    assert "selection: 4 4 16 samples per step by slot from here on" in lines
+    assert "selection: 4 4 16 samples per step by slot from the next generation" in lines
 
 
 def test_every_member_has_samples_to_learn_from():

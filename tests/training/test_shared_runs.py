@@ -105,7 +105,7 @@ def test_configurations_round_trip(given):
     assert again.experience == config.experience
     assert config.to_json()["experience"] == ("own" if given == "own" else dump(config.experience))
     row = samples_row(config, "completions")
-    assert ("each learns from" in row) == (given != "own")
+    assert ("Each member learns from" in row) == (given != "own")
 
 
 def test_train_shares_experience(tmp_path):

@@ -124,7 +124,7 @@ def test_a_loop_that_gets_a_signal_is_saved_before_it_ends(tmp_path, number):
     process.send_signal(number)
     output, errors = process.communicate(timeout=100)
     assert "ended" not in output
-    assert "stopped after learning step 0; evogrpo.resume('run', ...) goes on" in errors
+    assert "Stopped after learning step 0. Continue with evogrpo.resume('run', ...)." in errors
     assert process.returncode in ((1, -signal.SIGINT, 130) if number == signal.SIGINT else (128 + number,))
     stopped = read_journal(tmp_path / "run" / "journal.jsonl")[-1]
     name = "the user" if number == signal.SIGINT else "SIGTERM"
@@ -231,7 +231,7 @@ class InterruptedLog(io.StringIO):
 def test_ctrl_c_while_something_is_shown_stops_the_run(tmp_path, words):
     trainer = tiny_run(tmp_path / "run", generations=100)
     run = Run(trainer, RunDisplay(Console(file=InterruptedLog(words), width=80), trainer))
-    with pytest.raises(KeyboardInterrupt, match=r"stopped after learning step \d+; evogrpo.resume\(.*goes on"):
+    with pytest.raises(KeyboardInterrupt, match=r"Stopped after learning step \d+. Continue with evogrpo.resume"):
         run.finish()
     assert trainer.result.reason == "stopped by the user"
     assert not trainer.result.complete

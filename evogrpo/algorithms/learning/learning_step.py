@@ -56,7 +56,7 @@ def learn(members: "PolicySet", learners: Sequence[Learner], experience: Experie
         ValueError: If a policy is unknown, a learner has no rows, a row belongs to no learner or source, a reward is
             infinite, or the objective does not fit the bank or the batch.
     """
-    # 1. Check that the experience has rows of every member that is learnt from, and of no other.
+    # 1. Check that the experience has rows of every member that is learned from, and of no other.
     policies = members.policies
     unknown = sorted(set(experience) - set(policies))
     if unknown:
@@ -444,6 +444,6 @@ def _warn_equal_steps(kind: str, batch: Batch) -> None:
     if differ and len(step_rewards) and bool(step_rewards.min() == step_rewards.max()):
         warn(
             f"Every step earned {float(step_rewards[0]):g}, so advantage='process' is 0 everywhere and nothing is "
-            "learnt. Choose 'return_to_go_timestep' or 'outcome'.",
+            "learned. Choose 'return_to_go_timestep' or 'outcome'.",
             rank_zero_only=False,
         )

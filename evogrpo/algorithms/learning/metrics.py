@@ -136,7 +136,7 @@ def merge_reports(reports: Mapping[str, LearnReport], *, several: bool) -> Learn
     """Merge the reports of a member's policies: sum costs, average metrics.
 
     Args:
-        reports: By policy; only policies that learnt.
+        reports: By policy; only policies that learned.
         several: True if members have more than one policy.
     """
     if not several and reports:

@@ -47,7 +47,7 @@ class TrainingRows:
     effective sample size is below the learner's `min_ess`; see `_drop_distant_members`.
 
     Args:
-        bank: The policies; nothing has been learnt yet.
+        bank: The policies; nothing has been learned yet.
         batch: Whole episodes of any members.
         learners: By slot. Those without `sources` learn from their own rows.
         trust_sampler: Take the sampler's log-probabilities as the old ones.
@@ -80,7 +80,8 @@ class TrainingRows:
         if any(learner.sources is not None for learner in learners.values()):
             if batch.sampler_log_probs is None:
                 raise ValueError(
-                    "Learning from other members needs sampler_log_probs in the batch. Record them or drop sources."
+                    "Learning from other members needs sampler_log_probs in the batch. Record them, or train without "
+                    "shared experience."
                 )
             sampled_by = batch.member_ids
             rows, owners = [], []

@@ -87,11 +87,12 @@ def as_completions(
 
     Args:
         prompts: The prompts, one per group.
-        rollout: Equally many rows per prompt, groups next to each other.
+        rollout: The same number of rows for each prompt, in prompt order.
         pad_id: Padding token.
 
     Returns:
-        Per prompt `[g, P + C]` ids and `[g, P + C - 1]` masks: mask j is True if token j + 1 was sampled.
+        Per prompt `[g, P + C]` ids and `[g, P + C - 1]` masks for a prompt of P tokens and completions of up to C: mask
+        j is True if token j + 1 was sampled.
     """
     ids, masks, group_size = [], [], len(rollout.actions) // len(prompts)
     for number, prompt in enumerate(prompts):

@@ -165,7 +165,7 @@ class StackedPolicy:
         return ArchitectureChange(architecture=changed, old=config.description, new=new.description)
 
     def change_architecture(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
-        """Change a member's architecture and keep what it has learnt."""
+        """Change a member's architecture and keep what it has learned."""
         config = self.bank.architecture(slot)
         if config is None:
             raise ValueError(f"The architecture of a custom module cannot change, got {architecture}.")
@@ -357,7 +357,9 @@ def _shown(observations: Any, taken: NDArray[np.bool_], learner: Learner, networ
     for leaf, value in zip(leaf_spaces(space), flatten(space, observations), strict=True):
         array = _array(value)
         if array.shape != (*taken.shape, *(leaf.shape or ())):
-            raise ValueError(f"observations must be {[*taken.shape, '...']} of {leaf}, got {array.shape}")
+            raise ValueError(
+                f"observations must have the shape {taken.shape} followed by the shape of {leaf}, got {array.shape}."
+            )
         leaves.append(array.reshape(n, t, *array.shape[3:]).astype(leaf.dtype, copy=False))
     flat = unflatten(space, [leaf.reshape(n * t, *leaf.shape[2:]) for leaf in leaves])
     shown = flatten(space, networks.shown(flat, np.full(n * t, learner.slot)))

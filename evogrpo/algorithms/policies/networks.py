@@ -68,7 +68,7 @@ class NetworkPolicySet:
         device: As given.
         policies: The policies by name.
         banks: Their banks.
-        masked: True if a single agent has learnt with action masks.
+        masked: True if a single agent has learned with action masks.
         processes: Ranks that divide the episodes; this process alone at first.
 
     Raises:
@@ -360,7 +360,7 @@ class NetworkPolicySet:
         )
 
     def change_architecture(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
-        """Change the architecture of one policy, given by name in a team, and keep what it has learnt."""
+        """Change the architecture of one policy, given by name in a team, and keep what it has learned."""
         ((name, own),) = ((DEFAULT_POLICY, architecture),) if self._single else architecture.items()
         self.policies[name].change_architecture(slot, own, rng)
 

@@ -449,7 +449,7 @@ class PolicySet(Protocol):
         ...
 
     def change_architecture(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
-        """Apply a drawn architecture to a member and keep what it has learnt."""
+        """Apply a drawn architecture to a member and keep what it has learned."""
         ...
 
     # ---- checkpoints

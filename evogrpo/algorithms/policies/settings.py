@@ -184,7 +184,7 @@ class LanguageSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.min_output_tokens <= self.max_output_tokens:
             raise ValueError(
-                f"min_output_tokens must lie in [0, max_output_tokens = {self.max_output_tokens}], "
+                f"min_output_tokens must be in [0, max_output_tokens = {self.max_output_tokens}], "
                 f"got {self.min_output_tokens}"
             )
         if self.max_episode_tokens is not None and self.max_episode_tokens < self.max_output_tokens:

@@ -39,8 +39,8 @@ def collect(
         learners: The members that act, all at the same learning step.
         env: Provides starts and rewards.
         samples_per_step: Completions (or episodes) per member; every group size divides it.
-        block: Largest number of starts that a member uses at first, the same for all steps and members of a run; with
-            `distinct_starts` that of all members together.
+        block: Largest number of starts that a member uses without refills, the same for all steps and members of a
+            run; with `distinct_starts` that of all members together.
         samples: By slot, the number of completions instead of `samples_per_step`.
         distinct_starts: Members use different starts of the block, one member's after the other's.
         stop: Checked between tokens or steps, and between reward calls.
@@ -56,12 +56,12 @@ def collect(
         first = groups[-1].stop if groups and distinct_starts else 0
         groups.append(range(first, first + count // size))
     # 2. Sample and reward.
-    refills = members.settings.objective.dynamic_sampling
-    whole = block * (1 + refills)
-    sampled = sample_groups(members, env, learners, groups, block=whole, purpose="sample", stop=stop)
+    max_refills = members.settings.objective.dynamic_sampling
+    full_block = block * (1 + max_refills)
+    sampled = sample_groups(members, env, learners, groups, block=full_block, purpose="sample", stop=stop)
     group_rewards = sampled.mean_group_rewards()
     # 3. Dynamic sampling.
-    if refills:
+    if max_refills:
         used = {learner.slot: own.stop for learner, own in zip(learners, groups, strict=True)}
         if distinct_starts:
             used = dict.fromkeys(used, groups[-1].stop)
@@ -72,8 +72,8 @@ def collect(
             sampled,
             used=used,
             distinct_starts=distinct_starts,
-            block=whole,
-            most=refills,
+            block=full_block,
+            max_rounds=max_refills,
             stop=stop,
         )
     # 4. Observation statistics change only now: an interrupted rollout leaves them as they were.
@@ -168,10 +168,10 @@ def resample_groups(
     used: dict[int, int],
     distinct_starts: bool,
     block: int,
-    most: int,
+    max_rounds: int,
     stop: Stop = NEVER,
 ) -> RolloutBatch:
-    """Replace groups without learning signal, in at most `most` rounds.
+    """Replace groups without learning signal, in at most `max_rounds` rounds.
 
     In each round a member samples as many new groups as it has groups without signal, on the next unused starts of the
     step's block. New groups with signal replace old ones in order. The result for a member depends on itself alone.
@@ -183,8 +183,8 @@ def resample_groups(
         sampled: Their samples so far, on the first starts of the block.
         used: By slot, the number of starts of the block that are used; updated.
         distinct_starts: See `collect`.
-        block: Length of the step's block: `1 + most` times the starts that a member uses at first.
-        most: Maximum number of rounds, at least 1.
+        block: Length of the step's block: `1 + max_rounds` times the starts that a member uses without refills.
+        max_rounds: Maximum number of rounds, at least 1.
         stop: See `collect`.
 
     Returns:
@@ -194,7 +194,7 @@ def resample_groups(
     """
     kinds = {each.slot: members.settings.objective.of(each.hyperparameters).advantage for each in learners}
     (policy,) = sampled.experience  # objectives of several agents do not allow dynamic sampling
-    for number in range(1, most + 1):
+    for number in range(1, max_rounds + 1):
         # 1. Sample as many new groups as each member has groups without signal.
         batch = sampled.experience[policy]
         idle = groups_without_signal(batch, kinds)

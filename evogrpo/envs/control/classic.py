@@ -24,8 +24,8 @@ class ClassicControl(VectorEnv):
 
     Every episode equals `gymnasium.make(id)` reset with the same seed, bit for bit: observations, rewards, termination
     and truncation. The formulas therefore keep Gymnasium's order of operations, its mixture of float32 and float64,
-    and its library functions: `x**2` of a numpy scalar is the C library's `pow`, which `np.float_power` calls and
-    `x * x` does not always equal.
+    and its library functions. For example, `x**2` of a numpy scalar is the C library's `pow`. `np.float_power` calls
+    `pow`; `x * x` can differ from it.
 
     Args:
         max_episode_steps: Steps after which an episode is truncated, at least 1.

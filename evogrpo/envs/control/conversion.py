@@ -109,7 +109,7 @@ def to_environment(space: spaces.Space[Any], actions: Array) -> Array:
 
 def _check_range(actions: Array, count: Any) -> None:
     if ((actions < 0) | (actions >= count)).any():
-        raise ValueError(f"discrete actions must lie in [0, {count}), got {actions.tolist()}")
+        raise ValueError(f"discrete actions must be in [0, {count}), got {actions.tolist()}")
 
 
 def mask_sizes(space: spaces.Space[Any]) -> tuple[int, ...]:

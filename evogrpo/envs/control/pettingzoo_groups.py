@@ -108,9 +108,11 @@ class JointEnv:
                 blank = np.zeros((1, *(space.shape or ())), dtype=space.dtype)
                 own[agent] = plain_action(to_environment(space, blank)[0])
         observations, rewards, terminations, truncations, infos = self.env.step(dict(own))
-        unpaid = [str(agent) for agent in own if agent not in rewards]
-        if unpaid:
-            raise ValueError(f"{self.env.unwrapped} must give a reward, possibly 0, to agents that acted: {unpaid}")
+        without_reward = [str(agent) for agent in own if agent not in rewards]
+        if without_reward:
+            raise ValueError(
+                f"{self.env.unwrapped} must give a reward, possibly 0, to agents that acted: {without_reward}"
+            )
         self._steps += 1
         active = {str(agent): agent for agent in self.env.agents}
         terminated = before & {str(agent) for agent, flag in terminations.items() if flag}
@@ -328,8 +330,8 @@ def choose_scoring(score: Score, agents: Sequence[str]) -> Scoring:
     wrong = [name for name in names if name not in agents and name not in prefixes]
     if wrong or not names:
         raise ValueError(
-            f"score must be one of {', '.join(map(repr, _OVER_ALL))}, a function, or names of agents "
-            f"({', '.join(agents)}) or prefixes ({', '.join(prefixes)}), got {wrong[0] if wrong else score!r}"
+            f"score must be one of {', '.join(map(repr, _OVER_ALL))}, a function, or names of agents or prefixes, got "
+            f"{wrong[0] if wrong else score!r}. Agents: {', '.join(agents)}. Prefixes: {', '.join(prefixes)}."
         )
     named = frozenset(names)
 

@@ -80,8 +80,8 @@ class PolicySpec:
         unknown = sorted(set(agents) - set(self.agents))
         if unknown:
             raise ValueError(
-                f"agent_ids requires all agents in advance: {unknown} are not among {list(self.agents)}. Leave out "
-                "agent_ids, or list every agent in possible_agents."
+                f"With agent_ids, list every agent in possible_agents. Missing: {', '.join(unknown)}. Or leave out "
+                "agent_ids."
             )
         flags: NDArray[Any] = np.eye(len(self.agents), dtype=np.float32)[[self.agents.index(name) for name in agents]]
         if _is_vector(space):
@@ -160,9 +160,8 @@ def map_policies(
                         map_policies(observation_spaces, action_spaces, "prefix")
                         finer = "prefix"
                 raise ValueError(
-                    f"policies={policies!r} requires equal spaces for all agents of a policy, but {first} has "
-                    f"{observation_spaces[first]} and {action_spaces[first]}, {agent} has {observation_spaces[agent]} "
-                    f"and {action_spaces[agent]}. Set policies={finer!r}, or use a wrapper that makes them equal."
+                    f"Agents {first} and {agent} must have equal spaces with policies={policies!r}. Set "
+                    f"policies={finer!r}, or use a wrapper that makes the spaces equal."
                 )
         check_action_space(action_spaces[first])
         space = agent_space = observation_spaces[first]

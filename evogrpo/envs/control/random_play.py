@@ -132,8 +132,8 @@ def check_determinism(
     except (TypeError, ValueError, AttributeError, LookupError) as error:
         raise ValueError(
             f"{name} failed in a few steps of random play: {type(error).__name__}: {error}. reset(seed=...) must "
-            "return (observation, info) and step() (observation, reward, terminated, truncated, info); with several "
-            "agents, each is a dict by agent."
+            "return (observation, info). step() must return (observation, reward, terminated, truncated, info). With "
+            "several agents, each is a dict by agent."
         ) from error
     if difference is None:
         return chosen, noisy
@@ -241,12 +241,12 @@ def find_opposed_agent(
 ) -> str | None:
     """Return a warning about the agent whose rewards are most clearly opposed to those of the others, or None.
 
-    Episodes from one start differ by their actions only, so the test correlates the deviation of an agent's reward from
-    its mean over the start's episodes at the same step with that of the sum of all other rewards. If agents are
-    independent, permuting the episodes of each agent within a start makes no difference. An agent is opposed if its
-    correlation is below -0.2 and below the lowest of any agent in each of 199 permutations: a permutation test at
-    0.5 %, for any distribution and autocorrelation of rewards. Unless all correlations are above 0.2, the test is
-    repeated with four times as many steps.
+    Episodes from one start differ by their actions only. The mean over the start's episodes at the same step is
+    therefore subtracted from each reward. The test correlates these deviations of an agent's reward with those of the
+    sum of all other rewards. If agents are independent, permuting the episodes of each agent within a start makes no
+    difference. An agent is opposed if its correlation is below -0.2 and below the lowest of any agent in each of 199
+    permutations. This is a permutation test at 0.5 %, for any distribution and autocorrelation of rewards. Unless all
+    correlations are above 0.2, the test is repeated with four times as many steps.
 
     Args:
         env: Vector environment to play in, without running episodes.

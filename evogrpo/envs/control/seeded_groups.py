@@ -156,7 +156,7 @@ class SeededGroups(ABC):
         """Return the reset seeds of starts of a split, each in [0, size(split))."""
         size = self.size(split)
         if not all(0 <= start < size for start in starts):
-            raise ValueError(f"starts of {split} must lie in [0, {size - 1}], got {list(starts)}")
+            raise ValueError(f"starts of {split} must be in [0, {size - 1}], got {list(starts)}")
         # An odd multiplier permutes the range: no seed repeats, and a larger split keeps the smaller one's seeds.
         factor, shift = generator(self.seed, "reset seeds", SPLITS.index(split)).integers(SEEDS_PER_SPLIT, size=2)
         base, odd = SPLITS.index(split) * SEEDS_PER_SPLIT, int(factor) | 1

@@ -344,8 +344,8 @@ def compute_rewards(
     for job, error in failed_jobs:
         repeats = [values.get((job.name, row)) for row in job.rows]
         if not any(isinstance(value, BaseException) for value in repeats):
-            note = f" (for {len(job.rows)} completions at once, but for none of them alone)"
-            raise _failed(job.name, error, inputs.texts[job.rows[0]], note=note)
+            note = f" (on a batch of {len(job.rows)} completions, not on single ones)"
+            raise _reward_error(job.name, error, inputs.texts[job.rows[0]], note=note)
     # 3. Check the values.
     components: dict[str, NDArray[np.float64]] = {}
     steps: dict[str, list[StepRewards | None]] = {}
@@ -425,7 +425,7 @@ def _checked_value(name: str, value: Any, inputs: RewardInputs, row: int) -> tup
     """Return one reward as a float, NaN for None, and its step rewards; raise RewardError if it is invalid."""
     text = inputs.texts[row]
     if isinstance(value, BaseException):
-        raise _failed(name, value, text)
+        raise _reward_error(name, value, text)
     if value is None:
         return math.nan, None
     steps = value if isinstance(value, StepRewards) else None
@@ -458,7 +458,8 @@ def _checked_list(name: str, values: Any, count: int) -> list[Any]:
     return list(values)
 
 
-def _failed(name: str, error: BaseException, text: str, note: str = "") -> RewardError:
+def _reward_error(name: str, error: BaseException, text: str, note: str = "") -> RewardError:
+    """Return the RewardError for a failed call."""
     raised = f"raised {type(error).__name__}: {_short_repr(str(error))}"
     reason = str(error) if isinstance(error, CallFailedError) else raised
     failure = RewardError(f"Reward function {name!r} {reason}{note} for the completion {_short_repr(text)}")

@@ -346,8 +346,7 @@ class Reward:
         if misplaced or not self._accepts(*AGILERL_ARGUMENTS):
             raise ValueError(
                 f"Reward function {self.name!r} must take (completion, answer, question), got {self.signature}. Use "
-                "these names in any order, or other names in this order. A function in TRL's form, with other columns, "
-                "belongs in reward_funcs (form: trl)."
+                "these names, or pass a function in TRL's form as reward_funcs (form: trl)."
             )
         return None
 
@@ -390,9 +389,8 @@ class Reward:
         if not names or not self._accepts(**dict.fromkeys(names)):
             raise ValueError(
                 f"Reward function {self.name!r} takes {self.signature}, but is called by name with "
-                f"{', '.join((*TRL_ARGUMENTS, *others))} and the columns of {where} {sorted(passed)}. It must take "
-                "completions. Rename a parameter or a column. log_extra and log_metric are not available in worker "
-                "processes. A function of a single completion belongs in reward_fn (form: agilerl)."
+                f"{', '.join((*TRL_ARGUMENTS, *others))} and the columns of {where}: {', '.join(sorted(passed))}. "
+                "Rename its parameters. A function of a single completion belongs in reward_fn (form: agilerl)."
             )
 
     def jobs(self, inputs: RewardInputs, rows: Sequence[int], num_workers: int) -> list[Job]:

@@ -15,7 +15,7 @@ class Leader(Stateless):
     """Search hyperparameters on the samples of one agent.
 
     Only the leader samples, and all members learn from its samples, each with its own hyperparameters. On every new
-    batch, before any member has learnt from it, importance sampling estimates what each member would have earned
+    batch, before any member has learned from it, importance sampling estimates what each member would have earned
     (training rewards of `FitnessConfig`). After each generation the best member leads, and all others become clones of
     it with mutated hyperparameters.
 

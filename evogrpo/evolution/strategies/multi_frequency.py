@@ -101,7 +101,7 @@ class MultiFrequency(Stateless):
             inherited = "weights and hyperparameters" if hyperparameters is None else "weights only"
             choices[slot] = Choice(
                 parent=migrant,
-                reason=f"replaced by slot {migrant}: migrant with {inherited}",
+                reason=f"replaced by slot {migrant}: member of another sub-population with {inherited}",
                 hyperparameters=hyperparameters,
             )
 

@@ -53,7 +53,10 @@ class SuccessiveHalving(Stateless):
                 choices.append(Choice(parent=None, reason="empty"))
             elif slot in survivors:
                 choices.append(
-                    Choice(parent=slot, reason="kept: among the best" if remainder == 0 else "kept: no rung")
+                    Choice(
+                        parent=slot,
+                        reason="kept: among the best" if remainder == 0 else "kept: no halving in this generation",
+                    )
                 )
             else:
                 reason = "failed" if record.fitness is None else f"not among the best {survivor_count}"

@@ -372,7 +372,10 @@ class FastLlama:
         return self.rotations_at((mask.cumsum(1) - 1).clamp(min=0)[:, -t:])
 
     def rotations_at(self, positions: Tensor) -> Rotations:
-        """Return the rotary embeddings at positions `[n, t]`."""
+        """Return the rotary embeddings at positions `[n, t]`.
+
+        By layer kind: (cos, sin) of keys, and the same times the attention scale for queries.
+        """
         half, scaling, rotations = self.layout.width // 2, self.layout.scaling, Rotations()
         for kind in {layer.kind for layer in self.layout.layers}:
             by_kind = () if kind is None else (kind,)

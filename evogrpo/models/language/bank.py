@@ -17,7 +17,7 @@ from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS
 from evogrpo.models.language.adapters import AdapterStates
 from evogrpo.models.language.causal_model import CausalModel
 from evogrpo.models.language.compatibility import check_causal_class, check_token_ids
-from evogrpo.models.language.forward import ForwardPasses, share_prefixes
+from evogrpo.models.language.forward import ForwardPasses, distinct_prefixes
 from evogrpo.models.language.fsdp import run_on_all_ranks
 from evogrpo.models.language.loading import loadable_name
 from evogrpo.models.language.lora import StoredAdapter, peft_files
@@ -219,7 +219,7 @@ class AdapterBank(AdapterStates):
     ) -> dict[int, int]:
         """Return the tokens of rows with completions of these lengths, by slot; see `cost`."""
         tokens: dict[int, int] = {}
-        pairs, rows = share_prefixes(member_ids.cpu(), prompt_ids.cpu())
+        pairs, rows = distinct_prefixes(member_ids.cpu(), prompt_ids.cpu())
         for slot, prompt in pairs if self.base.shares_prefix else [pairs[row] for row in rows.tolist()]:
             tokens[slot] = tokens.get(slot, 0) + len(prompts[prompt])
         for slot, length in zip(member_ids.tolist(), lengths, strict=True):

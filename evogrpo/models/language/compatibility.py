@@ -112,8 +112,7 @@ def check_context(context: int | None, width: int) -> None:
     if context is not None and width > context:
         raise ValueError(
             f"The longest prompt and its completion take {width} tokens, but the model's context is {context}. Lower "
-            "max_output_tokens, or set max_prompt_length to leave long prompts out. The config sets the context: "
-            "max_position_embeddings, or original_max_position_embeddings (longrope), or floor_scale (Llama 4)."
+            "max_output_tokens, or set max_prompt_length to leave long prompts out."
         )
 
 
@@ -254,8 +253,8 @@ def find_head(model: PreTrainedModel, decoder: nn.Module) -> Head:
                 if all(close(*rows) for rows in zip(head(probe), expected, strict=True)):
                     return head
     raise ValueError(
-        f"The vocabulary head of {type(model).__name__} is not supported: its logits are not scaled or soft-capped "
-        "output embeddings of the final hidden states. Use another architecture."
+        f"The vocabulary head of {type(model).__name__} is not supported: its logits are computed in an unknown "
+        "way from the final hidden states. Use another architecture."
     )
 
 

@@ -91,7 +91,7 @@ def micro_batches(
     return parts
 
 
-def share_prefixes(member_ids: Tensor, prompt_ids: Tensor) -> tuple[list[tuple[int, int]], Tensor]:
+def distinct_prefixes(member_ids: Tensor, prompt_ids: Tensor) -> tuple[list[tuple[int, int]], Tensor]:
     """Find the distinct (member, prompt) pairs of rows.
 
     Args:
@@ -318,7 +318,7 @@ class ForwardPasses:
         members = _scoring_slots(batch, policy)
         order = lexsort(inputs.prompt_ids, members).tolist()
         lengths = _lengths(batch.action_mask).tolist()
-        _, prefixes = share_prefixes(members.cpu(), inputs.prompt_ids.cpu())
+        _, prefixes = distinct_prefixes(members.cpu(), inputs.prompt_ids.cpu())
         widths = [len(inputs.prompts[prompt]) for prompt in inputs.prompt_ids.tolist()]
         repeated = [[row] for row in range(len(batch))] if fast_paths_disabled() else repetitions(batch, members)
         rows = [row for row in order if lengths[row] and repeated[row]]
@@ -350,7 +350,7 @@ class ForwardPasses:
             early = positions_in_turn(batch.chosen[:, :used]) < inputs.min_new_tokens
         # 2. Hidden states `[k, used, h]` that predict the actions, then the actions' log-probabilities and entropies.
         members = _scoring_slots(batch, policy)
-        pairs, rows = share_prefixes(members, inputs.prompt_ids.to(members.device))
+        pairs, rows = distinct_prefixes(members, inputs.prompt_ids.to(members.device))
         prompts, slots = [inputs.prompts[prompt] for _, prompt in pairs], [slot for slot, _ in pairs]
         fed, present = batch.actions[:, : used - 1], batch.present[:, : used - 1]
         with self.model.autocast():

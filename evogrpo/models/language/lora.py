@@ -492,8 +492,8 @@ class StoredAdapter:
         odd = sorted(names ^ self.tensors.keys())
         if odd:
             raise ValueError(
-                f"The adapter has {len(self.tensors)} matrices, members of this model have {len(names)}; for example, "
-                f"{odd[0]!r} is not in both. The adapter belongs to another base model."
+                f"The adapter has {len(self.tensors)} matrices but this model needs {len(names)} (for example "
+                f"{odd[0]!r}). The adapter belongs to another base model."
             )
         flat = torch.zeros(targets[-1].end)
         for target in targets:

@@ -22,7 +22,7 @@ from evogrpo.models.bank import FinishedCallback
 from evogrpo.models.language.adapters import AdapterStates, HookFactory
 from evogrpo.models.language.causal_model import CausalModel
 from evogrpo.models.language.compatibility import check_context
-from evogrpo.models.language.forward import lexsort, share_prefixes
+from evogrpo.models.language.forward import distinct_prefixes, lexsort
 from evogrpo.models.language.kv_cache import Decoding
 
 CACHED_TOKENS = 32_768
@@ -238,7 +238,7 @@ class _Sampler:
         """Run each prompt once per member."""
         rows, device = self._rows, self._model.device
         members = rows.member_ids.cpu()[wave]
-        pairs, prefix_of = share_prefixes(members, rows.prompt_ids.cpu()[wave])
+        pairs, prefix_of = distinct_prefixes(members, rows.prompt_ids.cpu()[wave])
         prompts, slots = [rows.prompts[prompt] for _, prompt in pairs], [member for member, _ in pairs]
         prefix = self._model.prefix(prompts, slots, self._make_hook)
         room = rows.max_new_tokens - 1

@@ -1,4 +1,4 @@
-"""Architecture of small networks, and mutations of it that keep what a member has learnt."""
+"""Architecture of small networks, and mutations of it that keep what a member has learned."""
 
 from dataclasses import replace
 from typing import Annotated, Any, Literal

@@ -58,7 +58,7 @@ class StackedBank(StackedTrainStates):
         self._layout_cache: dict[str, tuple[tuple[int, bool], IntArray, Layouts]] = {}
 
     def description(self, slot: int) -> str:
-        """Return a member's network in words."""
+        """Return a description of a member's network."""
         network = self.locate(slot)[0].network
         if isinstance(network, ModuleNetwork):
             return f"{network.name}, a module of your own"

@@ -282,8 +282,8 @@ class StackedTrainStates:
             taken = sorted(set(self._module.shapes) & set(free))
             if taken:
                 raise ValueError(
-                    f"{self._module.name} must have no parameter named {taken[0]!r}, which is the action "
-                    "distribution's: rename it, or leave it out."
+                    f"{self._module.name} must have no parameter named {taken[0]!r}, which is reserved for the action "
+                    "distribution. Rename the parameter."
                 )
         first = self._network_for(config)
         shapes = first.shapes | dict(free)
@@ -436,7 +436,9 @@ class StackedTrainStates:
             except (ValueError, TypeError, RecursionError) as error:  # other bytes, or no bytes at all
                 raise ValueError(f"train state 'architecture' is damaged: {error}") from error
         elif architecture.dtype != torch.uint8 or not architecture.equal(self.state_tensor(slot, "architecture")):
-            raise ValueError("train state 'architecture' is not that of this bank's module.")
+            raise ValueError(
+                "train state 'architecture' does not match the network of these members. Load it with GRPO.load."
+            )
         # 2. Check shapes and types.
         shapes = self._network_for(config).shapes | dict(self.distribution.free_parameters)
         weights = ((sum(prod(shape) for shape in shapes.values()),), torch.float32)
@@ -446,7 +448,8 @@ class StackedTrainStates:
             if tuple(state[name].shape) != shape or state[name].dtype != dtype:
                 raise ValueError(
                     f"train state {name!r} must be {shape} of {dtype} for this architecture, got "
-                    f"{tuple(state[name].shape)} of {state[name].dtype}: use the spaces that it was saved with."
+                    f"{tuple(state[name].shape)} of {state[name].dtype}. Create the agent with the spaces "
+                    "that it was saved with."
                 )
         if state["step"] < 0:
             raise ValueError(f"train state 'step' must be at least 0, got {int(state['step'])}.")
@@ -461,7 +464,7 @@ class StackedTrainStates:
         self._stats[slot], self._steps[slot] = state["running_stats"].cpu(), int(state["step"])
 
     def rebuild(self, slot: int, config: NetworkConfig, rng: np.random.Generator) -> None:
-        """Give a member another architecture and keep what it has learnt; see `morph`.
+        """Give a member another architecture and keep what it has learned; see `morph`.
 
         Raises:
             ValueError: If the bank's network is a user's module, or the change is not possible.

@@ -110,7 +110,7 @@ class EnvironmentTask:
         module, colon, _ = self.env.partition(":")
         named = [each if isinstance(each, str) else each.name for each in self.wrappers]
         facts = {"your code": f"module {module}, which registers the environment"} if colon else {}
-        return {**facts, "wrapped in": ", then ".join(named)} if named else facts
+        return {**facts, "wrappers": ", then ".join(named)} if named else facts
 
     def environment(self, *, seed: int) -> GymnasiumGroups:
         """Create the groups of episodes.
@@ -172,7 +172,7 @@ def reward_threshold(env: str) -> float | None:
     try:
         return env_spec(env).reward_threshold
     except (gymnasium.error.Error, ImportError) as error:
-        raise ValueError(f"{env!r} is no environment that Gymnasium knows here: {error}") from error
+        raise ValueError(f"{env!r} is not a registered Gymnasium environment: {error}") from error
 
 
 @settings

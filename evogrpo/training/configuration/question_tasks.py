@@ -140,7 +140,7 @@ class QuestionTask(ABC):
         if self.reward_workers is not None:
             parts.append(pluralize(self.reward_workers, "worker process", "es"))
         if self.reward_timeout is not None:
-            parts.append(f"at most {number_text(self.reward_timeout)} s a call")
+            parts.append(f"at most {number_text(self.reward_timeout)} s per call")
         if self.on_reward_error == "exclude":
             parts.append("completions whose reward fails are left out")
         return {"rewards": ", ".join(parts)} if parts else {}

@@ -81,7 +81,7 @@ def parse_config(values: Mapping[str, Any]) -> Config:
     parsed["logging"] = LoggingConfig(**{"completions": kind.completions, **values.get("logging", {})})
     parsed["hyperparameters"] = with_path("hyperparameters", lambda: space.first(kind.hyperparameters, set_values))
     space = parsed["search_space"] = _complete_space(parsed, kind, set_values, search=search)
-    # Again, because the start of an evolving hyperparameter must lie in its range.
+    # Again, because the start of an evolving hyperparameter must be in its range.
     parsed["hyperparameters"] = with_path("hyperparameters", lambda: space.first(kind.hyperparameters, set_values))
     parsed |= _search_defaults(parsed["schedule"]) if search else {}
     # 3. Sizes that are chosen when the run is prepared.

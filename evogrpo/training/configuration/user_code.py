@@ -241,11 +241,13 @@ def chosen_strategy(strategy: Strategy | type[Strategy] | str) -> Strategy:
 def check_strategy(strategy: object) -> None:
     """Raise ValueError if an object lacks a method of `Strategy`."""
     missing = [name for name in ("plan", "mutates", "to_json", "state", "load_state") if not hasattr(strategy, name)]
-    if missing or isinstance(strategy, type):
+    if missing:
         raise ValueError(
             f"A strategy needs plan, mutates, to_json, state and load_state, but {strategy!r:.200} lacks "
-            f"{', '.join(missing) or 'an instance'}. Subclass evogrpo.evolution.Stateless, which has the last two."
+            f"{', '.join(missing)}. Subclass evogrpo.evolution.Stateless, which has the last two."
         )
+    if isinstance(strategy, type):
+        raise ValueError(f"A strategy must be an instance, got the class {strategy.__name__}. Pass an instance.")
 
 
 def _is_importable(thing: Callable[..., Any]) -> bool:

@@ -30,9 +30,9 @@ def rollouts_of(run_state: RunState, slot: int) -> Fitness | None:
 
     If the last half has fewer than two starts, as in a generation that a budget cut short, all steps count.
     """
-    earned, taken = run_state.rollouts[slot], run_state.step_in_generation
-    late = _averaged(earned, since=run_state.step - math.ceil(taken / 2))
-    return _averaged(earned, since=run_state.step - taken) if late is None else late
+    rewards, steps_done = run_state.rollouts[slot], run_state.step_in_generation
+    late = _averaged(rewards, since=run_state.step - math.ceil(steps_done / 2))
+    return _averaged(rewards, since=run_state.step - steps_done) if late is None else late
 
 
 def measure_baseline(
@@ -299,7 +299,7 @@ GAP = 4.0
 
 
 class GreedyGapCheck:
-    """Warning for environments in which good play is random, so that greedy evaluation does not show what is learnt."""
+    """Warning for environments in which the best policy is stochastic, so that greedy evaluation underrates members."""
 
     def __init__(self) -> None:
         self._warned = False
@@ -316,7 +316,7 @@ class GreedyGapCheck:
             warn(
                 f"The best member earns {score_text(trained.mean, trained.standard_error)} in training, but "
                 f"{score_text(greedy.mean, greedy.standard_error)} with greedy answers to validation questions. If "
-                "good play is random, set fitness to {sampled: true}, which samples validation answers."
+                "the best policy is stochastic, set fitness to {sampled: true}, which samples validation answers."
             )
 
 

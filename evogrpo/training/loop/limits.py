@@ -127,7 +127,7 @@ class Limits:
         return self._run_state.step == 0 and target is not None and baseline is not None and baseline.mean >= target
 
     def ended(self) -> str | None:
-        """Return the limit of the schedule that was reached, in words; None if none was."""
+        """Return the limit of the schedule that was reached, as text; None if none was."""
         state = self._run_state
         untrained = state.baseline if state.step == 0 else None
         fitness = untrained if state.best is None else state.best.fitness

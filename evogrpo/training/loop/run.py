@@ -135,11 +135,11 @@ class Run(Iterator[GenerationReport]):
         if number is not None:
             run_dir, step = self.trainer.shared_run_dir, self.trainer.run_state.step
             where = (
-                "nothing was recorded"
+                "There is no run directory, so nothing was saved."
                 if run_dir is None
-                else f"evogrpo.resume({relative_path(run_dir.path)!r}, ...) goes on"
+                else f"Continue with evogrpo.resume({relative_path(run_dir.path)!r}, ...)."
             )
-            message = f"stopped after learning step {step}; {where}"
+            message = f"Stopped after learning step {step}. {where}"
             if number == signal.SIGINT:
                 # Torch imports tabulate at exit. The import executes strings, and Python then forgets that it is to
                 # end by SIGINT. Imported here, it does no harm.

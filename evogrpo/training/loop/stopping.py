@@ -50,7 +50,7 @@ class RunStop(Stop):
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Check on all ranks, then let a signal handler break off the block."""
+        """Check on all ranks, then let a signal handler interrupt the block."""
         self.check_all_ranks()
         with super().interruptible():
             yield
@@ -62,7 +62,7 @@ def stopping_on_signals(stop: Stop, announce: Callable[[], None] = lambda: None)
 
     A scheduler's signal may arrive twice, as launchers forward signals that their processes have also received.
 
-    User code that blocks, such as a reward function that waits, is broken off a few seconds after the first signal,
+    User code that blocks, such as a reward function that waits, is interrupted a few seconds after the first signal,
     repeatedly. If it catches that, the process ends within ten seconds of the signal, except for Ctrl-C. Signals that
     the program handles or ignores are left alone, and so are all signals outside of the main thread.
 
@@ -74,12 +74,12 @@ def stopping_on_signals(stop: Stop, announce: Callable[[], None] = lambda: None)
         KeyboardInterrupt: At the second Ctrl-C.
     """
     received: list[int] = []
-    breaking_off, over = threading.Event(), threading.Event()
+    interrupting, over = threading.Event(), threading.Event()
 
     def handle(number: int, _: FrameType | None) -> None:
-        if breaking_off.is_set():
-            breaking_off.clear()
-            stop.break_off()
+        if interrupting.is_set():
+            interrupting.clear()
+            stop.interrupt()
             return
         received.append(number)
         if len(received) > 1:
@@ -88,7 +88,7 @@ def stopping_on_signals(stop: Stop, announce: Callable[[], None] = lambda: None)
             return
         stop.request(stop_reason(number), number)
         announce()
-        threading.Thread(target=_break_off, args=(stop, number, breaking_off, over), daemon=True).start()
+        threading.Thread(target=_interrupt_user_code, args=(stop, number, interrupting, over), daemon=True).start()
 
     before = {}
     if threading.current_thread() is threading.main_thread():
@@ -103,20 +103,21 @@ def stopping_on_signals(stop: Stop, announce: Callable[[], None] = lambda: None)
             signal.signal(number, handler)
 
 
-def _break_off(stop: Stop, number: int, breaking_off: threading.Event, over: threading.Event) -> None:
-    """Break off blocking user code from another thread until the run has stopped."""
+def _interrupt_user_code(stop: Stop, number: int, interrupting: threading.Event, over: threading.Event) -> None:
+    """Interrupt blocking user code from another thread, repeatedly, until the run has stopped."""
     patience = PATIENCE_SECONDS
     for _ in range(RETRIES):
         if over.wait(patience):
             return
-        breaking_off.set()
+        interrupting.set()
         if hasattr(signal, "pthread_kill"):  # only a real signal ends a wait
             signal.pthread_kill(threading.main_thread().ident or 0, number)
         patience = RETRY_SECONDS
     if not over.wait(patience) and number != signal.SIGINT:
         with stop.still_interruptible() as blocking:
             if blocking:
-                os.write(2, f"{signal.Signals(number).name}: process ended, as user code does not return\n".encode())
+                name = signal.Signals(number).name
+                os.write(2, f"{name}: process ended because user code did not return.\n".encode())
                 os._exit(128 + number)
 
 

@@ -291,8 +291,8 @@ class Trainer:
         if self._resumed:
             if before != state.threads:
                 warn(
-                    f"The run began with {pluralize(before, 'thread')} and goes on with {state.threads}, so results "
-                    f"are not bit-equal. Set OMP_NUM_THREADS={before} to make them so."
+                    f"The run began with {pluralize(before, 'thread')} and continues with {state.threads}, so "
+                    f"results can differ in rounding. Set OMP_NUM_THREADS={before} to avoid this."
                 )
             changed = {"changed_data": self.changed_data} if self.changed_data else {}
             facts = {"generation": state.generation, "step": state.step, **changed, **provenance(self.population)}

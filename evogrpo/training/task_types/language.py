@@ -185,8 +185,8 @@ class PreparedLanguage:
             "samples": samples_row(config, "completions"),
             "groups": rounds.groups_row(),
             "optimizer": f"{steps} per member and learning step, in micro-batches of {size}",
-            "steps": rounds.steps_row(config, "completions of held-out questions"),
-            "tokens": f"at most {count_text(per_step)} a learning step{in_all} (prompts of at most {longest}, "
+            "steps": rounds.steps_row(config, "completions"),
+            "tokens": f"at most {count_text(per_step)} per learning step{in_all} (prompts of at most {longest}, "
             f"completions of at most {config.agent.max_output_tokens}; updates included, evaluations left out)",
             "parameters": f"{_millions_text(sum(map(Tensor.numel, outline.parameters())))} in the base, "
             f"{_millions_text(adapter)} in each member's adapter",
@@ -197,8 +197,7 @@ class PreparedLanguage:
             "completions": f"{written} per learning step are written as {form}" if written else "none are written",
         }
         if fetched:
-            received = f"each process receives {bytes_text(fetched)} from other processes per forward pass"
-            rows["base in parts"] = f"{received}, also for each sampled token"
+            rows["sharded base"] = f"each process receives {bytes_text(fetched)} per forward pass and per sampled token"
         return Forecast(
             rows=rows, need=Need(size=memory.total, device=device, savings=SAVINGS, processes=sharing(device))
         )

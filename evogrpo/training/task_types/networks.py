@@ -116,20 +116,20 @@ class PreparedNetworks:
         config, env, task, specs = self.config, self.env, self.config.task, self.mapping.specs
         cut, in_all, normalised = "", "", ", normalised" if config.agent.normalise_observations else ""
         if env.uses_default_limit:
-            cut = f"; episodes have no limit and are cut off after {env.max_episode_steps:,} steps "
-            cut += "(task.max_episode_steps)"
+            cut = "; the environment sets no time limit; episodes are truncated after "
+            cut += f"{env.max_episode_steps:,} steps (task.max_episode_steps)"
         if isinstance(env, PettingZooGroups):
             env.warn_opposed_rewards(team_credit=task.credit == "team")
             in_all = " in all"
             facts = {
                 "environment": f"{task.label}: {sizes_text(env)} starts{cut}",
                 "fitness": env.scoring.label,
-                "agents": f"{len(env.agents)}, each learning from what "
-                f"{'all agents earn' if task.credit == 'team' else 'it earns itself'}"
-                f"{', told who it is' if task.agent_ids else ''}",
+                "agents": f"{len(env.agents)}; each learns from "
+                f"{'the sum of all rewards' if task.credit == 'team' else 'its own reward'}"
+                f"{'; its id is part of the observation' if task.agent_ids else ''}",
                 "policies": "; ".join(
                     f"{policy} for {', '.join(spec.agents)} "
-                    f"(sees {_space(spec.observation_space)}{normalised}, acts in {_space(spec.action_space)})"
+                    f"(observations {_space(spec.observation_space)}{normalised}, actions {_space(spec.action_space)})"
                     for policy, spec in specs.items()
                 ),
             }
@@ -142,7 +142,7 @@ class PreparedNetworks:
                 "actions": _space(env.action_space),
             }
             if env.reseed_noise:
-                facts["noise"] = "random after reset: every place in a group gets its own"
+                facts["noise"] = "random after reset; each episode of a group has its own seed"
         networks = "a network" if len(specs) == 1 else f"{len(specs)} networks"
         return {
             **facts,
@@ -164,16 +164,16 @@ class PreparedNetworks:
         steps = [f"at most {pluralize(most, 'step')}" for most in optimizer.values()]
         if DEFAULT_POLICY not in optimizer:
             actions = per_member * members * len(self.mapping.observation_spaces)
-            joint, networks, by_agent = "joint ", "s", f": {count_text(actions)} actions of single agents"
+            joint, networks, by_agent = "joint ", "s", f", {count_text(actions)} actions of single agents"
             steps = [f"at most {pluralize(most, 'step')} of {policy}" for policy, most in optimizer.items()]
         need = _need(self.mapping, self.env, config.schedule, members, self.parameters, config.experience)
         rows = {
             "samples": samples_row(config, f"{joint}episodes"),
             "groups": rounds.groups_row(),
-            "environment": f"at most {count_text(per_member * members)} {joint}steps a learning step, all members, for "
-            f"episodes of {longest}{by_agent}",
+            "environment": f"at most {count_text(per_member * members)} {joint}steps per learning step for all members "
+            f"(episodes of {longest} steps{by_agent})",
             "optimizer": f"{', '.join(steps)} per member and learning step",
-            "steps": rounds.steps_row(config, f"{joint}episodes from held-out starts"),
+            "steps": rounds.steps_row(config, f"{joint}episodes"),
             "parameters": f"{count_text(self.parameters)} in each member's network{networks} at the start",
             "memory": f"at most {gigabytes(need.size)} (an estimate, for episodes of full length): copies of the "
             "observations of a learning step or an evaluation; Python and its libraries come on top",
@@ -347,7 +347,7 @@ def _choose_sizes(
         fitting = [
             candidate for candidate, need in zip(sized, needs, strict=True) if need.total <= MEMORY_SHARE * memory
         ] or sized[-1:]
-    reason = "" if fitting[0] is sized[0] else "to what fits into half of the memory there is"
+    reason = "" if fitting[0] is sized[0] else ", limited to half of the available memory"
     chosen, limit = fitting[0], config.schedule.max_seconds
     # 2. Of these, the largest for which enough learning steps fit into the time limit.
     if limit is not None:
@@ -364,19 +364,19 @@ def _choose_sizes(
         if chosen is not fitting[0]:
             steps = int(limit / (seconds * _work(chosen)))
             number = "1 learning step fits" if steps == 1 else f"{min(STEPS, steps)} learning steps fit"
-            fits = f"so that about {number}" if steps else "although no learning step is expected to fit"
+            fits = f", so that about {number}" if steps else ". No learning step is expected to fit"
             reason = f"{fits} into {duration_text(limit)}"
     # 3. Describe those that were chosen.
     schedule = chosen.schedule
     texts = {
         "population.size": pluralize(chosen.population.size, "member"),
-        "schedule.samples_per_step": f"{schedule.samples_per_step} episodes a step",
+        "schedule.samples_per_step": f"{schedule.samples_per_step} episodes per step",
         "hyperparameters.group_size": f"in groups of {chosen.hyperparameters.group_size}",
         "schedule.validation_questions": f"{schedule.validation_questions} starts for selection",
         "schedule.test_questions": f"{schedule.test_questions} for the test",
     }
     words = ", ".join(text for name, text in texts.items() if name in config.auto)
-    return chosen, f"{words}{f', {reason}' if reason else ''}"
+    return chosen, f"{words}{reason}"
 
 
 def with_sizes(config: Config, sizes: Mapping[str, int]) -> Config:
