@@ -269,7 +269,7 @@ def halved(folder, name):
         (lambda folder: changed(folder, rank_pattern={"q_proj": 4}), "got rank_pattern"),
         (lambda folder: changed(folder, from_the_future=True), "from_the_future"),
         (lambda folder: changed(folder, target_modules=["k_proj"]), "belongs to another base model"),
-        (lambda folder: rewritten(folder, lambda items: items[1:]), "7 matrices, members of this model have 8"),
+        (lambda folder: rewritten(folder, lambda items: items[1:]), "7 matrices but this model needs 8"),
         (lambda folder: rewritten(folder, lambda items: [(k, v[:, :1].clone()) for k, v in items]), "the shape"),
         (lambda folder: rewritten(folder, lambda items: [(k, v * torch.nan) for k, v in items]), "not finite"),
     ],
