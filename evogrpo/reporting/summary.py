@@ -189,7 +189,7 @@ class RunSummary:
     @property
     def ending(self) -> str:
         """Reason of the run's end; untrusted."""
-        return self.stopped or "still active, or killed"
+        return self.stopped or "not ended (active or killed)"
 
     @property
     def title(self) -> str:

@@ -146,7 +146,7 @@ def test_a_run_stopped_by_any_signal_resumes_equal(stored_network_run, tmp_path,
     monkeypatch.setattr(Population, "learn", signalled)
     before = signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     try:
-        with pytest.raises((KeyboardInterrupt, SystemExit), match="stopped after learning step 2|" + str(128 + number)):
+        with pytest.raises((KeyboardInterrupt, SystemExit), match="Stopped after learning step 2|" + str(128 + number)):
             Run(stored_network_run.start(tmp_path / "run")).finish()
     finally:
         signal.signal(number, before)
