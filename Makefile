@@ -107,7 +107,7 @@ test-vllm: $(DEV_STAMP) $(VLLM_STAMP)  ## run the tests with a vLLM server on th
 	VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PYTEST) -m vllm $(ARGS)
 
 soak: $(USER_STAMP)  ## kill, stop, fill, race, damage and forge runs for 30 minutes (ARGS="--minutes 5 --seed 1")
-	OMP_NUM_THREADS=1 nice -n 10 $(BIN)/python -m benchmarking.soak $(ARGS)
+	OMP_NUM_THREADS=1 nice -n 10 $(BIN)/python benchmarking/soak.py $(ARGS)
 
 tutorials: $(DEV_STAMP)  ## execute the tutorials (ARGS="05" narrows it, ARGS="--store 05" writes the notebook)
 	$(BIN)/python tutorials/execute.py $(ARGS)

@@ -1,14 +1,13 @@
-"""Classic control: GRPO of evogrpo and PPO, at equal environment steps and at equal time.
+"""Classic control: GRPO of evogrpo and PPO of Stable-Baselines3, at equal environment steps and at equal time.
 
-    python benchmarking/classic_control.py compare     # curves, table and figure; continues where it stopped
-    python benchmarking/classic_control.py throughput  # population of 8, 8 single agents and PPO of Stable-Baselines3
-    python benchmarking/classic_control.py target      # seconds until CartPole is solved, by the agent's own evaluation
+    python benchmarking/classic_control.py               # all missing runs, then the table; stopped, it goes on
+    python benchmarking/classic_control.py --table-only  # the table of the recorded runs
+    python benchmarking/classic_control.py --tasks CartPole-v1 --methods grpo --seeds 0 --scale 0.05   # a short trial
 
-The methods are GRPO as one agent with fixed hyperparameters, GRPO as an evolving population of 8, PPO of
-Stable-Baselines3 with the hyperparameters of rl-baselines3-zoo, and PPO as in CleanRL. Both PPOs run in an environment
-of their own, which is installed in `benchmarking/.peers/` on first use. Every run is a process with one thread. All are
-evaluated greedily on the same fresh episodes, and this is not timed. For a population, the steps of all members and of
-their validation count.
+The methods are GRPO as one agent with fixed hyperparameters, GRPO as an evolving population of 8, and PPO with the
+hyperparameters of rl-baselines3-zoo. PPO runs in an environment of its own, which is installed in
+`benchmarking/.peers/` on first use. Each run is a process with one thread. All methods are evaluated greedily on the
+same new episodes, and this is not timed. For a population, the steps of all members and of their validation count.
 """
 
 from __future__ import annotations
@@ -17,61 +16,94 @@ import argparse
 import importlib.util
 import json
 import os
+import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarking.classic.intervals import Interval, first_reached, stratified_bootstrap, value_at  # the path is set
+from benchmarking.classic.tasks import TASKS, Task
+from benchmarking.peers import environments
+from benchmarking.records import write_record
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE / "classic"), str(HERE / "peers")]
-
-import environments  # noqa: E402
-import throughput  # noqa: E402
-from figures import draw  # noqa: E402
-from results import Run, summary, table  # noqa: E402
-from tasks import TASKS  # noqa: E402
-
-REPOSITORY = HERE.parent
+METHODS: dict[str, tuple[str, str | None]] = {
+    "grpo-8": ("run_evogrpo.py", None),
+    "grpo": ("run_evogrpo.py", None),
+    "sb3-ppo": ("run_sb3.py", "sb3"),
+}
+"""Runner in `classic/`, and key of `environments.REQUIREMENTS` (None = the Python that runs this script)."""
+BUDGETS = ("steps", "seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contestant:
-    """One method.
+class Run:
+    """The learning curve of one run.
 
     Attributes:
-        label: Name in tables.
-        script: Runner in `classic/`.
-        peer: Key of `environments.REQUIREMENTS`; None = the Python that runs this script.
+        task: Task with its budgets.
+        method: Key of `METHODS`.
+        spent: Environment steps and seconds at each evaluation.
+        scores: Mean return of greedy play at each evaluation.
     """
 
-    label: str
-    script: str
-    peer: str | None = None
+    task: Task
+    method: str
+    spent: Mapping[str, tuple[float, ...]]
+    scores: tuple[float, ...]
+
+    @classmethod
+    def read(cls, path: Path, method: str) -> Run:
+        """Read the file of a runner."""
+        content = json.loads(path.read_text(encoding="utf-8"))
+        steps, wall, processor, scores = zip(*content["curve"], strict=True)
+        seconds = processor if content["clock"] == "processor" else wall
+        task = replace(TASKS[content["task"]], **content["budgets"])
+        return cls(task=task, method=method, spent={"steps": steps, "seconds": seconds}, scores=scores)
+
+    def score(self, budget: str) -> float:
+        """Return the score when the budget was spent; that of the untrained policy before the first evaluation."""
+        return value_at((0.0, *self.spent[budget][1:]), self.scores, getattr(self.task, budget))
 
 
-CONTESTANTS: dict[str, Contestant] = {
-    "grpo-8": Contestant(label="evogrpo, population of 8", script="run_evogrpo.py"),
-    "grpo": Contestant(label="evogrpo, one agent", script="run_evogrpo.py"),
-    "sb3-ppo": Contestant(label="Stable-Baselines3 PPO", script="run_sb3.py", peer="sb3"),
-    "cleanrl-ppo": Contestant(label="CleanRL-style PPO", script="run_cleanrl.py", peer="sb3"),
-}
+def run_missing(given: argparse.Namespace) -> None:
+    """Do the missing runs, seed by seed, so that a part of them is balanced."""
+    pythons = {name: python_of(name, given.cache) for name in given.methods}
+
+    def run(job: tuple[int, str, str]) -> None:
+        seed, task, name = job
+        out = path_of(given.folder, task, name, seed)
+        if out.exists():
+            return
+        out.parent.mkdir(parents=True, exist_ok=True)
+        words = ["--task", task, "--contestant", name, "--seed", str(seed), "--clock", given.clock]
+        words += ["--scale", str(given.scale), "--out", str(out.absolute())]
+        command = [str(pythons[name]), str(HERE / "classic" / METHODS[name][0]), *words]
+        with out.with_suffix(".log").open("w", encoding="utf-8") as log:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            done = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
+        print(f"{task} {name} seed {seed}: {'done' if done.returncode == 0 else f'FAILED, see {log.name}'}", flush=True)
+
+    tasks = [task for task in given.tasks if playable(task)]
+    jobs = [(seed, task, name) for seed in given.seeds for task in tasks for name in given.methods]
+    with ThreadPoolExecutor(given.parallel) as pool:
+        list(pool.map(run, jobs))
 
 
-def python_of(contestant: str, cache: Path) -> Path:
+def python_of(method: str, cache: Path) -> Path:
     """Return the interpreter of a method; install its packages on first use."""
-    peer = CONTESTANTS[contestant].peer
+    peer = METHODS[method][1]
     if peer is None:
         return Path(sys.executable)
     cache.mkdir(parents=True, exist_ok=True)
     (cache / ".gitignore").write_text("*\n", encoding="utf-8")
-    return environments.install(peer, cache.absolute(), REPOSITORY / "constraints.txt")
-
-
-def environment() -> dict[str, str]:
-    """Return the environment variables of a run: one thread."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return environments.install(peer, cache.absolute(), HERE.parent / "constraints.txt")
 
 
 def playable(task: str) -> bool:
@@ -79,114 +111,95 @@ def playable(task: str) -> bool:
     needs = TASKS[task].needs
     if needs is None or importlib.util.find_spec(needs) is not None:
         return True
-    print(f"{task} is left out, as it needs {needs}: pip install 'gymnasium[box2d]'", flush=True)
+    print(f"{task} is left out because it needs {needs}: pip install 'gymnasium[box2d]'", flush=True)
     return False
 
 
-def compare(given: argparse.Namespace) -> None:
-    """Do the missing runs, then write the table and the figure of all runs."""
-    tasks = [task for task in given.tasks if playable(task)]
-    pythons = {} if given.table_only else {name: python_of(name, given.cache) for name in given.contestants}
-
-    def path(task: str, name: str, seed: int) -> Path:
-        return given.folder / task / f"{name}-{seed}.json"
-
-    def run(job: tuple[int, str, str]) -> None:
-        seed, task, name = job
-        out = path(task, name, seed)
-        if out.exists():
-            return
-        out.parent.mkdir(parents=True, exist_ok=True)
-        words = ["--task", task, "--contestant", name, "--seed", str(seed), "--clock", given.clock]
-        words += ["--scale", str(given.scale), "--out", str(out.absolute())]
-        command = [str(pythons[name]), str(HERE / "classic" / CONTESTANTS[name].script), *words]
-        with out.with_suffix(".log").open("w", encoding="utf-8") as log:
-            done = subprocess.run(command, env=environment(), stdout=log, stderr=subprocess.STDOUT, check=False)
-        print(f"{task} {name} seed {seed}: {'done' if done.returncode == 0 else f'FAILED, see {log.name}'}", flush=True)
-
-    if not given.table_only:
-        # Seed by seed, so that a table of everything with fewer seeds can be made at any time.
-        jobs = [(seed, task, name) for seed in given.seeds for task in tasks for name in given.contestants]
-        with ThreadPoolExecutor(given.parallel) as pool:
-            list(pool.map(run, jobs))
-    report(given, [(name, path(task, name, seed)) for name in given.contestants for task in given.tasks
-                   for seed in given.seeds])  # fmt: skip
+def path_of(folder: Path, task: str, method: str, seed: int) -> Path:
+    """Return the file of a run."""
+    return folder / task / f"{method}-{seed}.json"
 
 
-def report(given: argparse.Namespace, files: Sequence[tuple[str, Path]]) -> None:
-    """Write the table and the figure, and print the table."""
-    runs = [Run.read(file, name) for name, file in files if file.exists()]
-    if not runs:
-        raise SystemExit(f"there are no runs in {given.folder}")
-    content = summary(runs)
-    text = table(content)
-    (given.folder / "table.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    (given.folder / "table.md").write_text(text + "\n", encoding="utf-8")
-    seconds = "seconds of one core" if given.clock == "processor" else "seconds"
-    labels = {name: contestant.label for name, contestant in CONTESTANTS.items()}
-    draw(runs, labels, given.folder / "curves.png", seconds)
-    print(f"\n{text}\n\nwritten to {given.folder}/table.md, table.json and curves.png")
+def summary(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the figures of the table, with the score of each run, as plain JSON values."""
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.task.name, run.method), []).append(run)
+    rows = []
+    for (task, method), group in groups.items():
+        row: dict[str, Any] = {"task": task, "method": method}
+        for budget in BUDGETS:
+            values = [run.score(budget) for run in group]
+            reached = [first_reached(run.spent[budget], run.scores, run.task.solved) for run in group]
+            row[budget] = {
+                "scores": values,
+                "interval": vars(stratified_bootstrap({task: values})),
+                "solved": sum(score >= TASKS[task].solved for score in values),
+                "solved_after": None if (middle := statistics.median(reached)) == float("inf") else middle,
+            }
+        rows.append(row)
+    # Normalised scores over the tasks that all methods have runs of.
+    methods = list(dict.fromkeys(method for _, method in groups))
+    common = [task for task in TASKS if all((task, method) in groups for method in methods)]
+    overall: dict[str, dict[str, Any]] = {method: {} for method in methods if common}
+    for method, entry in overall.items():
+        for budget in BUDGETS:
+            scores = {task: [run.task.normalised(run.score(budget)) for run in groups[task, method]] for task in common}
+            entry[budget] = vars(stratified_bootstrap(scores))
+    return {"rows": rows, "tasks": common, "overall": overall}
 
 
-def time_throughput(given: argparse.Namespace) -> None:
-    """Print and write the environment steps per second of each method."""
-    content = throughput.measure(
-        given.task,
-        learning_steps=given.learning_steps,
-        rounds=given.rounds,
-        cores=given.cores,
-        pythons={"evogrpo": python_of("grpo", given.cache), "sb3": python_of("sb3-ppo", given.cache)},
-        variables=environment(),
-    )
-    given.folder.mkdir(parents=True, exist_ok=True)
-    (given.folder / f"throughput-{given.task}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    print(throughput.table(content))
+def table(content: Mapping[str, Any]) -> str:
+    """Return a summary as Markdown; the best score of each task is bold."""
+    lines = [
+        "| task | method | seeds | at equal steps | solved | at equal time | solved | steps to solve | s to solve |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in content["rows"]:
+        same = [other for other in content["rows"] if other["task"] == row["task"]]
+        count = len(row["steps"]["scores"])
+        cells = [row["task"], row["method"], str(count)]
+        for budget in BUDGETS:
+            part = row[budget]
+            best = max(other[budget]["interval"]["value"] for other in same)
+            text = str(Interval(**part["interval"]))
+            cells.append(f"**{text}**" if part["interval"]["value"] == best and len(same) > 1 else text)
+            cells.append(f"{part['solved']}/{count}")
+        for budget, digits in (("steps", 0), ("seconds", 1)):
+            after = row[budget]["solved_after"]
+            cells.append("–" if after is None else f"{after:,.{digits}f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    if content["overall"]:
+        lines += ["", f"Over {', '.join(content['tasks'])}; random = 0, solved = 1:", ""]
+        lines += ["| method | at equal steps | at equal time |", "|---|---|---|"]
+        for method, entry in content["overall"].items():
+            lines.append(f"| {method} | {Interval(**entry['steps'])} | {Interval(**entry['seconds'])} |")
+    return "\n".join(lines)
 
 
-def reach_target(given: argparse.Namespace) -> None:
-    """Run a population of 8 and single agents until they count the task as solved, and print both times."""
-    given.folder.mkdir(parents=True, exist_ok=True)
-    for size in given.sizes:
-        out = given.folder / f"target-{given.task}-{size}.json"
-        command = [sys.executable, str(HERE / "classic" / "run_target.py"), "--task", given.task, "--size", str(size)]
-        command += ["--threads", str(given.threads), "--out", str(out), "--seeds", *map(str, given.seeds)]
-        subprocess.run(command, env=environment(), check=True)
-
-
-def parse_arguments() -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--folder", type=Path, default=REPOSITORY / "runs" / "classic", help="where results go")
-    common.add_argument("--cache", type=Path, default=HERE / ".peers", help="folder for the peers' environment")
-
-    comparing = commands.add_parser("compare", parents=[common], help="learning curves, table and figure")
-    comparing.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK")
-    comparing.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), metavar="NAME")
-    comparing.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
-    comparing.add_argument("--parallel", type=int, default=os.cpu_count() or 1, help="runs at a time, a thread each")
-    comparing.add_argument("--clock", choices=("processor", "wall"), default="processor",
-                           help="processor time is that of a core of one's own, on a busy machine too")  # fmt: skip
-    comparing.add_argument("--scale", type=float, default=1.0, help="multiplies all budgets, for trial runs")
-    comparing.add_argument("--table-only", action="store_true", help="run nothing")
-    comparing.set_defaults(run=compare)
-
-    timing = commands.add_parser("throughput", parents=[common], help="environment steps per second")
-    timing.add_argument("--task", choices=TASKS, default="CartPole-v1")
-    timing.add_argument("--learning-steps", type=int, default=40)
-    timing.add_argument("--rounds", type=int, default=3, help="times that everything is measured, in turn")
-    timing.add_argument("--cores", type=int, default=2, help="runs side by side, and threads of a population")
-    timing.set_defaults(run=time_throughput)
-
-    aiming = commands.add_parser("target", parents=[common], help="seconds until a task is solved")
-    aiming.add_argument("--task", choices=("CartPole-v1", "Acrobot-v1"), default="CartPole-v1")
-    aiming.add_argument("--sizes", type=int, nargs="+", default=[8, 1], help="members")
-    aiming.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
-    aiming.add_argument("--threads", type=int, default=1, help="threads of torch: such small networks need no more")
-    aiming.set_defaults(run=reach_target)
-    return parser.parse_args()
+    parser.add_argument("--folder", type=Path, default=Path("runs/classic"), help="folder of the results")
+    parser.add_argument("--cache", type=Path, default=HERE / ".peers", help="folder of PPO's environment")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
+    parser.add_argument("--parallel", type=int, default=1, help="runs at a time, with one thread each")
+    parser.add_argument("--clock", choices=("processor", "wall"), default="processor", help="clock of the time budget")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on all budgets, for short trials")
+    parser.add_argument("--table-only", action="store_true", help="run nothing")
+    given = parser.parse_args()
+    if not given.table_only:
+        run_missing(given)
+    files = [(path_of(given.folder, task, name, seed), name)
+             for task in given.tasks for name in given.methods for seed in given.seeds]  # fmt: skip
+    runs = [Run.read(file, name) for file, name in files if file.exists()]
+    if not runs:
+        raise SystemExit(f"No runs in {given.folder}.")
+    content = summary(runs)
+    write_record(given.folder / "table.json", content)
+    print(f"\n{table(content)}\n\nFigures of all runs: {given.folder / 'table.json'}")
 
 
 if __name__ == "__main__":
-    arguments = parse_arguments()
-    arguments.run(arguments)
+    main()

@@ -1,9 +1,9 @@
 """The demo and its control run over several seeds: the effect of evolution at equal seeds and cost.
 
-    python benchmarking/demo_seeds.py [--seeds 0 1 2] [--parallel 2] [--runs runs/demo-seeds] [--table-only]
+    python benchmarking/demo_seeds.py [--seeds 0 1 2] [--parallel 2] [--runs runs/demo-seeds] [-- KEY=VALUE ...]
 
-Runs `evogrpo demo` and `evogrpo demo --fixed` for every seed, each in its own process and run directory. Prints one row
-per run from the journals. Complete runs are not repeated.
+Runs `evogrpo demo` and `evogrpo demo --fixed` for every seed, each in its own process and run directory, which holds
+all results. Prints one row per run from the journals. Complete runs are not repeated. Settings may follow `--`.
 """
 
 import argparse
@@ -17,12 +17,12 @@ from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
 
 
-def run(seed: int, fixed: bool, folder: Path) -> None:
+def run(seed: int, fixed: bool, folder: Path, overrides: list[str]) -> None:
     """Run one demo to its end; resume it if it was started, skip it if it is complete."""
     if (folder / "journal.jsonl").exists():
         words = ["resume", str(folder)]
     else:
-        words = ["demo", "--seed", str(seed), "--run-dir", str(folder), *(["--fixed"] if fixed else [])]
+        words = ["demo", "--seed", str(seed), "--run-dir", str(folder), *["--fixed"] * fixed, *overrides]
     with (folder.with_suffix(".log")).open("a") as log:
         command = [sys.executable, "-m", "evogrpo", *words]
         subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/demo-seeds"))
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time; set OMP_NUM_THREADS accordingly")
     parser.add_argument("--table-only", action="store_true", help="run nothing")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of the demo, for short trials")
     arguments = parser.parse_args()
     arguments.runs.mkdir(parents=True, exist_ok=True)
     jobs = [
@@ -63,7 +64,7 @@ def main() -> None:
     ]
     if not arguments.table_only:
         with ThreadPoolExecutor(arguments.parallel) as pool:
-            list(pool.map(lambda job: run(*job), jobs))
+            list(pool.map(lambda job: run(*job, arguments.overrides), jobs))
     print("| seed | arm | untrained base | best member | gain | births | winner's mutations | tokens | minutes |")
     print("|---|---|---|---|---|---|---|---|---|")
     for job in jobs:

@@ -1,7 +1,7 @@
 """Processor time of a generation over a long run, which must not grow with the length of the history.
 
     python benchmarking/long_run.py                     # 400 generations of two members on CartPole
-    python benchmarking/long_run.py --generations 1000
+    python benchmarking/long_run.py --generations 1000 --out runs/long_run.json
 
 Episodes have at most 12 steps, so that generations have equal work. The first ten generations are left out.
 """
@@ -16,6 +16,8 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarking.records import write_record  # the path is set above
 from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, RLParameter, Tournament, evolve
 
 
@@ -36,10 +38,12 @@ def main() -> None:
     """Print the mean processor time of a generation in each quarter of the run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--generations", type=int, default=400)
+    parser.add_argument("--out", type=Path, default=Path("runs/long_run.json"))
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         seconds = generation_seconds(chosen.generations, folder)
+    write_record(chosen.out, {"seconds": seconds})
     for number, quarter in enumerate(np.array_split(seconds, 4), start=1):
         print(f"quarter {number}: {1e3 * quarter.mean():.1f} ms (median {1e3 * np.median(quarter):.1f})")
 

@@ -1,6 +1,6 @@
 """Peak memory of a population and of one agent at the same micro-batch; each size in its own process.
 
-    python benchmarking/memory.py [--sizes 1 8] [--micro-batch-tokens 512] [--steps 3]
+    python benchmarking/memory.py [--sizes 1 8 16] [--micro-batch-tokens 512] [--steps 1] [--out runs/memory.json]
 
 Every member samples 2 prompts x 8 completions x 24 tokens per step and learns with a KL term. The peak is the largest
 resident set of the process, with evaluation and checkpoints.
@@ -14,6 +14,10 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarking.records import write_record  # the path is set above
 
 
 def measure(size: int, micro_batch_tokens: int, steps: int) -> dict[str, float]:
@@ -57,6 +61,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--micro-batch-tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=3, help="learning steps before the evaluation")
+    parser.add_argument("--out", type=Path, default=Path("runs/memory.json"))
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one is not None:
@@ -70,10 +75,11 @@ def main() -> None:
         command += ["--steps", str(arguments.steps)]
         printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         results.append(json.loads(printed.splitlines()[-1]))
-    print("members | peak memory | against the first")
+    write_record(arguments.out, {"sizes": results})
+    print("| members | peak resident memory | times the first |\n|---|---|---|")
     for result in results:
         ratio = result["peak_bytes"] / results[0]["peak_bytes"]
-        print(f"{result['size']:7d} | {result['peak_bytes'] / 2**30:7.2f} GiB | {ratio:17.2f}")
+        print(f"| {result['size']} | {result['peak_bytes'] / 2**30:.2f} GiB | {ratio:.2f} |")
 
 
 if __name__ == "__main__":

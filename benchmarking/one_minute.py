@@ -1,14 +1,14 @@
 """One minute on one core: `evogrpo train --env ID` and PPO of Stable-Baselines3, both with their defaults.
 
     pip install stable-baselines3 "gymnasium[box2d,mujoco,toy-text]" minigrid
-    python benchmarking/one_minute.py run      # all missing runs; continues where it stopped
-    python benchmarking/one_minute.py table    # of all recorded runs
+    python benchmarking/one_minute.py run      # all missing runs; stopped, it goes on
+    python benchmarking/one_minute.py table    # table of the recorded runs
 
-The run of evogrpo is the command that a user types, with `schedule.max_seconds=60`. Measurements, validation and the
-final test are within the minute, and the wall-clock time of the whole process is recorded. PPO learns for 60 seconds of
-processor time, without evaluation, with the policy class that the observations require. Both use one thread and the
-same environment. An environment without a time limit is truncated after 1,000 steps for both. The final policies play
-the same 100 fresh episodes greedily, which is not timed.
+The run of evogrpo is the command that a user types, with `schedule.max_seconds=60`. Validation and the final test are
+within the minute. PPO learns for 60 seconds of processor time, without evaluation, with the policy class that the
+observations require. Both use one thread and the same environment. An environment without a time limit is truncated
+after 1,000 steps for both. The final policies play the same 100 new episodes greedily, which is not timed.
+All runs take two hours of one core.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "classic"))
-from intervals import interquartile_mean, stratified_bootstrap
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-SECONDS = 60
+from benchmarking.classic.intervals import interquartile_mean, stratified_bootstrap  # the path is set above
+from benchmarking.records import write_record
+
 EPISODES = 100
-FIRST_SEED = 2**30  # beyond every training seed of either arm
-DEFAULT_MAX_EPISODE_STEPS = 1000  # steps, where the environment has no limit of its own
+FIRST_SEED = 2**30  # beyond all training seeds
+DEFAULT_MAX_EPISODE_STEPS = 1000  # steps, for environments without a limit
 ARMS = ("evogrpo", "sb3-ppo", "random")
 GRID = ("minigrid.wrappers:ImgObsWrapper", "gymnasium.wrappers:FlattenObservation")
 PICTURE = ("minigrid.wrappers:RGBImgPartialObsWrapper", "minigrid.wrappers:ImgObsWrapper")
@@ -92,7 +93,7 @@ TASKS = {
 
 
 def returns_of(task: Task, act: Callable[[Any, Any], Any], *, peer: bool = False) -> list[float]:
-    """Play the fresh episodes with a policy of the observation and, if there is one, the mask of legal actions."""
+    """Play the new episodes with a policy of the observation and of the mask of legal actions (None = no mask)."""
     env, returns = task.make(peer=peer), []
     discrete = isinstance(env.action_space, gymnasium.spaces.Discrete)
     for number in range(EPISODES):
@@ -106,14 +107,14 @@ def returns_of(task: Task, act: Callable[[Any, Any], Any], *, peer: bool = False
     return returns
 
 
-def run_evogrpo(name: str, task: Task, seed: int, folder: Path) -> dict[str, Any]:
+def run_evogrpo(name: str, task: Task, seed: int, folder: Path, seconds: float) -> dict[str, Any]:
     """Train as on the command line, and play with the best member."""
     words = [f"{'minigrid:' if task.id.startswith('MiniGrid') else ''}{task.id}", *task.overrides, f"seed={seed}"]
     options = [text for wrapper in task.wrappers for text in ("--wrapper", wrapper)]
     run_dir = folder / "runs" / f"{name}-{seed}".replace(", ", "-").replace(" ", "-")
     command = [sys.executable, "-m", "evogrpo", "train", "--env", *words, *options]
     began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([*command, f"schedule.max_seconds={SECONDS}", "--run-dir", str(run_dir)], check=True)
+    subprocess.run([*command, f"schedule.max_seconds={seconds}", "--run-dir", str(run_dir)], check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     wall = time.monotonic() - began
     import evogrpo
@@ -129,7 +130,7 @@ def run_evogrpo(name: str, task: Task, seed: int, folder: Path) -> dict[str, Any
     }
 
 
-def run_ppo(name: str, task: Task, seed: int, folder: Path) -> dict[str, Any]:
+def run_ppo(name: str, task: Task, seed: int, folder: Path, seconds: float) -> dict[str, Any]:
     """Train PPO until its processor time is spent, and play with the final policy."""
     import torch
     from stable_baselines3 import PPO
@@ -140,7 +141,7 @@ def run_ppo(name: str, task: Task, seed: int, folder: Path) -> dict[str, Any]:
 
     class Spent(BaseCallback):
         def _on_step(self) -> bool:
-            return time.process_time() - began < SECONDS
+            return time.process_time() - began < seconds
 
     model = PPO(task.policy, task.make(peer=True), seed=seed, device="cpu").learn(10**9, callback=Spent())
     spent = {"wall": time.monotonic() - wall, "processor": time.process_time() - began}
@@ -148,7 +149,7 @@ def run_ppo(name: str, task: Task, seed: int, folder: Path) -> dict[str, Any]:
     return {**spent, "steps": model.num_timesteps, "returns": returns}
 
 
-def run_random(name: str, task: Task, seed: int, folder: Path) -> dict[str, Any]:
+def run_random(name: str, task: Task, seed: int, folder: Path, seconds: float) -> dict[str, Any]:
     """Play without training."""
     space = task.make().action_space
     space.seed(seed)
@@ -169,6 +170,7 @@ def run_all(given: argparse.Namespace) -> None:
             return
         out.parent.mkdir(parents=True, exist_ok=True)
         one = [sys.executable, __file__, "one", name, arm, str(seed), "--folder", str(given.folder)]
+        one += ["--seconds", str(given.seconds)]
         with out.with_suffix(".log").open("w", encoding="utf-8") as log:
             variables = {**os.environ, "OMP_NUM_THREADS": "1"}
             done = subprocess.run(one, env=variables, stdout=log, stderr=subprocess.STDOUT, check=False)
@@ -181,10 +183,9 @@ def run_all(given: argparse.Namespace) -> None:
 
 def run_one(given: argparse.Namespace) -> None:
     """Do one run and record it."""
-    result = RUNNERS[given.arm](given.task, TASKS[given.task], given.seed, given.folder)
+    result = RUNNERS[given.arm](given.task, TASKS[given.task], given.seed, given.folder, given.seconds)
     out = given.folder / given.arm / f"{given.task}-{given.seed}.json"
-    out.with_suffix(".tmp").write_text(json.dumps(result) + "\n", encoding="utf-8")
-    out.with_suffix(".tmp").replace(out)
+    write_record(out, result)
 
 
 def verdict(ours: np.ndarray, theirs: np.ndarray, scale: float, draws: int = 5000) -> str:
@@ -202,7 +203,7 @@ def verdict(ours: np.ndarray, theirs: np.ndarray, scale: float, draws: int = 500
         one, other = (arm[rng.integers(len(arm), size=len(arm))][:, played].mean(1) for arm in (ours, theirs))
         differences.append(interquartile_mean(one) - interquartile_mean(other))
     low, high = np.quantile(differences, (0.025, 0.975))
-    return "better" if low > 0.005 * scale else "worse" if high < -0.005 * scale else "not told apart"
+    return "better" if low > 0.005 * scale else "worse" if high < -0.005 * scale else "no difference"
 
 
 def table(given: argparse.Namespace) -> str:
@@ -219,11 +220,11 @@ def table(given: argparse.Namespace) -> str:
             f"{stratified_bootstrap({arm: played[arm].mean(1)})}, n = {len(of)}" if of else "–"
             for arm, of in runs.items()
         ]
-        ours, told = runs.get("evogrpo"), "–"
+        ours, compared = runs.get("evogrpo"), "–"
         if len(played) == len(ARMS):
             means = [float(each.mean()) for each in played.values()]
-            told = verdict(played["evogrpo"], played["sb3-ppo"], max(means) - min(means))
-        cells.append(told)
+            compared = verdict(played["evogrpo"], played["sb3-ppo"], max(means) - min(means))
+        cells.append(compared)
         steps = sorted(run["learning_steps"] for run in ours or [])
         cells.append(f"{steps[0]} to {steps[-1]}" if steps else "–")
         cells.append(f"{max(run['wall'] for run in ours):.0f} s" if ours else "–")
@@ -240,6 +241,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
+    parser.add_argument("--seconds", type=float, default=60.0, help="time for each run")
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time, one core each")
     given = parser.parse_args()
     given.folder = given.folder.absolute()

@@ -2,10 +2,10 @@
 
     python benchmarking/precisions.py [--seeds 0 1 2] [--tasks two_digit_sums number_sequences] [--table-only]
 
-One agent on SmolLM2-135M-Instruct takes 30 learning steps of 64 completions, once with either precision; adapters,
-moments and losses are in float32 in both. Every five steps it answers the same validation questions greedily, in the
-end the same test questions. Prints both curves, and the paired difference on the test with its 95 % bootstrap interval
-over seeds and questions. What is already measured is not run again.
+One agent on SmolLM2-135M-Instruct takes 30 learning steps of 64 completions with each precision; adapters, moments and
+losses are in float32. Every five steps it answers the same validation questions greedily, at the end the same test
+questions. Prints both curves, and the paired difference on the test with its 95 % bootstrap interval over seeds and
+questions. Recorded runs are not repeated.
 """
 
 import argparse
@@ -17,21 +17,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarking.records import write_record  # the path is set above
 from evogrpo import GRPO, evolve, load_base
 from evogrpo.algorithms.rollout.evaluation import evaluate
 from evogrpo.envs.text.tasks import TASKS
 from evogrpo.evolution.strategies import Fixed
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarking.variants import interval
-
 PRECISIONS = ("float32", "bfloat16")
-GENERATIONS, STEPS, SAMPLES, VALIDATION, TEST = 6, 5, 64, 128, 256
+SAMPLES, VALIDATION, TEST = 64, 128, 256
 
 
-def run(task: str, seed: int, precision: str) -> dict[str, Any]:
-    """Return validation accuracy after every five steps, the score of each test question, and processor seconds."""
+def run(task: str, seed: int, precision: str, generations: int, steps: int) -> dict[str, Any]:
+    """Return the validation accuracy of each generation, the score of each test question, and processor seconds."""
     base = load_base("smollm2-135m", dtype=getattr(torch, precision))
     env = TASKS[task].build(base.tokenizer, seed=seed, validation_size=VALIDATION, test_size=TEST)
     population = GRPO.population(
@@ -51,8 +52,8 @@ def run(task: str, seed: int, precision: str) -> dict[str, Any]:
         env,
         progress=False,
         strategy=Fixed(),
-        generations=GENERATIONS,
-        steps_per_generation=STEPS,
+        generations=generations,
+        steps_per_generation=steps,
         samples_per_step=SAMPLES,
         test_questions=0,
     )
@@ -61,9 +62,21 @@ def run(task: str, seed: int, precision: str) -> dict[str, Any]:
     return {"curve": curve, "test": evaluate(population.members, [0], env, "test")[0].tolist(), "seconds": seconds}
 
 
+def interval(scores: NDArray[np.float64], resamples: int = 10_000) -> tuple[float, float]:
+    """Return the 95 % bootstrap interval of the mean of `[seeds, questions]`, both resampled."""
+    rng, (seeds, questions) = np.random.default_rng(0), scores.shape
+    means = np.empty(resamples)
+    for number in range(resamples):
+        columns = rng.integers(questions, size=(seeds, questions))
+        means[number] = np.take_along_axis(scores[rng.integers(seeds, size=seeds)], columns, axis=1).mean()
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(high)
+
+
 def table(results: dict[tuple[str, int, str], dict[str, Any]]) -> str:
     """Return curves, averaged over seeds, and the test of each seed as a Markdown table."""
-    steps = " | ".join(str(STEPS * (number + 1)) for number in range(GENERATIONS))
+    count = len(next(iter(results.values()))["curve"])
+    steps = " | ".join(f"generation {number}" for number in range(1, count + 1))
     head = f"| task | base in | {steps} | test | each seed | bfloat16 - float32 | 95 % interval | processor seconds |"
     lines = [head, "|" + "---|" * (head.count("|") - 1)]
     for task in dict.fromkeys(task for task, _, _ in results):
@@ -72,15 +85,15 @@ def table(results: dict[tuple[str, int, str], dict[str, Any]]) -> str:
         for precision, scores in tests.items():
             found = [results[task, seed, precision] for seed in seeds]
             curve = " | ".join(f"{value:.2f}" for value in np.mean([each["curve"] for each in found], axis=0))
-            told = "– | –"
+            compared = "– | –"
             if precision == "bfloat16":
                 difference = scores - tests["float32"]
                 low, high = interval(difference)
-                told = f"{difference.mean():+.3f} | {low:+.3f} to {high:+.3f}"
+                compared = f"{difference.mean():+.3f} | {low:+.3f} to {high:+.3f}"
             each_seed = ", ".join(f"{value:.3f}" for value in scores.mean(axis=1))
             seconds = np.mean([each["seconds"] for each in found])
             lines.append(
-                f"| {task} | {precision} | {curve} | {scores.mean():.3f} | {each_seed} | {told} | {seconds:.0f} |"
+                f"| {task} | {precision} | {curve} | {scores.mean():.3f} | {each_seed} | {compared} | {seconds:.0f} |"
             )
     return "\n".join(lines)
 
@@ -90,6 +103,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--tasks", nargs="+", default=["two_digit_sums", "number_sequences"])
+    parser.add_argument("--generations", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=5, help="learning steps of a generation")
     parser.add_argument("--runs", type=Path, default=Path("runs/precisions"))
     parser.add_argument("--table-only", action="store_true", help="run nothing")
     arguments = parser.parse_args()
@@ -100,7 +115,7 @@ def main() -> None:
             for precision in PRECISIONS:
                 file = arguments.runs / f"{task}-{seed}-{precision}.json"
                 if not file.exists() and not arguments.table_only:
-                    file.write_text(json.dumps(run(task, seed, precision)) + "\n", encoding="utf-8")
+                    write_record(file, run(task, seed, precision, arguments.generations, arguments.steps))
                 if file.exists():
                     results[task, seed, precision] = json.loads(file.read_text(encoding="utf-8"))
     print(table({key: value for key, value in results.items() if (*key[:2], "bfloat16") in results}))

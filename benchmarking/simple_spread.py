@@ -1,21 +1,21 @@
 """MPE2 simple_spread: a random policy, GRPO with several agents and independent PPO, at equal environment steps.
 
-    python benchmarking/simple_spread.py [--seeds 0 1 2] [--joint-steps 200000] [--methods random grpo ppo]
+    python benchmarking/simple_spread.py [--seeds 0 1 2] [--joint-steps 100000] [--methods random grpo ppo]
 
-Three agents are to cover three landmarks without colliding. All methods act in the same environment
+Three agents cover three landmarks and avoid collisions. All methods act in the same environment
 (`mpe2.simple_spread_v3.parallel_env(**ENV_KWARGS)`), with one policy for all agents. The policy gets the agent's
 identity as input and has two tanh layers of 64. Each method is trained for the same number of joint environment steps
 (one step of all three agents) on its own training seeds, and then plays the same held-out starts greedily and by
-sampling. Printed is the sum of all agents' rewards over an episode of 25 steps, as a mean over seeds with a 95 %
-bootstrap interval over them. A seed that is already measured is not run again.
+sampling. Prints the sum of all agents' rewards over an episode of 25 steps: the mean over seeds with its 95 % bootstrap
+interval. Recorded runs are not repeated.
 
 PPO follows CleanRL's single file (Huang et al. 2022): generalised advantage estimation with a critic, annealed step
-size; every agent learns from its own reward, or with `--ppo-credit team` from the mean of all. The settings are
-described in docs/results.md.
+size; every agent learns from its own reward, or with `--ppo-credit team` from the mean of all.
 """
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,6 +28,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarking.records import write_record  # the path is set above
 from evogrpo.algorithms.multi_agent import MultiAgentGRPO
 from evogrpo.data import SampledActions
 from evogrpo.envs.control.conversion import ActionNoise
@@ -55,7 +58,7 @@ class Random:
 
 
 class ActorCritic(nn.Module):
-    """PPO's two networks, without common layers, as CleanRL has them."""
+    """Policy and critic of PPO without common layers, as in CleanRL."""
 
     def __init__(self, inputs: int, actions: int, seed: int) -> None:
         super().__init__()
@@ -143,7 +146,7 @@ class PPORollouts:
         return np.concatenate([np.stack([observations[agent] for agent in self._agents]), self._flags], axis=1)
 
     def step(self, actions: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Step all environments; return rewards and whether the episode was over, per agent of every environment."""
+        """Step all environments; return rewards and episode ends (1 or 0), per agent of every environment."""
         rewards, over, shown = [], [], []
         for env, chosen in zip(self._envs, actions.reshape(PPO_ENVS, -1), strict=True):
             seen, earned, *_ = env.step(dict(zip(self._agents, chosen.tolist(), strict=True)))
@@ -193,9 +196,9 @@ def gae(table: Mapping[str, Tensor], after: Tensor) -> Tensor:
     """Return generalised advantage estimates `[t, agents]` (Schulman et al. 2016)."""
     discount, result, carried = PPO_SETTINGS["gamma"], torch.zeros_like(table["value"]), torch.zeros_like(after)
     for t in reversed(range(len(result))):
-        going_on = 1 - table["over"][t]
-        delta = table["reward"][t] + discount * after * going_on - table["value"][t]
-        carried = delta + discount * PPO_SETTINGS["lam"] * going_on * carried
+        alive = 1 - table["over"][t]
+        delta = table["reward"][t] + discount * after * alive - table["value"][t]
+        carried = delta + discount * PPO_SETTINGS["lam"] * alive * carried
         result[t], after = carried, table["value"][t]
     return result
 
@@ -252,7 +255,7 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--joint-steps", type=int, default=200_000)
+    parser.add_argument("--joint-steps", type=int, default=100_000)
     parser.add_argument("--methods", nargs="+", default=["random", "grpo", "ppo"], choices=["random", "grpo", "ppo"])
     parser.add_argument("--ppo-credit", default="agent", choices=["agent", "team"])
     parser.add_argument("--runs", type=Path, default=Path("runs/simple_spread"))
@@ -262,11 +265,11 @@ def main() -> None:
     for seed in args.seeds:
         for method in args.methods:
             name = f"ppo ({args.ppo_credit} reward)" if method == "ppo" else method
-            path = args.runs / f"{name.replace(' ', '-')}-{args.joint_steps}-{seed}.json"
-            if not path.exists():
-                path.write_text(json.dumps(run(method, seed, args.joint_steps, args.ppo_credit)))
-            results.setdefault(name, {})[str(seed)] = json.loads(path.read_text())
-            print(f"seed {seed} {name}: {results[name][str(seed)]}", flush=True)
+            file = args.runs / f"{name.replace(' ', '-')}-{args.joint_steps}-{seed}.json"
+            if not file.exists():
+                write_record(file, run(method, seed, args.joint_steps, args.ppo_credit))
+            results.setdefault(name, {})[str(seed)] = json.loads(file.read_text())
+            print(f"seed {seed} {name}: done", flush=True)
     print(f"\nsimple_spread_v3 with {ENV_KWARGS}\n\n{table(results)}")
 
 

@@ -1,40 +1,125 @@
-"""What every runner does alike: the training clock, evaluations outside it, and the curve it writes down."""
+"""Command line, training clock and evaluations that all runners share."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 import torch
-from tasks import Task
+from tasks import TASKS, Task
 
 Act = Callable[[np.ndarray], np.ndarray]
-"""Observations `[n, ...]` to greedy actions `[n, ...]` as the environment takes them."""
+"""Maps observations `[n, ...]` to greedy actions `[n, ...]` in the environment's format."""
 
-EVALUATION_SEED = 2**30  # beyond every training seed of any contestant
-FIRST_EVALUATION = 0.25  # seconds
-CLOCKS = {"wall": 1, "processor": 2}  # columns of a curve
-GROWTH = 1.3  # of the time and of the steps from one evaluation to the next
+EVALUATION_SEED = 2**30
+"""First reset seed of evaluations, beyond all training seeds."""
+FIRST_EVALUATION = 0.25
+"""Seconds until the first evaluation."""
+GROWTH = 1.3
+"""Factor on time and steps from one evaluation to the next."""
+CLOCKS = {"wall": 1, "processor": 2}
+"""Column of a curve that has the time of each clock."""
 
 
-class Evaluator:
-    """Plays the same fresh episodes for every contestant, side by side, each to its end.
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run.
 
-    Args:
-        task: The environment.
-        episodes: How many, each with a reset seed of its own.
+    Attributes:
+        task: Task with its budgets.
+        seed: Random seed.
+        episodes: Episodes of an evaluation.
+        clock: Key of `CLOCKS`.
+        out: JSON file to write.
+        contestant: Method, where a runner has several.
     """
 
-    def __init__(self, task: Task, episodes: int) -> None:
-        self._envs = [gymnasium.make(task.name) for _ in range(episodes)]
+    task: Task
+    seed: int
+    episodes: int
+    clock: str
+    out: Path
+    contestant: str
 
-    def __call__(self, act: Act) -> float:
-        """Return the mean undiscounted return of greedy play."""
+    @classmethod
+    def from_arguments(cls, description: str | None) -> Job:
+        """Read the command line, and use one thread."""
+        parser = argparse.ArgumentParser(description=description)
+        parser.add_argument("--task", choices=TASKS, required=True)
+        parser.add_argument("--seed", type=int, required=True)
+        parser.add_argument("--episodes", type=int, default=32, help="episodes of an evaluation")
+        parser.add_argument("--clock", choices=CLOCKS, default="processor", help="clock of the time budget")
+        parser.add_argument("--scale", type=float, default=1.0, help="factor on both budgets, for short trials")
+        parser.add_argument("--contestant", default="")
+        parser.add_argument("--out", type=Path, required=True)
+        given = vars(parser.parse_args())
+        torch.set_num_threads(1)
+        task, scale = TASKS[given["task"]], given.pop("scale")
+        task = replace(task, steps=int(task.steps * scale), seconds=task.seconds * scale)
+        return cls(**given | {"task": task})
+
+
+class Recorder:
+    """Stopwatch that is paused during evaluations, and the learning curve.
+
+    The clock starts when the recorder is created: building agents counts, imports do not. All methods play the same
+    evaluation episodes greedily.
+
+    Args:
+        job: The run.
+        packages: Packages whose versions are recorded.
+
+    Attributes:
+        curve: One (environment steps, wall seconds, processor seconds, mean return) per evaluation.
+    """
+
+    def __init__(self, job: Job, *packages: str) -> None:
+        self._job = job
+        self._envs = [gymnasium.make(job.task.name) for _ in range(job.episodes)]
+        self._versions = {name: version(name) for name in packages}
+        self._column = CLOCKS[job.clock]
+        self.curve: list[tuple[int, float, float, float]] = []
+        self._next_steps, self._next_seconds = job.task.steps / 50, FIRST_EVALUATION
+        self._wall = self._processor = 0.0
+        # torch imports its compiler with the first optimizer; imports are not timed.
+        torch.optim.Adam([torch.zeros(1, requires_grad=True)])
+        self._since = time.perf_counter(), time.process_time()
+
+    def offer(self, steps: int, act: Act, *, last: bool = False) -> bool:
+        """Evaluate the policy if an evaluation is due; return True if both budgets are spent.
+
+        Args:
+            steps: Environment steps so far.
+            act: Current greedy policy.
+            last: Evaluate in any case.
+        """
+        self._wall += time.perf_counter() - self._since[0]
+        self._processor += time.process_time() - self._since[1]
+        task, seconds = self._job.task, (self._wall, self._processor)[self._column - 1]
+        spent = steps >= task.steps and seconds >= task.seconds
+        due = steps >= self._next_steps or seconds >= self._next_seconds
+        crossed = self._crosses(0, task.steps, steps) or self._crosses(self._column, task.seconds, seconds)
+        unseen = not self.curve or (last and self.curve[-1][0] != steps)
+        if due or crossed or spent or unseen:
+            self.curve.append((steps, self._wall, self._processor, self._mean_return(act)))
+            self._next_steps = max(self._next_steps, steps * GROWTH)
+            self._next_seconds = max(self._next_seconds, seconds * GROWTH)
+        self._since = time.perf_counter(), time.process_time()
+        return spent
+
+    def _crosses(self, column: int, budget: float, now: float) -> bool:
+        return bool(self.curve) and self.curve[-1][column] < budget <= now
+
+    def _mean_return(self, act: Act) -> float:
+        """Play all evaluation episodes in parallel, each to its end."""
         seen = [env.reset(seed=EVALUATION_SEED + number)[0] for number, env in enumerate(self._envs)]
         returns, running = np.zeros(len(self._envs)), list(range(len(self._envs)))
         while running:
@@ -48,85 +133,20 @@ class Evaluator:
             running = still
         return float(returns.mean())
 
-
-class Recorder:
-    """A stopwatch that stands still while a policy is evaluated, and the curve of what it was worth.
-
-    Starts running when made, so that building agents counts and importing packages does not.
-
-    Args:
-        task: What is learnt.
-        seed: Of the run.
-        episodes: Episodes of an evaluation.
-        clock: Which time the budget is of: "processor", which with one thread is what the wall clock would show on a
-            core of its own, however busy the machine is; or "wall".
-        out: JSON file to write.
-        facts: What else to write, such as versions.
-
-    Attributes:
-        curve: One (environment steps, wall seconds, processor seconds, mean return) per evaluation.
-    """
-
-    def __init__(self, task: Task, *, seed: int, episodes: int, clock: str, out: Path, facts: dict[str, Any]) -> None:
-        self._task, self._out = task, out
-        self._column = CLOCKS[clock]
-        budgets = {"steps": task.steps, "seconds": task.seconds}
-        self._facts = {
-            "task": task.name,
-            "budgets": budgets,
-            "seed": seed,
-            "episodes": episodes,
-            "clock": clock,
-            **facts,
+    def write(self, settings: dict[str, Any]) -> None:
+        """Write the curve and the settings of the run."""
+        job = self._job
+        content = {
+            "task": job.task.name,
+            "budgets": {"steps": job.task.steps, "seconds": job.task.seconds},
+            "seed": job.seed,
+            "episodes": job.episodes,
+            "clock": job.clock,
+            "versions": self._versions,
+            "settings": settings,
+            "curve": self.curve,
         }
-        self._evaluator = Evaluator(task, episodes)
-        self.curve: list[tuple[int, float, float, float]] = []
-        self._next_steps, self._next_seconds = task.steps / 50, FIRST_EVALUATION
-        self._wall = self._processor = 0.0
-        # torch imports its compiler when the first optimizer is made; imports are not on the clock.
-        torch.optim.Adam([torch.zeros(1, requires_grad=True)])
-        self._start()
-
-    @property
-    def seconds(self) -> float:
-        """Training time so far, by the chosen clock."""
-        return (self._wall, self._processor)[self._column - 1]
-
-    def _start(self) -> None:
-        self._since = time.perf_counter(), time.process_time()
-
-    def _stop(self) -> None:
-        self._wall += time.perf_counter() - self._since[0]
-        self._processor += time.process_time() - self._since[1]
-
-    def offer(self, steps: int, act: Act, *, last: bool = False) -> bool:
-        """Evaluate the policy if it is time to; return whether both budgets are spent.
-
-        Args:
-            steps: Environment steps taken so far.
-            act: The policy that a user would take now.
-            last: Evaluate in any case.
-        """
-        self._stop()
-        task, seconds = self._task, self.seconds
-        spent = steps >= task.steps and seconds >= task.seconds
-        due = steps >= self._next_steps or seconds >= self._next_seconds
-        crossed = self._crosses(0, task.steps, steps) or self._crosses(self._column, task.seconds, seconds)
-        unseen = not self.curve or (last and self.curve[-1][0] != steps)
-        if due or crossed or spent or unseen:
-            self.curve.append((steps, self._wall, self._processor, self._evaluator(act)))
-            self._next_steps = max(self._next_steps, steps * GROWTH)
-            self._next_seconds = max(self._next_seconds, seconds * GROWTH)
-        self._start()
-        return spent
-
-    def _crosses(self, column: int, budget: float, now: float) -> bool:
-        return bool(self.curve) and self.curve[-1][column] < budget <= now
-
-    def write(self, **facts: Any) -> None:
-        """Write the run down, in one go."""
-        content = {**self._facts, **facts, "curve": self.curve}
-        scratch = self._out.with_suffix(".tmp")
+        scratch = job.out.with_suffix(".tmp")
         scratch.parent.mkdir(parents=True, exist_ok=True)
         scratch.write_text(json.dumps(content) + "\n", encoding="utf-8")
-        scratch.replace(self._out)
+        scratch.replace(job.out)

@@ -1,48 +1,94 @@
-"""Train evogrpo's GRPO on one task: one agent with good fixed hyperparameters, or a population of 8 that evolves."""
+"""Train GRPO on one task: one agent with fixed hand-tuned hyperparameters, or an evolving population of 8."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
-from recipes import RECIPES, Recipe
-from recording import Recorder
-from runners import Job
-from tasks import Task
+from recording import Job, Recorder
 
-from evogrpo.algorithms.grpo import GRPO
-from evogrpo.algorithms.population import Population
-from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
+from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, NetworkConfig, Population, RLParameter, evolve
 from evogrpo.envs.control.rollout import Episodes
-from evogrpo.training.evolve import evolve
 
 SIZES = {"grpo": 1, "grpo-8": 8}
+NETWORK = NetworkConfig(hidden=(64,))
+VALIDATION_STARTS, STEPS_PER_GENERATION = 32, 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Settings of one task.
+
+    Attributes:
+        hyperparameters: Hyperparameters of the single agent and of the first member of a population.
+        samples_per_step: Episodes per member and learning step.
+        normalise_observations: Normalise observations by running statistics.
+        evolving: Search space of a population.
+    """
+
+    hyperparameters: Mapping[str, Any]
+    samples_per_step: int = 32
+    normalise_observations: bool = False
+    evolving: HyperparameterConfig = field(
+        default_factory=lambda: HyperparameterConfig(
+            lr=RLParameter(min=1e-3, max=2e-2, scale="log"),
+            update_epochs=RLParameter(min=1, max=4),
+            clip_coef=RLParameter(min=0.1, max=0.4),
+        )
+    )
+
+
+RECIPES: dict[str, Recipe] = {
+    "CartPole-v1": Recipe(
+        hyperparameters={"lr": 5e-3, "gamma": 1.0, "group_size": 8, "batch_size": 1024, "update_epochs": 1},
+        samples_per_step=16,
+        evolving=HyperparameterConfig(
+            lr=RLParameter(min=2e-3, max=1e-2, scale="log"),
+            gamma=RLParameter(min=0.98, max=1.0),
+            clip_coef=RLParameter(min=0.1, max=0.4),
+        ),
+    ),
+    "Acrobot-v1": Recipe(
+        hyperparameters={"lr": 5e-3, "gamma": 0.99, "group_size": 8, "batch_size": 2048, "update_epochs": 2}
+    ),
+    "Pendulum-v1": Recipe(
+        hyperparameters={"lr": 5e-3, "gamma": 0.95, "group_size": 8, "batch_size": 1024, "update_epochs": 4}
+    ),
+    "MountainCar-v0": Recipe(
+        hyperparameters={"lr": 5e-3, "gamma": 0.99, "group_size": 8, "batch_size": 2048, "update_epochs": 2},
+        normalise_observations=True,
+    ),
+    "LunarLander-v3": Recipe(
+        hyperparameters={"lr": 3e-3, "gamma": 0.99, "group_size": 8, "batch_size": 2048, "update_epochs": 4}
+    ),
+}
 
 
 class CountedGroups(GymnasiumGroups):
-    """Counts every environment step, those of validation included.
+    """Count all environment steps, those of validation included.
 
     Attributes:
-        steps: So far.
+        steps: Environment steps so far.
     """
 
     steps = 0
 
-    def _play(self, *arguments: Any) -> Episodes:
-        played = super()._play(*arguments)
+    def play_request(self, *arguments: Any) -> Episodes:
+        """Play episodes and count their steps."""
+        played = super().play_request(*arguments)
         self.steps += int(played.lengths.sum())
         return played
 
 
 def make_population(size: int, env: GymnasiumGroups, recipe: Recipe, seed: int) -> Population:
-    """Return agents for a task; one alone has the recipe's hyperparameters, several are spread over the ranges."""
+    """Return one agent with the hyperparameters of the recipe, or several that are spread over its ranges."""
     return GRPO.population(
         size,
         env.observation_space,
         env.action_space,
-        network=recipe.network,
+        network=NETWORK,
         normalise_observations=recipe.normalise_observations,
         hp_config=recipe.evolving if size > 1 else None,
         samples_per_step=recipe.samples_per_step,
@@ -51,14 +97,14 @@ def make_population(size: int, env: GymnasiumGroups, recipe: Recipe, seed: int) 
     )
 
 
-def train_alone(env: CountedGroups, population: Population, recipe: Recipe, recorder: Recorder) -> None:
-    """Train one agent until both budgets are spent; it is worth what it is after its last learning step."""
+def train_alone(env: CountedGroups, population: Population, samples: int, recorder: Recorder) -> None:
+    """Train one agent until both budgets are spent; its current policy is evaluated."""
     (agent,) = population
 
     def act(observations: np.ndarray) -> np.ndarray:
         return agent.predict(observations, deterministic=True)[0]
 
-    samples, step = recipe.samples_per_step, 0
+    step = 0
     while not recorder.offer(env.steps, act):
         block = samples // agent.group_size
         collected = population.collect(env, step=step, samples_per_step=samples, block=block)
@@ -68,8 +114,8 @@ def train_alone(env: CountedGroups, population: Population, recipe: Recipe, reco
         step += 1
 
 
-def train_population(env: CountedGroups, population: Population, recipe: Recipe, recorder: Recorder) -> None:
-    """Train several until both budgets are spent; they are worth what the best at the last validation is worth."""
+def train_population(env: CountedGroups, population: Population, samples: int, recorder: Recorder) -> None:
+    """Train a population until both budgets are spent; the best member of the last validation is evaluated."""
 
     def act(observations: np.ndarray) -> np.ndarray:
         evaluated = any(agent.fitness is not None for agent in population)
@@ -80,9 +126,9 @@ def train_population(env: CountedGroups, population: Population, recipe: Recipe,
         population,
         env,
         progress=False,
-        samples_per_step=recipe.samples_per_step,
-        steps_per_generation=recipe.steps_per_generation,
-        validation_questions=recipe.validation_starts,
+        samples_per_step=samples,
+        steps_per_generation=STEPS_PER_GENERATION,
+        validation_questions=VALIDATION_STARTS,
         test_questions=0,
         max_seconds=1e9,
     ):
@@ -90,21 +136,14 @@ def train_population(env: CountedGroups, population: Population, recipe: Recipe,
             break
 
 
-def train(task: Task, contestant: str, seed: int, recorder: Recorder) -> None:
-    """Train one contestant on one task."""
-    recipe, size = RECIPES[task.name], SIZES[contestant]
-    env = CountedGroups(task.name, validation_size=recipe.validation_starts, seed=seed)
-    population = make_population(size, env, recipe, seed)
-    (train_alone if size == 1 else train_population)(env, population, recipe, recorder)
-
-
 def main() -> None:
     job = Job.from_arguments(__doc__)
-    torch.set_num_threads(job.threads)
-    recorder = job.recorder("torch", "gymnasium")
-    train(job.task, job.contestant, job.seed, recorder)
-    recipe = RECIPES[job.task.name]
-    recorder.write(settings={**recipe.hyperparameters, "network": asdict(recipe.network)})
+    recorder = Recorder(job, "torch", "gymnasium")
+    recipe, size = RECIPES[job.task.name], SIZES[job.contestant]
+    env = CountedGroups(job.task.name, validation_size=VALIDATION_STARTS, seed=job.seed)
+    population = make_population(size, env, recipe, job.seed)
+    (train_alone if size == 1 else train_population)(env, population, recipe.samples_per_step, recorder)
+    recorder.write({**recipe.hyperparameters, "hidden": NETWORK.hidden})
 
 
 if __name__ == "__main__":

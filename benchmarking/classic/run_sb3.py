@@ -6,16 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
-from recording import Recorder
-from runners import Job
+from recording import Job, Recorder
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecNormalize
 
-# rl-baselines3-zoo, hyperparams/ppo.yml at commit 208b6fd; LunarLander-v3 has the entry of its predecessor v2. What an
-# entry leaves out is SB3's default: n_steps 2048, batch_size 64, learning_rate 3e-4, clip_range 0.2.
+# rl-baselines3-zoo, hyperparams/ppo.yml at commit 208b6fd; LunarLander-v3 has the entry of version 2. All else is at
+# the defaults of Stable-Baselines3: n_steps 2048, batch_size 64, learning_rate 3e-4, clip_range 0.2.
 ZOO: dict[str, dict[str, Any]] = {
     "CartPole-v1": {
         "n_envs": 8,
@@ -67,7 +65,7 @@ ZOO: dict[str, dict[str, Any]] = {
 
 
 def scheduled(value: object) -> object:
-    """Return the zoo's "lin_x" as the schedule it stands for: from x down to 0."""
+    """Return "lin_x" of the zoo as a schedule that falls linearly from x to 0."""
     if not isinstance(value, str):
         return value
     first = float(value.removeprefix("lin_"))
@@ -79,7 +77,7 @@ def scheduled(value: object) -> object:
 
 
 class Offer(BaseCallback):
-    """Offers the policy for evaluation before each rollout, when the last one has been learnt from."""
+    """Offers the policy for evaluation before each rollout."""
 
     def __init__(self, recorder: Recorder, act: Callable[[np.ndarray], np.ndarray]) -> None:
         super().__init__()
@@ -92,20 +90,13 @@ class Offer(BaseCallback):
         return True
 
 
-def make_model(task: str, seed: int) -> tuple[PPO, VecNormalize | None]:
-    """Return the zoo's PPO for a task, and what normalises its observations, if anything does."""
-    settings = {name: scheduled(value) for name, value in ZOO[task].items()}
-    envs, normalize = settings.pop("n_envs"), settings.pop("normalize", False)
-    env = make_vec_env(task, n_envs=envs, seed=seed * 1000)
-    normaliser = VecNormalize(env, gamma=settings["gamma"]) if normalize else None
-    return PPO("MlpPolicy", normaliser or env, seed=seed, device="cpu", **settings), normaliser
-
-
 def main() -> None:
     job = Job.from_arguments(__doc__)
-    torch.set_num_threads(job.threads)
-    recorder = job.recorder("stable_baselines3", "torch", "gymnasium")
-    model, normaliser = make_model(job.task.name, job.seed)
+    recorder = Recorder(job, "stable_baselines3", "torch", "gymnasium")
+    name, settings = job.task.name, {key: scheduled(value) for key, value in ZOO[job.task.name].items()}
+    env = make_vec_env(name, n_envs=settings.pop("n_envs"), seed=job.seed * 1000)
+    normaliser = VecNormalize(env, gamma=settings["gamma"]) if settings.pop("normalize", False) else None
+    model = PPO("MlpPolicy", normaliser or env, seed=job.seed, device="cpu", **settings)
 
     def act(observations: np.ndarray) -> np.ndarray:
         seen = observations if normaliser is None else normaliser.normalize_obs(observations)
@@ -113,7 +104,7 @@ def main() -> None:
 
     model.learn(job.task.steps, callback=Offer(recorder, act))
     recorder.offer(model.num_timesteps, act, last=True)
-    recorder.write(settings=ZOO[job.task.name])
+    recorder.write(ZOO[job.task.name])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tasks and how long every contestant runs on each. Runners of every environment read it: it imports nothing."""
+"""Tasks of the comparison with PPO. Imports nothing, so that runners in any environment can read it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One Gymnasium environment and the two budgets at which contestants are compared.
+    """One Gymnasium environment and its two budgets.
 
     Attributes:
-        name: The environment's id.
-        steps: Budget of environment steps; also what PPO's schedules are laid out for.
+        name: Environment id.
+        steps: Budget of environment steps; PPO's schedules end there.
         seconds: Budget of training time.
-        random: Mean return of a uniformly random policy, over some hundred episodes; 0 on the normalised scale.
-        solved: Return that counts as solved; 1 on the normalised scale. Gymnasium's own reward threshold, and -150
-            for Pendulum, which has none.
-        needs: A module that evogrpo's own environment has to have beside gymnasium; None = nothing.
+        random: Mean return of random actions; 0 on the normalised scale.
+        solved: Return that counts as solved; 1 on the normalised scale. Gymnasium's reward threshold, and -150 for
+            Pendulum, which has none.
+        needs: Module that the environment needs besides gymnasium; None = none.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Task:
     needs: str | None = None
 
     def normalised(self, score: float) -> float:
-        """Return a score on the scale where random play is 0 and solved is 1."""
+        """Return a score on the scale from random (0) to solved (1)."""
         return (score - self.random) / (self.solved - self.random)
 
 

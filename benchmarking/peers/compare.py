@@ -1,11 +1,27 @@
-"""Install the peers, then time them and evogrpo in turn on the same work, and compare their peak memory."""
+"""Seconds and peak memory of a learning step of evogrpo, TRL and AgileRL on the same work.
+
+    python benchmarking/peers/compare.py [--precisions float32 bfloat16] [--settings short long-prompt long-completion]
+    python benchmarking/peers/compare.py --systems evogrpo-1 --micro-batches evogrpo-1=16 --rounds 1 --steps 1  # short
+
+Installs TRL and AgileRL into environments of their own under `benchmarking/.peers/` (about 9 GB; the releases are in
+`environments.py`, torch is the one that `constraints.txt` pins). Then all systems take turns, round after round, each
+at its fastest micro-batch, which is found before the rounds.
+Writes `runs/peers.md`, and each step to `runs/peers.json`.
+
+All systems do the same work: SmolLM2-135M-Instruct in float32 or bfloat16, LoRA of rank 16 in float32 on all linear
+layers, per agent and step 2 prompts x 8 completions, KL weight 0.04, one AdamW step, no gradient checkpointing. A step
+lasts from sampling to the updated weights; the first step of each run is left out.
+
+Peers run at the settings that are fastest here with an equal result: reference log-probs from the base with its adapter
+off, old log-probs from the update's own forward pass, all groups sampled in one batch. `agilerl-defaults` runs at
+AgileRL's defaults, and `agilerl-8` trains 8 agents, for their memory.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -14,8 +30,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import environments
-import workload
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarking.peers import environments, workload  # the path is set above
+from benchmarking.records import write_record
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
@@ -28,10 +46,10 @@ class Contestant:
 
     Attributes:
         script: Runner beside this file.
-        peer: Key of `environments.REQUIREMENTS`; None for the Python that runs this script, where evogrpo is installed.
+        peer: Key of `environments.REQUIREMENTS`; None = the Python that runs this script.
         agents: Agents in the process.
         micro_batches: Samples per pass of a learning step to try before the rounds; the fastest is kept.
-        defaults: Whether it runs at its own defaults rather than at the fastest settings of equal result.
+        defaults: Run at the system's defaults instead of the fastest settings of equal result.
     """
 
     script: str
@@ -48,10 +66,6 @@ CONTESTANTS: dict[str, Contestant] = {
     "agilerl": Contestant(script="run_agilerl.py", peer="agilerl", agents=1, micro_batches=(16, 8)),
     "agilerl-defaults": Contestant(
         script="run_agilerl.py", peer="agilerl", agents=1, micro_batches=(16, 8), defaults=True
-    ),
-    # Its micro-batch is the whole batch: without DeepSpeed, it takes an optimizer step after every micro-batch.
-    "agilerl-2.10": Contestant(
-        script="run_agilerl.py", peer="agilerl-2.10", agents=1, micro_batches=(16,), defaults=True
     ),
     "evogrpo-1": Contestant(script="run_evogrpo.py", peer=None, agents=1, micro_batches=(16, 8)),
     "agilerl-8": Contestant(script="run_agilerl.py", peer="agilerl", agents=8, micro_batches=(16,)),
@@ -72,7 +86,7 @@ class Bench:
         threads: Threads for every system alike.
         steps: Learning steps to measure in a run, after one that is left out.
         setting: Key of `workload.SETTINGS`.
-        micro_batches: By contestant, those that are tried in place of its own.
+        micro_batches: Micro-batches to try instead of the contestant's own, by contestant.
         device: One of `workload.DEVICES`.
     """
 
@@ -86,7 +100,7 @@ class Bench:
     device: str
 
     def run(self, name: str, precision: str, micro_batch: int, label: str) -> dict[str, Any]:
-        """Run one contestant once, alone on the machine as far as this script decides.
+        """Run one contestant once.
 
         Returns:
             What its runner reports, with `seconds`: its median wall seconds per agent per learning step.
@@ -120,7 +134,7 @@ class Bench:
 
 
 def prepare(systems: Sequence[str], folder: Path, constraints: Path, installed: Mapping[str, Path]) -> dict[str, Path]:
-    """Install what the contestants need and is not installed yet, and return the interpreter of each."""
+    """Return the interpreter of each contestant; install missing packages."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ".gitignore").write_text("*\n", encoding="utf-8")
     pythons = {}
@@ -134,7 +148,7 @@ def prepare(systems: Sequence[str], folder: Path, constraints: Path, installed: 
 
 
 def demo_model() -> Path:
-    """Return the folder of evogrpo's demo model, unpacked by another process: none of its memory stays in this one."""
+    """Return the folder of the demo model; another process unpacks it, which keeps this one small."""
     code = "from evogrpo.models.language.loading import demo_model_folder; print(demo_model_folder())"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     return Path(done.stdout.splitlines()[-1])
@@ -146,11 +160,11 @@ def measure(bench: Bench, rows: Sequence[Row], rounds: int) -> Iterator[dict[str
     Taking turns spreads the machine's noise over all of them.
 
     Yields:
-        What is known after every run; the last is all.
+        All measurements so far, after every run.
     """
     work = workload.SETTINGS[bench.setting]
     result: dict[str, Any] = {
-        "machine": {"platform": platform.platform(), "cores": os.cpu_count(), "threads": bench.threads},
+        "threads": bench.threads,
         "work": {
             "setting": bench.setting,
             "prompts": len(work.prompts),
@@ -213,14 +227,6 @@ def pooled(reports: Sequence[Mapping[str, Any]]) -> float:
     return statistics.median(seconds)
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file in one go, so that a stop in between leaves the file of before."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    scratch.replace(path)
-
-
 def tried(words: str) -> tuple[str, tuple[int, ...]]:
     """Read NAME=N,N as a contestant and its micro-batches."""
     name, _, sizes = words.partition("=")
@@ -238,11 +244,11 @@ def interpreter(words: str) -> tuple[str, Path]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--systems", nargs="+", choices=CONTESTANTS, default=DEFAULT_SYSTEMS, metavar="NAME",
                         help=f"which to run, in this order, of {', '.join(CONTESTANTS)}")  # fmt: skip
     parser.add_argument("--settings", nargs="+", choices=workload.SETTINGS, default=["short"], metavar="NAME",
-                        help=f"how much there is to read and to write, one after another, of "
+                        help=f"lengths of prompts and completions, one after another, of "
                         f"{', '.join(workload.SETTINGS)}")  # fmt: skip
     parser.add_argument("--precisions", nargs="+", choices=workload.PRECISIONS, default=["float32"], metavar="NAME",
                         help=f"of the base model, of {', '.join(workload.PRECISIONS)}")  # fmt: skip
@@ -250,14 +256,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="learning steps measured in a run, after one left out")
     parser.add_argument("--micro-batches", nargs="+", type=tried, default=[], metavar="NAME=N[,N]",
                         help="those that are tried for a system; a single one is taken without trial")  # fmt: skip
-    parser.add_argument("--device", choices=workload.DEVICES, default="cpu", help="where everything runs")
+    parser.add_argument("--device", choices=workload.DEVICES, default="cpu", help="device of the models")
     parser.add_argument("--pythons", nargs="+", type=interpreter, default=[], metavar="PEER=PATH",
                         help="a Python that has a peer's packages, such as trl=/usr/bin/python3")  # fmt: skip
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads for every system alike")
     parser.add_argument("--cache", type=Path, default=HERE.parent / ".peers", help="folder for environments and logs")
     parser.add_argument("--constraints", type=Path, default=REPOSITORY / "constraints.txt", help="file that pins torch")
     parser.add_argument("--model", type=Path, help="folder of the base model; evogrpo's demo model if not given")
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "runs" / "peers.json", help="JSON file to write")
+    parser.add_argument("--out", type=Path, default=Path("runs/peers.json"), help="JSON file to write")
     parser.add_argument("--install-only", action="store_true", help="prepare the environments and stop")
     return parser.parse_args()
 
@@ -289,7 +295,7 @@ def main() -> None:
         )
         for result in measure(bench, rows, arguments.rounds):
             results[setting] = result
-            write_json(out, results)
+            write_record(out, results)
         work = workload.SETTINGS[setting]
         head = f"{setting}: {work.prompt_tokens} tokens to read, {work.completion_tokens} to write"
         texts[setting] = f"{head}\n\n{table(results[setting]['runs'])}"

@@ -1,4 +1,4 @@
-"""One virtual environment for each peer, so that every system runs with the releases it was made for."""
+"""Virtual environments of the peers, with the releases that each was made for."""
 
 from __future__ import annotations
 
@@ -8,22 +8,10 @@ import sys
 import venv
 from pathlib import Path
 
-# The newest release of each at the time of writing, with the packages that they do not pin themselves. AgileRL's
-# `cpu-llm` extra is what its documentation installs for language models on a machine without an accelerator. AgileRL
-# 2.10 is its last release with HuggingFaceGym and has no such extra: these are the packages of its `llm` extra without
-# vLLM and DeepSpeed, which it uses on a GPU only and whose CUDA builds keep transformers from being imported beside a
-# torch without CUDA.
+# AgileRL's documentation installs the `cpu-llm` extra for language models on a machine without an accelerator.
 REQUIREMENTS: dict[str, tuple[str, ...]] = {
     "trl": ("trl==1.16.0", "transformers==5.23.0", "peft==0.21.2"),
     "agilerl": ("agilerl[cpu-llm]==2.58.0",),
-    "agilerl-2.10": (
-        "agilerl==2.10.0",
-        "transformers==5.14.1",
-        "peft==0.19.1",
-        "datasets==5.0.1",
-        "liger-kernel==0.8.1; sys_platform == 'linux'",
-        "bitsandbytes==0.49.2; sys_platform == 'linux'",
-    ),
     "sb3": ("stable-baselines3==2.9.2", "gymnasium[box2d]==1.4.0"),
 }
 
@@ -44,7 +32,7 @@ def torch_pin(constraints: Path) -> str:
 
 
 def install(system: str, cache: Path, constraints: Path) -> Path:
-    """Create a peer's environment, or return the one made by an earlier call with the same requirements.
+    """Create a peer's environment, or reuse one with the same requirements.
 
     Args:
         system: A key of `REQUIREMENTS`.

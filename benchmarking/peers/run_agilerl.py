@@ -1,10 +1,6 @@
 """Time AgileRL's GRPO on the fixed work; runs inside AgileRL's own environment.
 
 AgileRL trains the agents of a population one after another, each through `get_action` and `learn`; so does this runner.
-
-Two releases run it. The newest is what a user installs today. 2.10 is the last with HuggingFaceGym, which the source of
-August 2026 had that evogrpo's target was measured against; AgileRL's learning step has been rewritten since. The newest
-takes logits of completions only, for one, where 2.10 takes those of prompts too.
 """
 
 from __future__ import annotations
@@ -16,27 +12,22 @@ import workload
 arguments = workload.parse_arguments(__doc__)  # before torch is imported, which reads the number of threads
 work = arguments.work
 
-import agilerl  # noqa: E402
 import torch  # noqa: E402
-
-# 2.10 refuses language models where vLLM or DeepSpeed is missing, though it needs neither without a GPU; the newest
-# release knows this itself. To be said before anything else of AgileRL is imported.
-agilerl.HAS_LLM_DEPENDENCIES = True
 from agilerl.algorithms import GRPO  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase  # noqa: E402
 
 
 def create_agent(tokenizer: PreTrainedTokenizerBase) -> GRPO:
-    """AgileRL's defaults, but for what the fixed work sets.
+    """Return an agent with AgileRL's defaults and the settings of the fixed work.
 
-    Unless asked for defaults, the cheaper choice where the result is the same: no adapter for the reference, which is
-    the base, and old log-probs from the update's own forward pass.
+    Without `--defaults`, two settings are cheaper with the same result: the base is the reference, without its own
+    adapter, and old log-probs come from the update's own forward pass.
     """
     cheaper = {} if arguments.defaults else {"use_separate_reference_adapter": False, "old_logprobs_source": "trainer"}
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=getattr(torch, arguments.precision))
-    # AgileRL swaps in Triton kernels wherever liger-kernel is installed, and its language-model extra requires that
-    # package; those kernels cannot run on a CPU. This mark of its own says that the model needs no such treatment.
+    # AgileRL's language-model extra installs liger-kernel, whose Triton kernels cannot run on a CPU. This attribute
+    # marks a model as already patched, which keeps them out.
     setattr(model, "_agilerl_liger_patched", True)  # noqa: B010
     return GRPO(
         actor_network=model,
@@ -52,7 +43,7 @@ def create_agent(tokenizer: PreTrainedTokenizerBase) -> GRPO:
         max_grad_norm=workload.MAX_GRAD_NORM,
         temperature=1.0,
         top_k=0,
-        top_p=1.0,  # 0.95 is the default of 2.10
+        top_p=1.0,
         min_output_tokens=work.completion_tokens,
         max_output_tokens=work.completion_tokens,
         lora_config=LoraConfig(
@@ -70,14 +61,12 @@ def create_agent(tokenizer: PreTrainedTokenizerBase) -> GRPO:
 
 
 def learning_step(agent: GRPO, tokenizer: PreTrainedTokenizerBase) -> None:
-    """One learning step of one agent: sample, decode, reward, update."""
+    """Take one learning step of one agent: sample, decode, reward, update."""
     prompts = tokenizer(list(work.prompts), return_tensors="pt")
     workload.check_tokens("a prompt", prompts["input_ids"].shape[1], work.prompt_tokens)
-    # Groups repeated here are sampled in one batch; repeated by get_action, each prompt is a batch of its own: slower.
+    # Groups repeated here are sampled in one batch; get_action would sample each prompt in a batch of its own.
     if arguments.defaults:
         each = [{key: tensor[row : row + 1] for key, tensor in prompts.items()} for row in range(len(work.prompts))]
-        for prompt in each:
-            prompt["initial_prompt_len"] = work.prompt_tokens  # 2.10 would train on the prompt too if not told
         action = agent.get_action(each, training=True)
     else:
         rows = {key: tensor.repeat_interleave(workload.GROUP_SIZE, dim=0) for key, tensor in prompts.items()}

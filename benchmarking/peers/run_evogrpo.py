@@ -25,19 +25,19 @@ from evogrpo.storage.journal import read_journal  # noqa: E402
 def share_of_digits(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
     """Reward every completion, and check that each has the number of tokens that every system processes."""
     for completion, ids in zip(completions, completion_ids, strict=True):
-        if "made-up" not in completion:  # one that reward functions are tried on before anything is trained
+        if "made-up" not in completion:  # the completion that evogrpo tests reward functions with
             workload.check_tokens("a completion", len(ids), work.completion_tokens)
     return [workload.reward(completion) for completion in completions]
 
 
 def micro_batch_tokens() -> int:
-    """Return the token budget that holds the micro-batch asked for, each prompt counted once per group."""
+    """Return the tokens of the micro-batch, with each prompt counted once per group."""
     groups = math.ceil(arguments.micro_batch / workload.GROUP_SIZE)
     return arguments.micro_batch * work.completion_tokens + groups * work.prompt_tokens
 
 
 def step_seconds(run_dir: Path) -> list[float]:
-    """Return the wall seconds of every learning step, between the journal's notes of their ends."""
+    """Return the wall seconds of every learning step, from the times in the journal."""
     events = read_journal(run_dir / "journal.jsonl")
     ends = [number for number, event in enumerate(events) if event["event"] == "step"]
     times = [events[number]["time"] for number in (ends[0] - 1, *ends)]

@@ -19,17 +19,17 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 
 class StepClock(TrainerCallback):
-    """Notes the time at the start of training and at the end of every learning step."""
+    """Records the time at the start of training and at the end of every learning step."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Note when training starts."""
+        """Record the start of training."""
         self.times.append(time.perf_counter())
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Note when an optimizer step is done."""
+        """Record the end of an optimizer step."""
         self.times.append(time.perf_counter())
 
 
@@ -41,7 +41,7 @@ def share_of_digits(completions: list[str], completion_ids: list[list[int]], **_
 
 
 def configuration(folder: str) -> GRPOConfig:
-    """TRL's defaults, but for what the fixed work sets; the model's precision is the one that it was loaded in."""
+    """Return TRL's defaults with the settings of the fixed work."""
     return GRPOConfig(
         output_dir=folder,
         max_steps=arguments.steps + 1,

@@ -1,4 +1,4 @@
-"""The fixed work that every system does, and what each runner reports; standard library only, as it runs everywhere."""
+"""The fixed work of all systems, and the report of a runner. Standard library only, as it runs in all environments."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ GROUP_SIZE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How much there is to read and to write.
+    """Lengths of prompts and completions.
 
     Attributes:
-        before: What every prompt says before its question.
-        prompt_tokens: Tokens of a prompt: of all alike, so that no system pays for padding.
-        completion_tokens: Tokens of a completion, the fewest and the most: every system processes equally many.
+        before: Text before the question of each prompt.
+        prompt_tokens: Tokens of each prompt, so that no system pads.
+        completion_tokens: Tokens of each completion, so that all systems process the same number.
     """
 
     before: str
@@ -37,7 +37,7 @@ class Setting:
     completion_tokens: int
 
     def prompt(self, a: int, b: int) -> str:
-        """Return the prompt that asks for the sum of two numbers of two digits each."""
+        """Return a prompt that asks for the sum of two numbers of two digits each."""
         return TEMPLATE.format(self.before, a, b)
 
     @property
@@ -67,7 +67,7 @@ PAD_TOKEN = "<jupyter_script>"
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """What every runner is told on its command line.
+    """Command line of a runner.
 
     Attributes:
         model: Folder of the base model.
@@ -78,8 +78,8 @@ class Arguments:
         out: JSON file to write.
         setting: Key of `SETTINGS`.
         precision: Of the base model's weights and activations; adapters are in float32.
-        defaults: Leave the settings that change no result at the system's defaults, rather than at the fastest.
-        device: Where everything runs.
+        defaults: Leave settings that do not change the result at the system's defaults, instead of the fastest values.
+        device: Device of the model.
     """
 
     model: Path
@@ -95,12 +95,12 @@ class Arguments:
 
     @property
     def work(self) -> Setting:
-        """How much there is to read and to write."""
+        """Lengths of prompts and completions."""
         return SETTINGS[self.setting]
 
 
 def reward(completion: str) -> float:
-    """Return the share of digits in a text, in [0, 1]: cheap, and it differs between samples of a group."""
+    """Return the share of digits in a text, in [0, 1]. It differs between samples of a group."""
     return sum(character.isdigit() for character in completion) / max(1, len(completion))
 
 
@@ -112,10 +112,10 @@ def parse_arguments(description: str | None) -> Arguments:
     parser.add_argument("--micro-batch", type=int, default=SAMPLES_PER_STEP, help="samples per pass of a learning step")
     parser.add_argument("--agents", type=int, default=1, help="agents in the process")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads that torch may use")
-    parser.add_argument("--setting", choices=SETTINGS, default="short", help="how much there is to read and to write")
+    parser.add_argument("--setting", choices=SETTINGS, default="short", help="lengths of prompts and completions")
     parser.add_argument("--precision", choices=PRECISIONS, default="float32", help="of the base model")
     parser.add_argument("--defaults", action="store_true", help="the system's own defaults where others are faster")
-    parser.add_argument("--device", choices=DEVICES, default="cpu", help="where everything runs")
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="device of the model")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     arguments = Arguments(**vars(parser.parse_args()))
     os.environ.update(OMP_NUM_THREADS=str(arguments.threads), MKL_NUM_THREADS=str(arguments.threads))
@@ -126,7 +126,7 @@ def parse_arguments(description: str | None) -> Arguments:
 
 
 def check_tokens(what: str, found: int, wanted: int) -> None:
-    """Stop a run whose work differs from the others'.
+    """Stop a run whose work differs from that of other systems.
 
     Raises:
         ValueError: If the two numbers of tokens differ.
@@ -144,7 +144,7 @@ def version(package: str) -> str:
 
 
 def peak_bytes(device: str) -> int:
-    """Return the most memory that this process has had, on a GPU that of tensors there."""
+    """Return the peak memory of this process, on a GPU that of tensors on it."""
     if device == "cuda":
         import torch
 
@@ -155,13 +155,13 @@ def peak_bytes(device: str) -> int:
 def write_report(
     arguments: Arguments, step_seconds: Sequence[float], packages: Sequence[str], settings: dict[str, object]
 ) -> None:
-    """Write what a run measured.
+    """Write the measurements of a run.
 
     Args:
-        arguments: What the runner was told.
+        arguments: Command line of the runner.
         step_seconds: Wall seconds of every learning step of all agents together, the first included.
-        packages: Imported packages whose versions belong to the result.
-        settings: What is particular to the system, as plain JSON values.
+        packages: Imported packages whose versions are recorded.
+        settings: Further settings of the system, as plain JSON values.
 
     Raises:
         ValueError: If the number of steps is not the one asked for.

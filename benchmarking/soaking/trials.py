@@ -1,4 +1,4 @@
-"""What a soak does to runs, one trial at a time: each draws from its own stream and counts what it sees."""
+"""Trials of the soak test. Each has its own random stream and counts its outcomes."""
 
 import json
 import os
@@ -21,22 +21,22 @@ from evogrpo.storage.journal import read_journal
 from evogrpo.training.run_dir import open_run
 
 FORGERIES = 10
-"""How many times each record is forged in one trial."""
+"""Forgeries of each record in one trial."""
 
 LIMIT_SECONDS = 10.0
-"""How long a run may take to stop when it is asked to."""
+"""Longest time for a stop by a signal."""
 
 
 class Soak:
-    """Where trials work, and what they have found.
+    """Folder and results of trials.
 
     Args:
-        folder: For runs; what a trial writes is removed when it is over, unless it has failed.
+        folder: Folder of the runs. The files of a trial are removed unless it fails.
 
     Attributes:
-        counts: By what was seen.
-        failures: What must never be seen, in words.
-        slowest_stop: Seconds.
+        counts: Number of each outcome.
+        failures: Descriptions of failed trials.
+        slowest_stop: Longest stop by a signal, in seconds.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,59 +49,59 @@ class Soak:
         self._events = world.events_in(self.finished[0])
 
     def try_once(self, kind: str, number: int, rng: np.random.Generator) -> None:
-        """Make one trial, and note what must not be."""
+        """Make one trial; record its failure if it fails."""
         seed = int(rng.integers(world.SEEDS))
         place = self.folder / f"trial-{number}"
         self.counts[f"trials: {kind}"] += 1
         try:
             TRIALS[kind](self, place, seed, rng)
-        except Exception as error:  # noqa: BLE001 (a soak goes on, and tells)
+        except Exception as error:  # noqa: BLE001 (the other trials go on)
             self.failures.append(f"trial {number} ({kind}, seed {seed}): {type(error).__name__}: {error!s:.500}")
         else:
             shutil.rmtree(place, ignore_errors=True)
             place.with_suffix(".errors").unlink(missing_ok=True)
 
     def wait_for_moment(self, place: Path, child: int, rng: np.random.Generator) -> None:
-        """Wait until a process has recorded so many events more, drawn at random, and a moment longer."""
+        """Wait for a random number of further events in the journal, and then for up to 0.2 s."""
         wanted = world.events_in(place) + int(rng.integers(self._events))
         while world.events_in(place) < wanted and world.is_running(child):
             time.sleep(0.002)
         time.sleep(float(rng.random()) * 0.2)
 
     def start(self, place: Path, seed: int, file_bytes: int | None = None) -> int:
-        """Begin a run, or go on with it, in a process of its own."""
+        """Begin or resume a run in its own process."""
         work = world.run_to_the_end(place, seed)
         return world.in_another_process(work, errors=place.with_suffix(".errors"), file_bytes=file_bytes)
 
-    def said(self, place: Path) -> str:
-        """Return what the last process that failed has raised."""
+    def error(self, place: Path) -> str:
+        """Return the error of the last process that failed."""
         errors = place.with_suffix(".errors")
         return errors.read_text() if errors.exists() else "nothing"
 
     def finish(self, place: Path, seed: int) -> None:
-        """Go on to the end undisturbed, and compare what comes out with the run that nobody ever disturbed."""
+        """Finish the run undisturbed, and compare it with the run that was never disturbed."""
         status = world.wait(self.start(place, seed))
-        assert status == world.ENDED, f"the run cannot be gone on with: status {status}, {self.said(place)}"
-        assert world.outcome(place) == self._outcomes[seed], "another outcome than that of the undisturbed run"
+        assert status == world.ENDED, f"the run cannot be resumed: status {status}, {self.error(place)}"
+        assert world.outcome(place) == self._outcomes[seed], "the outcome differs from that of the undisturbed run"
         self.counts["runs that ended bit for bit like the undisturbed one"] += 1
 
 
 def killed(soak: Soak, place: Path, seed: int, rng: np.random.Generator) -> None:
-    """Kill a run several times, at any moment."""
+    """Kill a run several times at random moments."""
     for _ in range(int(rng.integers(1, 5))):
         child = soak.start(place, seed)
         soak.wait_for_moment(place, child, rng)
         os.kill(child, signal.SIGKILL)
         status = world.wait(child)
-        assert status in (-signal.SIGKILL, world.ENDED), f"status {status}: {soak.said(place)}"
+        assert status in (-signal.SIGKILL, world.ENDED), f"status {status}: {soak.error(place)}"
         soak.counts["kills" if status == -signal.SIGKILL else "kills that came too late"] += 1
     soak.finish(place, seed)
 
 
 def stopped(soak: Soak, place: Path, seed: int, rng: np.random.Generator) -> None:
-    """Ask a run to stop by one of the signals."""
+    """Stop a run by one of the signals."""
     number = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)[int(rng.integers(4))]
-    # Whoever started the soak may have had it ignored, as nohup does, and what is ignored stops no run.
+    # The caller may have had the signal ignored, as nohup does; an ignored signal stops no run.
     signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     child = soak.start(place, seed)
     soak.wait_for_moment(place, child, rng)
@@ -112,25 +112,25 @@ def stopped(soak: Soak, place: Path, seed: int, rng: np.random.Generator) -> Non
     soak.slowest_stop = max(soak.slowest_stop, took)
     assert took < LIMIT_SECONDS, f"{signal.Signals(number).name} took {took:.1f} s"
     # KeyboardInterrupt is raised, or SystemExit.
-    assert status in (world.BROKEN, -number, world.ENDED), f"status {status}: {soak.said(place)}"
+    assert status in (world.BROKEN, -number, world.ENDED), f"status {status}: {soak.error(place)}"
     soak.counts["stops by signal" if status != world.ENDED else "signals that came too late"] += 1
     soak.finish(place, seed)
 
 
 def full(soak: Soak, place: Path, seed: int, rng: np.random.Generator) -> None:
-    """Let no file get larger than a number of bytes, as on a disk that is full."""
+    """Limit the size of files, as on a full disk."""
     largest = max(path.stat().st_size for path in soak.finished[seed].rglob("*") if path.is_file())
     status = world.wait(soak.start(place, seed, file_bytes=int(rng.integers(1, largest + 1))))
-    assert status in (world.BROKEN, world.ENDED), f"status {status}: {soak.said(place)}"
+    assert status in (world.BROKEN, world.ENDED), f"status {status}: {soak.error(place)}"
     if status == world.BROKEN:
-        said = soak.said(place)
-        assert "File too large" in said, said
+        error = soak.error(place)
+        assert "File too large" in error, error
     soak.counts["writes that failed" if status == world.BROKEN else "disks that were large enough"] += 1
     soak.finish(place, seed)
 
 
 def raced(soak: Soak, place: Path, seed: int, rng: np.random.Generator) -> None:
-    """Let two processes have one folder, one of which is perhaps put to sleep for a while."""
+    """Start two processes in one folder; the first may be suspended for a while."""
     first = soak.start(place, seed)
     if rng.integers(2):  # else both begin at the same moment
         soak.wait_for_moment(place, first, rng)
@@ -144,24 +144,24 @@ def raced(soak: Soak, place: Path, seed: int, rng: np.random.Generator) -> None:
     statuses = sorted(str(world.wait(child)) for child in (first, other))
     for status in statuses:
         allowed = (str(world.ENDED), str(world.REFUSED))
-        late = status == str(world.BROKEN) and "already holds a run" in soak.said(place)
-        assert status in allowed or late, f"statuses {statuses}: {soak.said(place)}"
-    soak.counts[f"races: {statuses.count(str(world.ENDED))} of 2 went on"] += 1
+        late = status == str(world.BROKEN) and "already holds a run" in soak.error(place)
+        assert status in allowed or late, f"statuses {statuses}: {soak.error(place)}"
+    soak.counts[f"races: {statuses.count(str(world.ENDED))} of 2 continued"] += 1
     soak.finish(place, seed)
 
 
 def damaged(soak: Soak, place: Path, seed: int, rng: np.random.Generator) -> None:
-    """Flip bits in, cut off or remove a file of the newest checkpoint or of the best member, then go on."""
+    """Flip a bit in, truncate or remove a file of the newest checkpoint or of the best member, then resume."""
     shutil.copytree(soak.finished[seed], place)
     newest = generation_folder(place, world.GENERATIONS)
     folder = newest if rng.integers(2) else place / "best"
     files = sorted(path for path in folder.iterdir() if path.is_file())
     path = files[int(rng.integers(len(files)))]
     content = bytearray(path.read_bytes())
-    act = ("flipped", "cut off", "removed")[int(rng.integers(3))]
+    act = ("flipped", "truncated", "removed")[int(rng.integers(3))]
     if act == "removed":
         path.unlink()
-    elif act == "cut off":
+    elif act == "truncated":
         path.write_bytes(content[: int(rng.integers(len(content)))])
     else:
         content[int(rng.integers(len(content)))] ^= 1 << int(rng.integers(8))
@@ -178,26 +178,26 @@ def damaged(soak: Soak, place: Path, seed: int, rng: np.random.Generator) -> Non
 
 
 def forging(soak: Soak, place: Path, seed: int, rng: np.random.Generator) -> None:
-    """Change records and hash them again: whatever they say, a load answers, or the run goes on."""
+    """Change records and hash them again: each load succeeds or raises a CheckpointError."""
     shutil.copytree(soak.finished[seed], place)
     newest = generation_folder(place, world.GENERATIONS)
     shutil.rmtree(generation_folder(place, world.GENERATIONS - 1))
     originals = {folder: json.loads((folder / name).read_text()) for folder, name in _records(place, newest)}
     for _ in range(FORGERIES):
         for folder, name in _records(place, newest):
-            record, said = forged(originals[folder], rng)
+            record, change = forged(originals[folder], rng)
             put_in(folder, name, record)
-            load = partial(_opened, place) if folder == newest else partial(GRPO.load, folder)
-            _answered(soak, load, said)
+            load = partial(_open, place) if folder == newest else partial(GRPO.load, folder)
+            _check_load(soak, load, change)
         put_in(place / "best", "agent.json", originals[place / "best"])
-    _answered(soak, partial(_longer, place), said)
+    _check_load(soak, partial(_train_on, place), change)
 
 
 def _records(place: Path, newest: Path) -> tuple[tuple[Path, str], ...]:
     return (newest, "population.json"), (place / "best", "agent.json")
 
 
-def _answered(soak: Soak, load: Callable[[], object], said: str) -> None:
+def _check_load(soak: Soak, load: Callable[[], object], change: str) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -205,22 +205,22 @@ def _answered(soak: Soak, load: Callable[[], object], said: str) -> None:
     except CheckpointError:
         soak.counts["forged records: refused with a CheckpointError"] += 1
     except Exception as error:
-        raise AssertionError(f"{said}: {type(error).__name__}: {error!s:.300}") from error
+        raise AssertionError(f"{change}: {type(error).__name__}: {error!s:.300}") from error
     else:
         soak.counts["forged records: loaded, or trained on"] += 1
 
 
-def _opened(place: Path) -> None:
+def _open(place: Path) -> None:
     open_run(place).restore()
 
 
-def _longer(place: Path) -> None:
+def _train_on(place: Path) -> None:
     limits = {"generations": world.GENERATIONS + 1, "test_questions": 0}
     resume(place, world.environment(), progress=False, allow_changed_data=True, **limits).finish()
 
 
 def torn(soak: Soak, place: Path, seed: int, rng: np.random.Generator) -> None:
-    """Cut the journal off at any byte of its last line, as a kill does."""
+    """Truncate the journal at a random byte of its last line, as a kill does."""
     shutil.copytree(soak.finished[seed], place)
     journal = place / "journal.jsonl"
     content = journal.read_bytes()
@@ -228,8 +228,8 @@ def torn(soak: Soak, place: Path, seed: int, rng: np.random.Generator) -> None:
     journal.write_bytes(content[: int(rng.integers(last, len(content)))])
     before = len(read_journal(journal))
     resume(place, world.environment(), generations=world.GENERATIONS, progress=False).finish()
-    assert len(read_journal(journal)) > before, "the journal did not go on"
-    soak.counts["journals that were cut off and went on"] += 1
+    assert len(read_journal(journal)) > before, "the journal did not continue"
+    soak.counts["truncated journals that continued"] += 1
 
 
 Trial = Callable[[Soak, Path, int, np.random.Generator], None]

@@ -1,4 +1,4 @@
-"""The runs that a soak damages: small networks on CartPole, begun or gone on with in processes that are forked off."""
+"""Runs of the soak test: small networks on CartPole, trained in forked processes."""
 
 import os
 import resource
@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, RLParameter, Tournament, evolve, resume
 from evogrpo.storage.checkpoint import CheckpointError, read_checkpoint
 from evogrpo.training.run_dir import open_run
@@ -19,16 +17,16 @@ QUICK: dict[str, Any] = {"steps_per_generation": 2, "samples_per_step": 16, "tes
 GENERATIONS = 4
 SEEDS = 4
 REFUSED, BROKEN, ENDED = 70, 71, 72
-"""What a forked process ends with: the folder is another's, something raised, the run has come to its end."""
+"""Exit codes of forked processes: the folder is in use, an error was raised, the run is finished."""
 
 
 def environment() -> GymnasiumGroups:
-    """Return short episodes of CartPole, few of them held out."""
+    """Return CartPole with short episodes and few held-out starts."""
     return GymnasiumGroups("CartPole-v1", max_episode_steps=60, validation_size=8)
 
 
 def begin(folder: Path, seed: int) -> Any:
-    """Return a run that has not begun."""
+    """Return a new run."""
     env = environment()
     population = GRPO.population(
         3,
@@ -43,8 +41,8 @@ def begin(folder: Path, seed: int) -> Any:
     return evolve(population, env, strategy=strategy, run_dir=folder, generations=GENERATIONS, **QUICK)
 
 
-def begin_or_go_on(folder: Path, seed: int, generations: int = GENERATIONS) -> Any:
-    """Return a run, wherever it stands: what whoever finds a process dead starts again."""
+def begin_or_resume(folder: Path, seed: int, generations: int = GENERATIONS) -> Any:
+    """Return the resumed run, or a new one if there is no checkpoint."""
     try:
         return resume(folder, environment(), generations=generations, progress=False)
     except CheckpointError:
@@ -52,7 +50,7 @@ def begin_or_go_on(folder: Path, seed: int, generations: int = GENERATIONS) -> A
 
 
 def outcome(folder: Path) -> tuple[Any, ...]:
-    """Return what a finished run has come to, clock readings aside: to be equal, bit for bit."""
+    """Return the result of a finished run, without times: equal runs have equal results, bit for bit."""
     saved = open_run(folder)
     assert not saved.skipped, saved.skipped
     tensors = {name: tensor.numpy().tobytes() for name, tensor in sorted(saved.tensors.items())}
@@ -66,12 +64,12 @@ def outcome(folder: Path) -> tuple[Any, ...]:
 
 
 def in_another_process(work: Callable[[], object], *, errors: Path, file_bytes: int | None = None) -> int:
-    """Do something in a process that is forked off; returns its id.
+    """Do some work in a forked process; return its id.
 
     Args:
-        work: What.
-        errors: A file for what it raises.
-        file_bytes: The most bytes a file may get to have: as good as a full disk.
+        work: The work.
+        errors: File for the error that it raises.
+        file_bytes: Limit on the size of files, as on a full disk; None = no limit.
     """
     if child := os.fork():
         return child
@@ -87,7 +85,7 @@ def in_another_process(work: Callable[[], object], *, errors: Path, file_bytes: 
     except ValueError as error:
         status = REFUSED if "in use by" in str(error) else BROKEN
         _note(errors, error)
-    except BaseException as error:  # noqa: BLE001 (whatever it is: the parent counts it)
+    except BaseException as error:  # noqa: BLE001 (the parent counts it)
         _note(errors, error)
     os._exit(status)
 
@@ -98,23 +96,23 @@ def _note(errors: Path, error: BaseException) -> None:
 
 
 def run_to_the_end(folder: Path, seed: int) -> Callable[[], object]:
-    """Return the work of going on until a run has ended."""
-    return lambda: begin_or_go_on(folder, seed).finish()
+    """Return a function that begins or resumes a run and finishes it."""
+    return lambda: begin_or_resume(folder, seed).finish()
 
 
 def events_in(folder: Path) -> int:
-    """Return how many events a run's journal holds."""
+    """Return the number of events in a run's journal."""
     journal = folder / "journal.jsonl"
     return journal.read_bytes().count(b"\n") if journal.exists() else 0
 
 
 def is_running(child: int) -> bool:
-    """Tell whether a process has not ended yet; it stays to be waited for."""
+    """Return True until a process has ended; it must still be waited for."""
     return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
 
 def wait(child: int, seconds: float = 120.0) -> int | None:
-    """Wait until a process has ended; returns its status, negative for a signal, or None if it does not end in time."""
+    """Wait for a process; return its status, negative for a signal, or None if it does not end in time."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         found, status = os.waitpid(child, os.WNOHANG)
@@ -124,8 +122,3 @@ def wait(child: int, seconds: float = 120.0) -> int | None:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return None
-
-
-def prepare() -> None:
-    """Settle what forked processes inherit."""
-    torch.set_num_threads(1)

@@ -35,5 +35,5 @@ def test_a_different_outcome_is_recorded(soak, monkeypatch):
     soak.try_once("journal", 2, generator(0, "soak", 2))
     (failure,) = soak.failures
     assert "trial 2 (journal, seed 0)" in failure
-    assert "another outcome than that of the undisturbed run" in failure
+    assert "the outcome differs from that of the undisturbed run" in failure
     assert (soak.folder / "trial-2").exists()  # kept for inspection

@@ -1,0 +1,134 @@
+"""The study of unknown hyperparameters: tasks and arms, missing runs, tables, and a short run."""
+
+import argparse
+import json
+
+import pytest
+
+from benchmarking import study
+from evogrpo.config.hyperparameters import Hyperparameters
+
+NAMES = {"tasks": list(study.TASKS), "unknown": ["lr", "all"], "arms": list(study.ARMS), "seeds": [0, 1]}
+
+
+def chosen(**options):
+    return argparse.Namespace(**NAMES | options)
+
+
+def record(task="CartPole-v1", unknown="lr", arm="leader", seed=0, score=500.0, early=23.0, seconds=4.0):
+    return {
+        "task": task, "unknown": unknown, "arm": arm, "seed": seed, "score": score, "early": early, "cost": 1000,
+        "evaluations": 100, "seconds": seconds, "steps": 3, "best": {"lr": 1e-3},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", study.TASKS)
+def test_a_task_has_a_scale_and_valid_values(name):
+    task = study.TASKS[name]
+    assert (task.normalised(task.random), task.normalised(task.solved)) == (0.0, 1.0)
+    assert min(task.budget, task.seconds, task.samples, task.members, task.validation, task.test) > 0
+    given = study.FIXED[task.words] | dict(task.tuned or {})
+    assert Hyperparameters(**given).group_size == 8
+    assert task.samples % 8 == task.samples_each % 8 == 0  # whole groups at the larger group size
+
+
+@pytest.mark.parametrize("name", study.TASKS)
+@pytest.mark.parametrize("unknown", ["lr", "all"])
+def test_first_values_lie_in_the_space_and_depend_on_the_seed_alone(name, unknown):
+    task = study.TASKS[name]
+    space = study.space_of(task, unknown)
+    assert ("lr" in space) == (unknown == "lr")
+    first, again, other = (study.drawn(task, space, seed) for seed in (0, 0, 1))
+    assert first == again != other
+    assert first.keys() == space.keys()
+    for key, value in first.items():
+        low, high = space[key].bounds
+        assert low <= value <= high
+
+
+@pytest.mark.parametrize("name", study.ARMS)
+def test_an_arm_names_known_kinds(name):
+    arm = study.ARMS[name]
+    assert callable(arm.strategy().plan)
+    assert arm.kind in ("alone", "members", "shared", "leader")
+    assert arm.experience in ("own", "shared")
+    assert arm.first == (name if name in study.KNOWN else "drawn")
+    assert (arm.kind in ("shared", "leader")) <= (arm.experience == "shared")
+
+
+def test_known_arms_run_once_and_only_where_values_are_known():
+    runs = list(study.wanted(chosen()))
+    assert len(set(runs)) == len(runs)
+    counts = {arm: sum(run[2] == arm for run in runs) for arm in study.ARMS}
+    tuned = sum(task.tuned is not None for task in study.TASKS.values())
+    assert counts == {arm: 4 * len(study.TASKS) for arm in study.ARMS} | {
+        "tuned": 2 * tuned,
+        "default": 2 * len(study.TASKS),
+    }
+    assert all((unknown == "nothing") == (arm in study.KNOWN) for _, unknown, arm, _ in runs)
+    seeds = [seed for *_, seed in runs]
+    assert seeds == sorted(seeds)  # a part of the runs is balanced
+
+
+def test_recorded_runs_are_read_by_their_key_and_not_repeated(tmp_path, capsys):
+    assert study.recorded(tmp_path) == {}
+    there = [record(), record(task="Acrobot-v1", arm="default", unknown="nothing", seed=1)]
+    for run in there:
+        (tmp_path / f"{run['task']}.jsonl").write_text(json.dumps(run) + "\n")
+    assert study.recorded(tmp_path) == {
+        ("CartPole-v1", "lr", "leader", 0): there[0],
+        ("Acrobot-v1", "nothing", "default", 1): there[1],
+    }
+    words = ["--tasks", "CartPole-v1", "--unknown", "lr", "--arms", "leader", "--seeds", "0"]
+    study.main(["run", *words, "--results", str(tmp_path)])
+    assert capsys.readouterr().out == ""
+    study.main(["table", *words, "--results", str(tmp_path)])
+    assert "| leader | 1.00 | 1.00 (1.00 to 1.00) | 4 s |" in capsys.readouterr().out
+
+
+def test_tables_show_single_scores_intervals_and_overall_columns():
+    runs = [record(seed=seed, seconds=2.0 + seed) for seed in range(5)]
+    runs += [record(task="Acrobot-v1", seed=seed, score=-498.0, early=-80.0) for seed in range(2)]
+    runs += [record(arm="default", unknown="nothing", score=261.5)]
+    runs += [record(task="two_digit_sums", unknown="all", arm="PBT", score=0.6, early=0.05)]
+    tables = study.tables(runs).split("\n\n")
+    assert [title.strip("*") for title in tables[::2]] == [
+        "The learning rate is unknown, equal samples",
+        "The learning rate is unknown, equal processor time",
+        "Everything is unknown, equal samples",
+        "Everything is unknown, equal processor time",
+    ]
+    samples, time = (table.splitlines() for table in tables[1:4:2])
+    assert samples[0] == "| arm | CartPole-v1 | Acrobot-v1 | all environments | processor time |"
+    rows = {line.split(" | ")[0].strip("| "): line for line in samples[2:]}
+    assert list(rows) == list(study.ARMS)
+    # Scores are normalised. Of seven, one is left out at each end: 4 of the other 5 are 1.
+    assert rows["leader"].startswith("| leader | 1.00 (1.00 to 1.00) | 0.00 0.00 | 0.80 (")
+    assert rows["leader"].endswith(" | 4 s |")
+    assert rows["default"] == "| default | 0.50 |  |  | 4 s |"  # known values are in both tables; not on every task
+    (leader,) = (line for line in time if "leader" in line)
+    assert leader.startswith("| leader | 0.00 (0.00 to 0.00) | 1.00 1.00 | 0.20 (")
+    everything = tables[5].splitlines()
+    columns = ["arm", "CartPole-v1", "two_digit_sums", "all environments", "all language tasks", "processor time"]
+    assert everything[0] == f"| {' | '.join(columns)} |"
+    (pbt,) = (line for line in everything if line.startswith("| PBT |"))
+    assert pbt == "| PBT |  | 1.00 |  | 1.00 (1.00 to 1.00) | 4 s |"
+
+
+@pytest.mark.parametrize(("unknown", "arm"), [("lr", "leader"), ("all", "calibrated"), ("nothing", "tuned")])
+def test_a_short_run_pays_for_everything_but_its_test(unknown, arm):
+    found = json.loads(json.dumps(study.do("CartPole-v1", unknown, arm, 1000, 0.02)))
+    assert (found["task"], found["unknown"], found["arm"], found["seed"]) == ("CartPole-v1", unknown, arm, 1000)
+    assert 0 < found["evaluations"] < found["cost"]
+    assert 8 <= found["score"] <= 500
+    assert found["best"].keys() == set(study.space_of(study.TASKS["CartPole-v1"], {"all": "all"}.get(unknown, "lr")))
+
+
+@pytest.mark.slow
+def test_the_command_records_missing_runs_and_goes_on(tmp_path, capfd):
+    words = ["run", "--tasks", "CartPole-v1", "--unknown", "lr", "--arms", "calibrated", "--workers", "1"]
+    words += ["--budget", "0.02", "--results", str(tmp_path)]
+    study.main([*words, "--seeds", "1000"])
+    study.main([*words, "--seeds", "1000", "1001"])
+    assert [seed for *_, seed in study.recorded(tmp_path)] == [1000, 1001]
+    assert "FAILED" not in capfd.readouterr().out
