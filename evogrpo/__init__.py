@@ -12,12 +12,12 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 __all__ = [
-    "GRPO", "ArchitectureLimits", "Callback", "EvalCallback", "EvolvableAlgorithm", "FitnessConfig", "Fixed",
-    "GymnasiumGroups", "HuggingFaceGym", "HyperparameterConfig", "Hyperparameters", "MultiAgentGRPO", "MultiFrequency",
-    "MultiTurnGym", "MutationOnly", "Narrowing", "NetworkConfig", "Objective", "Optimizer", "PettingZooGroups",
-    "Population", "RLParameter", "RandomSearch", "Replay", "SelectionOnly", "SharedExperience", "StepRewards",
-    "Strategy", "SuccessiveHalving", "Tournament", "TruncationPBT", "VLLMSampler", "best_hyperparameters", "evolve",
-    "load_base", "read_run", "record_video", "replay", "report", "resume", "train",
+    "GRPO", "ArchitectureLimits", "Callback", "EnvironmentGym", "EvalCallback", "EvolvableAlgorithm", "FitnessConfig",
+    "Fixed", "GymnasiumGroups", "HuggingFaceGym", "HyperparameterConfig", "Hyperparameters", "MultiAgentGRPO",
+    "MultiFrequency", "MultiTurnGym", "MutationOnly", "Narrowing", "NetworkConfig", "Objective", "Optimizer",
+    "PettingZooGroups", "Population", "RLParameter", "RandomSearch", "Replay", "SelectionOnly", "SharedExperience",
+    "StepRewards", "Strategy", "SuccessiveHalving", "Tournament", "TruncationPBT", "VLLMSampler", "best_hyperparameters",
+    "evolve", "load_base", "read_run", "record_video", "replay", "report", "resume", "train",
 ]  # fmt: skip
 
 # Public names by the module that defines them.
@@ -30,6 +30,7 @@ _MODULES = {
     "config.search_space": ("HyperparameterConfig", "RLParameter"),
     "envs.control.gymnasium_groups": ("GymnasiumGroups",),
     "envs.control.pettingzoo_groups": ("PettingZooGroups",),
+    "envs.text.environment_gym": ("EnvironmentGym",),
     "envs.text.huggingface_gym": ("HuggingFaceGym",),
     "envs.text.multi_turn_gym": ("MultiTurnGym",),
     "envs.text.reward_functions": ("StepRewards",),
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from evogrpo.config.search_space import HyperparameterConfig, RLParameter
     from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
     from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
+    from evogrpo.envs.text.environment_gym import EnvironmentGym
     from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
     from evogrpo.envs.text.multi_turn_gym import MultiTurnGym
     from evogrpo.envs.text.reward_functions import StepRewards

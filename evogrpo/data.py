@@ -182,12 +182,14 @@ class Conversation:
         start: Position of its prompt in the batch of prompts.
         completions: Sampled token ids of each completion, without padding and with a final EOS.
         replies: Token ids of the reply to each completion; one fewer than completions until the last is replied to.
+        truncated: True if the last completion ran out of tokens, or a further one had no room.
     """
 
     row: int
     start: int
     completions: tuple[tuple[int, ...], ...]
     replies: tuple[tuple[int, ...], ...] = ()
+    truncated: bool = False
 
     __repr__ = short_repr
 

@@ -4,14 +4,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 __all__ = [
-    "SPLITS", "TASKS", "Filtered", "GroupEnvironment", "HuggingFaceGym", "MultiTurnGym", "PromptBatch", "RewardError",
-    "Scores", "Split", "StepRewards", "Task", "deal_starts",
+    "SPLITS", "TASKS", "EnvironmentGym", "Filtered", "GroupEnvironment", "HuggingFaceGym", "MultiTurnGym",
+    "PromptBatch", "RewardError", "Scores", "Split", "StepRewards", "Task", "deal_starts",
 ]  # fmt: skip
 
 # Public names by the module that defines them.
 _MODULES = {
     "protocol": ("SPLITS", "GroupEnvironment", "PromptBatch", "Scores", "Split", "deal_starts"),
     "text.datasets": ("Filtered",),
+    "text.environment_gym": ("EnvironmentGym",),
     "text.huggingface_gym": ("HuggingFaceGym",),
     "text.multi_turn_gym": ("MultiTurnGym",),
     "text.reward_functions": ("RewardError", "StepRewards"),
@@ -22,6 +23,7 @@ _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _MODULES.items()
 if TYPE_CHECKING:
     from evogrpo.envs.protocol import SPLITS, GroupEnvironment, PromptBatch, Scores, Split, deal_starts
     from evogrpo.envs.text.datasets import Filtered
+    from evogrpo.envs.text.environment_gym import EnvironmentGym
     from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
     from evogrpo.envs.text.multi_turn_gym import MultiTurnGym
     from evogrpo.envs.text.reward_functions import RewardError, StepRewards

@@ -283,7 +283,7 @@ class _State:
 
     def conversation(self, row: int, start: int) -> Conversation:
         completions, replies = (tuple(map(tuple, parts)) for parts in (self.completions, self.replies))
-        return Conversation(row=row, start=start, completions=completions, replies=replies)
+        return Conversation(row=row, start=start, completions=completions, replies=replies, truncated=self.truncated)
 
 
 def sample_conversations(

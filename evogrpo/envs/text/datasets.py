@@ -153,12 +153,20 @@ class PromptSplit:
         rows: Row number in `table` of each prompt.
         prompts: Token ids of each prompt.
         hashes: Hashes of each row.
+        whole_rows: True if rows with equal prompts and different other columns are different questions.
     """
 
     table: AnyTable
     rows: Sequence[int]
     prompts: Sequence["array[int]"]
     hashes: Sequence[RowHashes]
+    whole_rows: bool = False
+
+    @property
+    def keys(self) -> list[bytes]:
+        """Keys of the prompts; two rows are the same question if their keys are equal."""
+        pairs = zip(self.prompts, self.hashes, strict=True)
+        return [ids.tobytes() + (hashes.row if self.whole_rows else b"") for ids, hashes in pairs]
 
     def take(self, positions: Iterable[int]) -> "PromptSplit":
         """Return the prompts at these positions, in this order."""
@@ -210,7 +218,7 @@ def make_splits(
     # 1. Given datasets; test comes first and keeps the prompts that it shares with others.
     for split in (split for split in reversed(SPLITS) if split in tables):
         splits[split], filtered[split] = _clean(tables[split], max_prompt_length, held_out_prompts)
-        held_out_prompts.update(ids.tobytes() for ids in splits[split].prompts)
+        held_out_prompts.update(splits[split].keys)
         if not splits[split].rows:
             raise ValueError(
                 f"Every row of {split}_dataset was left out: {filtered[split]}. Raise max_prompt_length or add rows."
@@ -260,8 +268,7 @@ def _clean(
     counts = {"too_long": 0, "duplicates": 0, "held_out": 0}
     seen: set[bytes] = set()
     positions = []
-    for position, ids in enumerate(questions.prompts):
-        key = ids.tobytes()
+    for position, (ids, key) in enumerate(zip(questions.prompts, questions.keys, strict=True)):
         if max_prompt_length is not None and len(ids) > max_prompt_length:
             counts["too_long"] += 1
         elif key in held_out_prompts:

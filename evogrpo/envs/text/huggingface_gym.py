@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -93,6 +93,9 @@ class PromptEnvironment:
         ValueError: If an argument, a column or a split is invalid.
     """
 
+    whole_rows: ClassVar[bool] = False  # rows with equal prompts may be different questions
+    extra_arguments: ClassVar[tuple[str, ...]] = ()  # arguments of reward functions beside the columns
+
     def __init__(
         self,
         tables: Mapping[Split, AnyTable | None],
@@ -132,7 +135,7 @@ class PromptEnvironment:
         for split, table in datasets.items():
             present = check_table(table, self._columns, f"{split}_dataset")
             for reward in rewards:
-                reward.check(present, f"{split}_dataset", in_process=self._runner.in_process)
+                reward.check([*present, *self.extra_arguments], f"{split}_dataset", in_process=self._runner.in_process)
         for split, size in sizes.items():
             if size is not None and split in datasets:
                 raise ValueError(f"{split}_size requires that {split}_dataset is not set, got both.")
@@ -182,6 +185,14 @@ class PromptEnvironment:
     def longest_prompt(self) -> int:
         """Number of tokens of the longest prompt."""
         return max(len(ids) for questions in self._splits.values() for ids in questions.prompts)
+
+    def open(self, split: Split, starts: Sequence[int]) -> SingleTurnBatch:
+        """Return a batch of prompts of a split, each index in [0, size(split)).
+
+        Raises:
+            ValueError: If the split or an index does not exist.
+        """
+        return SingleTurnBatch(**self._batch_fields(split, starts))
 
     def set_progress(self, step: int, total_steps: int) -> None:
         """Set the training progress, for reward functions that take the `trainer_state`."""
@@ -257,7 +268,7 @@ class PromptEnvironment:
                 if _missing(row[name]) and not (name == "answer" and row[name] == ""):
                     raise ValueError(f"Row {number} of {where} must have a {name}, got {row[name]!r}. Remove the row.")
             question = row[self._columns[0]]
-            hashes.append(RowHashes.of(question, row))
+            hashes.append(RowHashes.of(dict(row) if self.whole_rows else question, row))
             # 2. The prompt.
             prompt: Prompt = str(question)
             if self._columns == ("prompt",):
@@ -271,9 +282,15 @@ class PromptEnvironment:
                 row_options = check_options(row[TEMPLATE_OPTIONS], f"{TEMPLATE_OPTIONS} in row {number} of {where}")
                 # Arrow tables give every row the keys of all rows, with None for missing ones.
                 options = {**options, **{name: value for name, value in row_options.items() if value is not None}}
-            prompts.append((prompt, options))
+            prompts.append((prompt, {**options, **self._row_options(row)}))
         tokenized = tokenize(prompts, self.tokenizer, where)
-        return PromptSplit(table=table, rows=range(len(table)), prompts=tokenized, hashes=hashes)
+        return PromptSplit(
+            table=table, rows=range(len(table)), prompts=tokenized, hashes=hashes, whole_rows=self.whole_rows
+        )
+
+    def _row_options(self, row: Mapping[str, Any]) -> Options:
+        """Return the keyword arguments of the chat template that the environment sets for a row."""
+        return {}
 
 
 def _missing(value: object) -> bool:
@@ -441,14 +458,6 @@ class HuggingFaceGym(PromptEnvironment):
     def __len__(self) -> int:
         """Return the number of questions of the current split: train, or that of `eval_mode`."""
         return self.size(self._cursor.split)
-
-    def open(self, split: Split, starts: Sequence[int]) -> SingleTurnBatch:
-        """Return a batch of prompts of a split, each index in [0, size(split)).
-
-        Raises:
-            ValueError: If the split or an index does not exist.
-        """
-        return SingleTurnBatch(**self._batch_fields(split, starts))
 
     def reset(
         self,

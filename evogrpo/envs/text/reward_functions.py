@@ -290,6 +290,7 @@ class RewardInputs:
         token_ids: Token ids of the completions, without padding.
         turns: Texts of completions and replies in turn, where `texts` and `token_ids` hold whole conversations; None
             for single completions.
+        messages: Completions as messages; None = alternating messages of assistant and user, from `turns`.
         trainer: Arguments that the trainer provides to functions in TRL's form.
     """
 
@@ -297,6 +298,7 @@ class RewardInputs:
     texts: Sequence[str]
     token_ids: Sequence[list[int]]
     turns: Sequence[Sequence[str]] | None = None
+    messages: Sequence[Sequence[Mapping[str, Any]]] | None = None
     trainer: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -415,7 +417,9 @@ class Reward:
         # TRL's form: one call with everything that the function names.
         chosen = [inputs.rows[row] for row in rows]
         completions: list[Any] = [inputs.texts[row] for row in rows]
-        if not isinstance(chosen[0]["prompt"], str):
+        if inputs.messages is not None:
+            completions = [list(inputs.messages[row]) for row in rows]
+        elif not isinstance(chosen[0]["prompt"], str):
             turns = [[text] for text in inputs.texts] if inputs.turns is None else inputs.turns
             completions = [as_messages(turns[row]) for row in rows]
         available = {

@@ -12,7 +12,12 @@ from evogrpo.algorithms.policies.settings import LanguageSettings
 from evogrpo.config.hyperparameters import Optimizer
 from evogrpo.config.objective import Objective
 from evogrpo.envs.protocol import SPLITS, Split
-from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
+from evogrpo.envs.text.environment_gym import (
+    DEFAULT_ENVIRONMENT_TIMEOUT,
+    DEFAULT_ENVIRONMENT_WORKERS,
+    EnvironmentGym,
+)
+from evogrpo.envs.text.huggingface_gym import HuggingFaceGym, PromptEnvironment
 from evogrpo.envs.text.reward_functions import DEFAULT_REWARD_TIMEOUT, OnRewardError
 from evogrpo.envs.text.tasks import TASKS
 from evogrpo.envs.text.templates import Tokenizer
@@ -84,6 +89,7 @@ class LanguageAgent:
     optimizer: Optimizer = field(default_factory=Optimizer)
     lora: LoraSettings = field(default_factory=LoraSettings)
     adapter: Text | None = None
+    max_episode_tokens: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         if self.adapter is not None and self.lora != LoraSettings():
@@ -131,7 +137,7 @@ class QuestionTask(ABC):
         """Short description of the task."""
 
     @abstractmethod
-    def environment(self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None) -> HuggingFaceGym:
+    def environment(self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None) -> PromptEnvironment:
         """Build the task's environment; longer prompts are left out."""
 
     def facts(self) -> dict[str, str]:
@@ -293,11 +299,12 @@ class DatasetFiles:
 
 @settings
 class DatasetTask(QuestionTask):
-    """The user's own questions and rewards.
+    """The user's own questions and rewards, with tools and environments if there are any.
 
     Attributes:
         dataset: Files (.jsonl, .json, .csv or .parquet), or a dataset of the hub.
-        reward: "path.py:function" or "module:function"; with the trl form also a list. The code is executed.
+        reward: "path.py:function" or "module:function"; with the trl form also a list. The code is executed. null if an
+            environment has `get_reward`.
         form: "agilerl": columns question and answer, `f(completion, answer, question) -> float`; "trl": column prompt,
             `f(prompts=, completions=, **columns) -> list`. Default: "trl" if there is a column prompt.
         reward_weights: Weight of each reward function, trl form only.
@@ -305,24 +312,42 @@ class DatasetTask(QuestionTask):
         conversation_template: Messages with {question}, agilerl form only, instead of system_prompt.
         validation_size: Number of questions to draw if no validation split is given.
         test_size: Number of questions to draw if no test split is given.
+        environment_factory: "path.py:Class" or "module:Class" of an environment in TRL's form, or several by the names
+            in the column environment.
+        tools: "path.py:function" or "module:function" of functions that the model can call.
+        max_turns: Maximum number of completions in a conversation, with tools or environments.
+        environment_timeout: Time limit of the calls to an environment in one turn, in seconds; null = no limit.
+        environment_workers: Number of threads that call environments; 0 = the main thread without time limit.
     """
 
     key: ClassVar[str] = "dataset"
     description: ClassVar[str] = "dataset files, or a dataset of the hub"
 
     dataset: DatasetFiles
-    reward: Text | tuple[Text, ...]
+    reward: Text | tuple[Text, ...] | None = None
     form: Literal["agilerl", "trl"] | None = None
     reward_weights: tuple[Float, ...] | None = None
     system_prompt: Text | None = None
     conversation_template: Messages | None = None
     validation_size: PositiveInt | None = None
     test_size: PositiveInt | None = None
+    environment_factory: Text | Mapping[Text, Text] | None = None
+    tools: tuple[Text, ...] = ()
+    max_turns: PositiveInt | None = None
+    environment_timeout: PositiveFloat | None = DEFAULT_ENVIRONMENT_TIMEOUT
+    environment_workers: NonNegativeInt = DEFAULT_ENVIRONMENT_WORKERS
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        has_calls = self.environment_factory is not None or bool(self.tools)
+        if has_calls != (self.max_turns is not None):
+            raise ValueError("environment_factory and tools require max_turns, and max_turns one of them")
+        if has_calls and self.form == "agilerl":
+            raise ValueError("environment_factory and tools require form: trl")
+        if self.reward is None and self.environment_factory is None:
+            raise ValueError("reward must be given, or environment_factory with a class that has get_reward")
         has_template = self.system_prompt is not None or self.conversation_template is not None
-        if self.form == "trl" and has_template:
+        if (self.form == "trl" or has_calls) and has_template:
             raise ValueError(
                 "system_prompt and conversation_template require form: agilerl. With form: trl, put messages into the "
                 "column prompt."
@@ -336,23 +361,48 @@ class DatasetTask(QuestionTask):
 
     def facts(self) -> dict[str, str]:
         """Return rows of the printed plan, with the reward functions, which are the user's code."""
-        return {"your code": ", ".join(self.functions), **super().facts()}
+        return {"your code": ", ".join((*self.factories.values(), *self.tools, *self.functions)), **super().facts()}
 
     @property
     def functions(self) -> tuple[str, ...]:
         """The reward functions."""
-        return (self.reward,) if isinstance(self.reward, str) else self.reward
+        return (self.reward,) if isinstance(self.reward, str) else self.reward or ()
+
+    @property
+    def factories(self) -> Mapping[str, str]:
+        """The environments by name; a single one has an empty name."""
+        given = self.environment_factory
+        return {"": given} if isinstance(given, str) else given or {}
 
     @property
     def label(self) -> str:
         """Short description of the task."""
-        file, colon, name = self.functions[0].rpartition(":")
+        file, colon, name = (*self.factories.values(), *self.tools, *self.functions)[0].rpartition(":")
         return f"{self.dataset.label}, {Path(file).name}{colon}{name}"
 
-    def environment(self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None) -> HuggingFaceGym:
-        """Read the files, load the reward functions and build the environment."""
+    def environment(self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None) -> PromptEnvironment:
+        """Read the files, load the user's code and build the environment."""
         tables = self.dataset.tables()
         functions = [load_named(name, "reward function") for name in self.functions]
+        if self.max_turns is not None:
+            factories = {name: load_named(each, "environment", "class") for name, each in self.factories.items()}
+            return EnvironmentGym(
+                tables["train"],
+                tables["test"],
+                tokenizer,
+                validation_dataset=tables["validation"],
+                environment_factory=factories.get("", factories or None),
+                tools=[load_named(name, "tool") for name in self.tools],
+                max_turns=self.max_turns,
+                reward_funcs=functions or None,
+                reward_weights=self.reward_weights,
+                validation_size=self.validation_size,
+                test_size=self.test_size,
+                environment_timeout=self.environment_timeout,
+                environment_workers=self.environment_workers,
+                seed=seed,
+                **self.gym_options(max_prompt_length),
+            )
         first: Any = next(iter(tables["train"] or []), {})
         agilerl = self.form == "agilerl" or (self.form is None and "prompt" not in first)
         return HuggingFaceGym(

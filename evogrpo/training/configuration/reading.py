@@ -407,7 +407,8 @@ _PATHS: Mapping[str, Callable[[str, Path], str]] = {
     "model": _absolute_or_hub,
     "task.dataset.hub": _absolute_or_hub,
     **dict.fromkeys(("task.dataset.train", "task.dataset.validation", "task.dataset.test"), _absolute_file),
-    **dict.fromkeys(("task.reward", "task.parallel_env", "task.score"), _absolute_reference),
+    **dict.fromkeys(("task.reward", "task.parallel_env", "task.score", "task.tools"), _absolute_reference),
+    **dict.fromkeys(("task.environment_factory", "task.environment_factory.*"), _absolute_reference),
     **dict.fromkeys(("task.wrappers", "task.wrappers.name"), _absolute_reference),
     **dict.fromkeys(("strategy", "strategy.name", "sampler", "sampler.name"), _absolute_reference),
     **dict.fromkeys(("strategy.mutation", "strategy.mutation.name"), _absolute_reference),
@@ -415,7 +416,10 @@ _PATHS: Mapping[str, Callable[[str, Path], str]] = {
     "agent.adapter": _absolute,
     "sampler.adapters_dir": _absolute,
 }
-"""Functions that make paths absolute, by dotted path of the setting; elements of a list have the path of the list."""
+"""Functions that make paths absolute, by dotted path of the setting; elements of a list have the path of the list.
+
+`*` stands for any key.
+"""
 
 
 def absolute_paths(values: Any, folder: Path, path: str = "") -> Any:
@@ -424,4 +428,5 @@ def absolute_paths(values: Any, folder: Path, path: str = "") -> Any:
         return {key: absolute_paths(each, folder, f"{path}.{key}".removeprefix(".")) for key, each in values.items()}
     if isinstance(values, list):
         return [absolute_paths(each, folder, path) for each in values]
-    return _PATHS[path](values, folder) if path in _PATHS and isinstance(values, str) else values
+    make_absolute = _PATHS.get(path) or _PATHS.get(f"{path.rpartition('.')[0]}.*")
+    return make_absolute(values, folder) if make_absolute is not None and isinstance(values, str) else values

@@ -11,7 +11,7 @@ from evogrpo.algorithms.grpo import GRPO
 from evogrpo.algorithms.policies.settings import LanguageSettings
 from evogrpo.algorithms.population import Population
 from evogrpo.distributed import processes
-from evogrpo.envs.text.huggingface_gym import SAMPLE_COMPLETIONS, HuggingFaceGym, Preflight
+from evogrpo.envs.text.huggingface_gym import SAMPLE_COMPLETIONS, Preflight, PromptEnvironment
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.evolution.strategies import Leader
 from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS, available_device
@@ -109,7 +109,7 @@ class PreparedLanguage:
     config: Config
     model: str
     outline: BaseModel
-    env: HuggingFaceGym
+    env: PromptEnvironment
     trial: Preflight
     device: str
     lora: "LoraConfig"

@@ -1,0 +1,660 @@
+"""EnvironmentGym: tools and environments in TRL's form, which a model calls in conversations of several turns."""
+
+import copy
+import math
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+
+from evogrpo.data import Conversation
+from evogrpo.envs.fingerprint import code_hash
+from evogrpo.envs.protocol import Scores, Split
+from evogrpo.envs.text.datasets import AnyTable, check_table, tables_by_split
+from evogrpo.envs.text.huggingface_gym import SAMPLE_COMPLETIONS, TEMPLATE_OPTIONS, Preflight, PromptEnvironment
+from evogrpo.envs.text.prompt_batch import SingleTurnBatch
+from evogrpo.envs.text.reward_functions import (
+    DEFAULT_REWARD_TIMEOUT,
+    CallFailedError,
+    Job,
+    OnRewardError,
+    Reward,
+    RewardError,
+    RewardFunc,
+    RewardInputs,
+    StepRewards,
+    escaped_prints,
+    make_rewards,
+)
+from evogrpo.envs.text.templates import Message, Options, Tokenizer, check_messages
+from evogrpo.envs.text.tools import (
+    UNKNOWN_TOOL,
+    Schema,
+    Tool,
+    ToolMarkers,
+    ToolTurn,
+    call_tool,
+    finished,
+    parse_completion,
+    run_calls,
+    tool_methods,
+    tool_schema,
+)
+from evogrpo.interruption import NEVER, Stop
+from evogrpo.text import short_repr
+from evogrpo.validation import finite_number, names_unknown, whole_between
+from evogrpo.warnings import warn
+
+EnvironmentFactory = Callable[[], Any]
+"""A class or function without arguments that returns an environment: `reset`, tools and `get_reward`, as in TRL."""
+ENVIRONMENT_COLUMN = "environment"
+"""Column with the name of a row's environment, if there are several, as in TRL."""
+DEFAULT_ENVIRONMENT_TIMEOUT = 60.0
+"""Default time limit of the calls to an environment in one turn, in seconds."""
+DEFAULT_ENVIRONMENT_WORKERS = 8
+"""Default number of threads that call environments."""
+
+
+@dataclass(kw_only=True, eq=False)
+class EnvironmentPool:
+    """Environments that are made once and reset for each conversation.
+
+    Attributes:
+        factories: Functions that return an environment, by name; None is the name of the only one.
+        workers: Number of threads; 0 = the calling thread, without a time limit.
+        timeout: Time limit of one call, in seconds; None = no limit.
+    """
+
+    factories: Mapping[str | None, EnvironmentFactory]
+    workers: int
+    timeout: float | None
+    _free: list[tuple[str | None, Any]] = field(default_factory=list, init=False)
+    _made: list[Any] = field(default_factory=list, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    __repr__ = short_repr
+
+    def take(self, name: str | None) -> Any:
+        """Return an unused environment of a name, or a new one."""
+        with self._lock:
+            for place, (own, environment) in enumerate(self._free):
+                if own == name:
+                    del self._free[place]
+                    return environment
+        environment = self.factories[name]()
+        with self._lock:
+            self._made.append(environment)
+        return environment
+
+    def give(self, name: str | None, environment: Any) -> None:
+        """Take an environment back for further conversations."""
+        with self._lock:
+            self._free.append((name, environment))
+
+    def run(self, calls: Sequence[Callable[[], Any]], stop: Stop = NEVER) -> list[Any]:
+        """Make calls to environments in threads; return a value or exception for each."""
+        with escaped_prints():
+            return run_calls(calls, workers=self.workers, timeout=self.timeout, stop=stop)
+
+    def close(self) -> None:
+        """Close all environments that have a method `close` or `_close`. Further conversations make new ones."""
+        with self._lock:
+            made, self._made, self._free = self._made, [], []
+        for environment in made:
+            _close(environment)
+
+    def discard(self, environment: Any) -> None:
+        """Close an environment that failed."""
+        with self._lock:
+            self._made = [each for each in self._made if each is not environment]
+        _close(environment)
+
+
+def _close(environment: Any) -> None:
+    end = getattr(environment, "close", None) or getattr(environment, "_close", None)
+    with suppress(Exception):  # an environment may be broken or closed already
+        if end is not None:
+            finished(end())
+
+
+@dataclass(kw_only=True, eq=False)
+class Episode:
+    """State of one conversation.
+
+    Attributes:
+        name: Name of its environment in the pool.
+        environment: The environment, from the first call on.
+        results: Messages with the results of tools, after each completion that called some.
+        replies: Token ids of these messages.
+        failures: Number of calls that failed.
+        error: Reason why it is excluded; None if it is not.
+        rewarded: True once the environment has returned its reward.
+        reward: That reward.
+    """
+
+    name: str | None
+    environment: Any = None
+    results: list[list[Message]] = field(default_factory=list)
+    replies: list[tuple[int, ...]] = field(default_factory=list)
+    failures: int = 0
+    error: RewardError | None = None
+    rewarded: bool = False
+    reward: Any = None
+
+
+def _release(pool: EnvironmentPool, episodes: Mapping[int, Episode]) -> None:
+    """Take back the environments of a batch, except for broken ones."""
+    for episode in episodes.values():
+        if episode.environment is None:
+            continue
+        if episode.error is None:
+            pool.give(episode.name, episode.environment)
+        elif not isinstance(episode.error.__cause__, CallFailedError):
+            pool.discard(episode.environment)  # one that exceeded the time limit may block, and is abandoned
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservedTable:
+    """A dataset whose prompts end with the observation that their environment returned at its reset.
+
+    Attributes:
+        table: The dataset.
+        observations: Text for each row; None = no observation.
+    """
+
+    table: AnyTable
+    observations: Sequence[str | None]
+
+    __repr__ = short_repr
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        """Return a row; as in TRL the observation is appended to its last message."""
+        row = dict(self.table[number])
+        messages = check_messages(row.get("prompt", [{"role": "user", "content": ""}]), "prompt")
+        observation = self.observations[number]
+        if observation is not None:
+            messages[-1] = {**messages[-1], "content": messages[-1]["content"] + observation}
+        return {**row, "prompt": messages}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EnvironmentBatch(SingleTurnBatch):
+    """A `PromptBatch` of conversations in which completions call tools.
+
+    Attributes:
+        pool: Makes environments and calls them.
+        names: Name of the environment of each prompt.
+        sources: For each prompt, the arguments of `reset` and the observation that it must return.
+        tools: Functions that all completions can call.
+        schemas: Schemas of all tools, by name of the environment.
+        own_rewards: Classes of environments with `get_reward`, by name of the reward.
+        markers: Renders results of tools.
+    """
+
+    pool: EnvironmentPool
+    names: Sequence[str | None]
+    sources: Sequence[tuple[Mapping[str, Any], str | None]]
+    tools: Mapping[str, Tool]
+    schemas: Mapping[str | None, Sequence[Schema]]
+    own_rewards: Mapping[str, type]
+    markers: ToolMarkers
+    _episodes: dict[int, Episode] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Environments are free again when the batch is gone.
+        weakref.finalize(self, _release, self.pool, self._episodes).atexit = False
+
+    def respond(self, transcripts: Sequence[Conversation]) -> list[tuple[int, ...] | None]:
+        """Call the tools that completions ask for, and return their results; see `PromptBatch.respond`.
+
+        Raises:
+            RewardError: If an environment fails.
+            ValueError: If a reply of a conversation is not from this batch.
+        """
+        # 1. Parse the completions; those without calls end their conversation.
+        playing = []
+        for transcript in transcripts:
+            turn = self._parse(transcript, len(transcript.completions) - 1)
+            if turn.calls or turn.error is not None:
+                playing.append((transcript, self._episode(transcript), turn))
+        # 2. Call the tools.
+        outcomes = self.pool.run([partial(self._play, each.start, episode, turn) for each, episode, turn in playing])
+        # 3. Render the results.
+        replies: dict[int, tuple[int, ...]] = {}
+        for (transcript, episode, _), outcome in zip(playing, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                self._exclude(episode, outcome)
+                continue
+            results, failures = outcome
+            row = self.rows[transcript.start]
+            options = {name: value for name, value in (row.get(TEMPLATE_OPTIONS) or {}).items() if value is not None}
+            ended = transcript.completions[-1][-1:] == (self.tokenizer.eos_token_id,)
+            replies[transcript.row] = self.markers.tokens(results, ended=ended, options=options)
+            episode.results.append(results)
+            episode.replies.append(replies[transcript.row])
+            episode.failures += failures
+        return [replies.get(transcript.row) for transcript in transcripts]
+
+    def score(self, transcripts: Sequence[Conversation], stop: Stop = NEVER) -> Scores:
+        """Compute the rewards of environments and of reward functions; see `SingleTurnBatch.score`.
+
+        Raises:
+            RewardError: If an environment or a reward function fails.
+            ValueError: If a reply of a conversation is not from this batch.
+        """
+        # 1. Ask the environments; a conversation without calls begins and ends here.
+        episodes = [self._episode(transcript) for transcript in transcripts]
+        waiting = [
+            pair for pair in zip(transcripts, episodes, strict=True) if not pair[1].rewarded and pair[1].error is None
+        ]
+        outcomes = self.pool.run([partial(self._finish, *pair) for pair in waiting], stop)
+        for (transcript, episode), outcome in zip(waiting, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                self._exclude(episode, outcome)
+                continue
+            episode.rewarded = True
+            try:
+                episode.reward = _reward_value(outcome, transcript)
+            except ValueError as error:
+                self._exclude(episode, error)
+        # 2. Pass their rewards on as those of a function of the class's name, and compute the other rewards.
+        for name, kind in self.own_rewards.items():
+            future: Future[list[Any]] = Future()
+            future.set_result([each.reward if type(each.environment) is kind else None for each in episodes])
+            job = Job(name=name, rows=tuple(range(len(transcripts))), calls=(), batched=False)
+            self._started.append((job, future))
+        scores = super().score(transcripts, stop)
+        # 3. Exclude failed conversations, and count calls.
+        failed = np.array([episode.error is not None for episode in episodes])
+        scores.rewards[failed] = np.nan
+        if scores.step_rewards is not None:
+            scores.step_rewards[failed] = np.nan
+        if failed.any():
+            first = next(episode.error for episode in episodes if episode.error is not None)
+            warn(f"{failed.sum()} of {len(failed)} conversations excluded; the first: {first}", rank_zero_only=False)
+        calls = sum(len(results) for episode in episodes for results in episode.results)
+        metrics = {"tools/call_frequency": calls / len(episodes)}
+        if calls:
+            metrics["tools/failure_frequency"] = sum(episode.failures for episode in episodes) / calls
+        return replace(scores, metrics={**scores.metrics, **metrics})
+
+    def _episode(self, transcript: Conversation) -> Episode:
+        episode = self._episodes.setdefault(transcript.row, Episode(name=self.names[transcript.start]))
+        if tuple(episode.replies[: len(transcript.replies)]) != transcript.replies:
+            raise ValueError("replies of transcripts must come from `respond` of the same batch.")
+        return episode
+
+    def _parse(self, transcript: Conversation, number: int) -> ToolTurn:
+        """Parse one completion of a conversation."""
+        before = [token for part in transcript.turns[: 2 * number] for token in part]
+        return parse_completion(
+            self.tokenizer,
+            transcript.completions[number],
+            [*self.prompts[transcript.start], *before],
+            self.schemas[self.names[transcript.start]],
+        )
+
+    def _begin(self, start: int, episode: Episode) -> None:
+        """Reset the environment of a conversation at its first call."""
+        if episode.environment is not None or not self.pool.factories:
+            return
+        arguments, expected = self.sources[start]
+        environment = self.pool.take(episode.name)
+        try:
+            observation = finished(environment.reset(**copy.deepcopy(dict(arguments))))
+            if observation != expected:
+                raise ValueError(
+                    f"reset must return the same text for the same row, got {observation!r:.80} after "
+                    f"{expected!r:.80}. Draw random numbers from a seed in a column"
+                )
+        except BaseException:
+            self.pool.discard(environment)
+            raise
+        episode.environment = environment
+
+    def _play(self, start: int, episode: Episode, turn: ToolTurn) -> tuple[list[Message], int]:
+        """Make the calls of a completion; return messages with their results, and the number of failed calls."""
+        if turn.error is not None:
+            return [{"role": "tool", "name": UNKNOWN_TOOL, "content": str({"error": turn.error})}], 1
+        self._begin(start, episode)
+        environment = episode.environment
+        methods = (
+            {} if environment is None else {name: getattr(environment, name) for name in tool_methods(environment)}
+        )
+        made = [(name, *call_tool({**self.tools, **methods}, name, arguments)) for name, arguments in turn.calls]
+        results = [{"role": "tool", "name": name, "content": content} for name, content, _ in made]
+        return results, sum(failed for *_, failed in made)
+
+    def _finish(self, transcript: Conversation, episode: Episode) -> Any:
+        """Return the reward of a conversation's environment, or None if it has none."""
+        self._begin(transcript.start, episode)
+        environment = episode.environment
+        if environment is None or not hasattr(environment, "get_reward"):
+            return None
+        if hasattr(environment, "truncated"):
+            environment.truncated = transcript.truncated
+        return finished(environment.get_reward())
+
+    def _exclude(self, episode: Episode, error: BaseException) -> None:
+        """Exclude a conversation whose environment failed, or raise the error."""
+        factory = self.pool.factories.get(episode.name)
+        name = "A tool" if factory is None else f"Environment {getattr(factory, '__name__', factory)}"
+        failure = RewardError(f"{name} {_reason(error)}"[:1000])
+        failure.__cause__ = error
+        if self.on_reward_error == "raise":
+            raise failure
+        episode.error = failure
+
+    def _messages(self, transcript: Conversation) -> list[Message]:
+        """Return all messages after the prompt: completions, and results of tools."""
+        messages: list[Message] = []
+        results = self._episodes[transcript.row].results
+        for number in range(len(transcript.completions)):
+            messages.append(self._parse(transcript, number).message)
+            if number < len(transcript.replies):
+                messages += results[number]
+        return messages
+
+    def _turn_texts(self, transcript: Conversation) -> list[str]:
+        """Return the texts of completions and of tool results, in order."""
+        results = self._episodes[transcript.row].results
+        return [
+            "\n".join(message["content"] for message in results[number // 2]) if number % 2 else self._text(list(part))
+            for number, part in enumerate(transcript.turns)
+        ]
+
+    def _reward_inputs(self, transcripts: Sequence[Conversation]) -> RewardInputs:
+        inputs = super()._reward_inputs(transcripts)
+        rows = list(inputs.rows)
+        if self.pool.factories and self.runner.in_process:  # environments are not sent to worker processes
+            environments = [self._episodes[transcript.row].environment for transcript in transcripts]
+            rows = [{**row, "environments": own} for row, own in zip(rows, environments, strict=True)]
+        return replace(inputs, rows=rows, messages=[self._messages(transcript) for transcript in transcripts])
+
+
+def _reason(error: BaseException) -> str:
+    """Return why a call failed, as the end of a sentence."""
+    return f"{error}" if isinstance(error, CallFailedError) else f"raised {type(error).__name__}: {error}"
+
+
+def _reward_value(value: Any, transcript: Conversation) -> Any:
+    """Return the result of `get_reward`; a list of numbers becomes step rewards at the end of each completion."""
+    if hasattr(value, "tolist"):  # arrays, tensors and their scalars
+        value = value.tolist()
+    if value is None or isinstance(value, StepRewards):
+        return value
+    if not isinstance(value, list | tuple):
+        return finite_number("get_reward", value)
+    if len(value) > len(transcript.completions):
+        raise ValueError(f"get_reward returned {len(value)} numbers for {len(transcript.completions)} completions")
+    lengths = np.cumsum([len(part) for part in transcript.turns])
+    return StepRewards(value, [max(0, int(end) - 1) for end in lengths[::2][: len(value)]])
+
+
+async def _own_reward(completions: Sequence[Any]) -> list[float | None]:
+    """Stand for the reward of an environment, whose value `EnvironmentBatch.score` passes on itself."""
+    raise AssertionError
+
+
+class EnvironmentGym(PromptEnvironment):
+    """A prompt dataset with tools and environments in TRL's form, which the model calls between completions.
+
+    An environment is a class that also runs in TRL's `GRPOTrainer(environment_factory=)`. `reset(**row)` starts a
+    conversation; text that it returns is appended to the last message of the prompt. All other public methods are tools
+    and need type hints and a docstring with Args. `get_reward()` returns the reward at the end. It may also return a
+    list with one number per completion, for advantages of single turns. If the class has an attribute `truncated`, it
+    is set before: True if the conversation ran out of tokens. `close` or `_close` is called at the end of the run.
+
+    The chat template shows the tools to the model and renders their results, which are masked in the loss. Calls are
+    parsed by the tokenizer's `response_template`; without one they are JSON in <tool_call> tags. The model reads errors
+    of unknown tools, malformed calls and tools that raise. The metrics tools/call_frequency (per conversation) and
+    tools/failure_frequency (per call) count them. A `reset` or `get_reward` that raises, and a call that exceeds the
+    time limit, follow `on_reward_error`.
+
+    Environments are made once and reset for every conversation. `reset` is called for every row at the start, as
+    prompts and splits depend on it; it must return the same text for the same row. Splits are those of
+    `HuggingFaceGym`, but rows with equal prompts and other columns are different questions.
+
+    Args:
+        train_dataset: As for `HuggingFaceGym`; `prompt` is a list of messages. With environments it may be left out.
+        test_dataset: Questions for the final report; None = draw them from the training dataset.
+        tokenizer: A transformers tokenizer with a chat template.
+        environment_factory: Class or function that returns an environment, or several by the names in the column
+            `environment`; None = tools only.
+        tools: Functions that the model can call, with type hints and a docstring with Args.
+        max_turns: Maximum number of completions in a conversation, at least 2.
+        reward_funcs: One or several rewards in TRL's form, beside those of environments. A completion is the list of
+            all messages after the prompt. The argument `environments` has the environment of each conversation.
+        reward_weights: Factor of each of `reward_funcs` in the sum; None means 1 each. Environments have 1.
+        validation_dataset: Questions for fitness; None = draw them from the training dataset.
+        validation_size: Number of questions to draw; see `HuggingFaceGym`.
+        test_size: Number of questions to draw; see `HuggingFaceGym`.
+        chat_template_kwargs: Keyword arguments of the tokenizer's chat template, such as {"enable_thinking": False}. A
+            column of this name overrides them for its row.
+        max_prompt_length: Maximum number of prompt tokens; None = no limit.
+        on_reward_error: "raise", or "exclude": the conversation gets a NaN reward, with a warning.
+        reward_timeout: Time limit of one call of a reward function, in seconds; None = no limit.
+        reward_workers: Worker processes for reward functions; see `HuggingFaceGym`.
+        environment_timeout: Time limit of the calls to an environment in one turn, in seconds; None = no limit.
+        environment_workers: Number of threads that call environments and tools; 0 = the main thread without time limit.
+        seed: Seed of the training order and of drawn splits.
+
+    Attributes:
+        tokenizer: The tokenizer.
+        seed: The seed.
+        filtered: Number of rows left out by split and reason, as `Filtered`.
+        observation_space: One prompt, as a sequence of token ids.
+        action_space: One completion, as a sequence of token ids.
+
+    Raises:
+        ValueError: If an argument, a column, a split, a tool or the chat template is invalid, or an environment fails.
+    """
+
+    whole_rows: ClassVar[bool] = True
+    extra_arguments: ClassVar[tuple[str, ...]] = ("environments",)
+
+    @names_unknown
+    def __init__(
+        self,
+        train_dataset: AnyTable,
+        test_dataset: AnyTable | None = None,
+        tokenizer: Tokenizer | None = None,
+        *,
+        environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None = None,
+        tools: Sequence[Tool] = (),
+        max_turns: int,
+        reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
+        reward_weights: Sequence[float] | None = None,
+        validation_dataset: AnyTable | None = None,
+        validation_size: int | None = None,
+        test_size: int | None = None,
+        chat_template_kwargs: Options | None = None,
+        max_prompt_length: int | None = None,
+        on_reward_error: OnRewardError = "raise",
+        reward_timeout: float | None = DEFAULT_REWARD_TIMEOUT,
+        reward_workers: int | None = None,
+        environment_timeout: float | None = DEFAULT_ENVIRONMENT_TIMEOUT,
+        environment_workers: int = DEFAULT_ENVIRONMENT_WORKERS,
+        seed: int = 0,
+    ) -> None:
+        # 1. Arguments.
+        self._max_turns = whole_between("max_turns", max_turns, 2)
+        if environment_timeout is not None and finite_number("environment_timeout", environment_timeout) <= 0:
+            raise ValueError(f"environment_timeout must be above 0 seconds, or None, got {environment_timeout}.")
+        self._several = isinstance(environment_factory, Mapping)
+        factories: Any = environment_factory if self._several else {None: environment_factory}
+        if environment_factory is None:
+            factories = {}
+        for factory in (*factories.values(), *tools):
+            if not callable(factory):
+                raise ValueError(f"environment_factory and tools must be classes or functions, got {factory!r:.200}.")
+        self._tools = {tool.__name__: tool for tool in tools}
+        if not factories and not self._tools:
+            raise ValueError("environment_factory or tools must be given. Without tools use HuggingFaceGym.")
+        # 2. One environment of each factory shows the tools and who gives rewards.
+        self._pool = EnvironmentPool(
+            factories=factories,
+            workers=whole_between("environment_workers", environment_workers, 0),
+            timeout=environment_timeout,
+        )
+        weakref.finalize(self, self._pool.close)
+        self._own_rewards: dict[str, type] = {}
+        self._schemas: dict[str | None, list[Schema]] = {None: [tool_schema(tool) for tool in self._tools.values()]}
+        for name in factories:
+            (environment,) = self._pool.run([partial(self._pool.take, name)])
+            if isinstance(environment, BaseException):
+                raise ValueError(f"environment_factory {_reason(environment)}") from environment
+            if not callable(getattr(environment, "reset", None)):
+                raise ValueError(f"An environment must have a method reset, got {environment!r:.200}.")
+            methods = [getattr(environment, each) for each in tool_methods(environment)]
+            self._schemas[name] = [tool_schema(tool) for tool in (*self._tools.values(), *methods)]
+            if hasattr(environment, "get_reward"):
+                self._own_rewards[type(environment).__name__] = type(environment)
+            self._pool.give(name, environment)
+        # 3. Rewards.
+        rewards: tuple[Reward, ...] = ()
+        if reward_funcs is not None or not self._own_rewards:
+            rewards = make_rewards(None, reward_funcs, reward_weights)
+        twice = self._own_rewards.keys() & {reward.name for reward in rewards}
+        if twice:
+            raise ValueError(f"reward_funcs must not have the name of an environment, got {min(twice)}. Rename it.")
+        own = [Reward(name=name, weight=1.0, batched=True, function=_own_reward) for name in self._own_rewards]
+        # 4. Prompts: the observation of each row's environment belongs to them.
+        tables = {
+            split: None if table is None else self._observe(table, f"{split}_dataset")
+            for split, table in tables_by_split(train_dataset, validation_dataset, test_dataset).items()
+        }
+        super().__init__(
+            tables,
+            tokenizer,
+            rewards=(*rewards, *own),
+            template=None,
+            columns=("prompt",),
+            sizes={"validation": validation_size, "test": test_size},
+            chat_template_kwargs=chat_template_kwargs,
+            max_prompt_length=max_prompt_length,
+            on_reward_error=on_reward_error,
+            reward_timeout=reward_timeout,
+            reward_workers=reward_workers,
+            seed=seed,
+        )
+        # 5. Chat template.
+        self._markers = ToolMarkers(tokenizer=self.tokenizer, options=self._options)
+        question = [{"role": "user", "content": "What is asked?"}]
+        shown = {
+            self.tokenizer.apply_chat_template(question, **self._options, tools=tools, tokenize=False)
+            for tools in (None, next(filter(None, self._schemas.values()), None))
+        }
+        if len(shown) == 1:
+            raise ValueError("The tokenizer's chat_template does not render tools. Set one that does.")
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return hashes of questions, prompts, reward functions, tools and environments; see `SupportsFingerprint`."""
+        code = {f"environment {name or ''}".strip(): code_hash(each) for name, each in self._pool.factories.items()}
+        code |= {f"tool {name}": code_hash(tool) for name, tool in self._tools.items()}
+        return {**super().fingerprint(), **code, "max_turns": str(self._max_turns)}
+
+    def preflight(self) -> Preflight:
+        """Test environments and reward functions on two sample completions of the first training prompt.
+
+        With on_reward_error "exclude" they may fail, but what they return must be valid.
+
+        Raises:
+            RewardError: If an environment or a function fails or returns an invalid reward.
+        """
+        batch = self.open("train", [0])
+        ids = self.tokenizer(list(SAMPLE_COMPLETIONS), add_special_tokens=False)["input_ids"]
+        samples = [Conversation(row=row, start=0, completions=(tuple(own),)) for row, own in enumerate(ids)]
+        try:
+            scores = batch.score(samples)
+        except RewardError as error:
+            raise RewardError(
+                f"Environments and reward functions are tested on sample completions before training: {error}"
+            ) from error.__cause__
+        rewards = {
+            name: None if math.isnan(values[0]) else float(values[0]) for name, values in scores.components.items()
+        }
+        (prompt,) = batch.prompts
+        return Preflight(prompt=str(self.tokenizer.decode(prompt)), tokens=tuple(prompt), rewards=rewards)
+
+    def close(self) -> None:
+        """Close all environments and end the worker processes of reward functions. Further use starts new ones."""
+        super().close()
+        self._pool.close()
+
+    def open(self, split: Split, starts: Sequence[int]) -> EnvironmentBatch:
+        """Return a batch of prompts of a split, each index in [0, size(split)).
+
+        Raises:
+            ValueError: If the split or an index does not exist.
+        """
+        fields = self._batch_fields(split, starts)
+        questions, numbers = self._splits[split], [self._splits[split].rows[start] for start in starts]
+        table: ObservedTable = questions.table
+        return EnvironmentBatch(
+            **fields,
+            max_turns=self._max_turns,
+            pool=self._pool,
+            names=[self._name(row) for row in fields["rows"]],
+            sources=[(self._reset_arguments(table.table[number]), table.observations[number]) for number in numbers],
+            tools=self._tools,
+            schemas=self._schemas,
+            own_rewards=self._own_rewards,
+            markers=self._markers,
+        )
+
+    def _row_options(self, row: Mapping[str, Any]) -> Options:
+        # Some templates show instructions for an empty list of tools.
+        return {"tools": self._schemas[self._name(row)] or None}
+
+    def _name(self, row: Mapping[str, Any]) -> str | None:
+        return row[ENVIRONMENT_COLUMN] if self._several else None
+
+    def _reset_arguments(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the columns of a row that `reset` gets: as in TRL all, except for the environment's name."""
+        return {key: value for key, value in row.items() if not (self._several and key == ENVIRONMENT_COLUMN)}
+
+    def _observe(self, table: AnyTable, where: str) -> ObservedTable:
+        """Reset an environment for each row, and return the rows with their observations."""
+        check_table(
+            table, (ENVIRONMENT_COLUMN,) if self._several else () if self._pool.factories else ("prompt",), where
+        )
+        rows = [table[number] for number in range(len(table))]
+        for number, row in enumerate(rows):
+            if self._several and self._name(row) not in self._pool.factories:
+                raise ValueError(
+                    f"{ENVIRONMENT_COLUMN} in row {number} of {where} must be one of {list(self._pool.factories)}, got "
+                    f"{self._name(row)!r:.80}."
+                )
+            if isinstance(row.get("prompt"), str):
+                raise ValueError(
+                    f"prompt in row {number} of {where} must be a list of messages, as tools need a chat "
+                    "template, got text."
+                )
+        observations: list[str | None] = [None] * len(rows)
+        if self._pool.factories:
+            outcomes = self._pool.run([partial(self._first_observation, row) for row in rows])
+            for number, outcome in enumerate(outcomes):
+                if isinstance(outcome, BaseException):
+                    raise ValueError(f"reset for row {number} of {where} {_reason(outcome)}") from outcome
+                if outcome is not None and not isinstance(outcome, str):
+                    raise ValueError(
+                        f"reset must return text or None, got {outcome!r:.80} for row {number} of {where}."
+                    )
+            observations = outcomes
+        return ObservedTable(table=table, observations=observations)
+
+    def _first_observation(self, row: Mapping[str, Any]) -> Any:
+        environment = self._pool.take(self._name(row))
+        observation = finished(environment.reset(**copy.deepcopy(self._reset_arguments(row))))
+        self._pool.give(self._name(row), environment)
+        return observation

@@ -1,0 +1,577 @@
+"""EnvironmentGym: tools and environments in TRL's form. TRL's own tool loop is the oracle."""
+
+import json
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from evogrpo import GRPO, Objective
+from evogrpo.data import Conversation, Rollout
+from evogrpo.envs import EnvironmentGym, RewardError
+from evogrpo.envs.text.tools import hermes_template
+from evogrpo.testing.environments import PromptEnvironmentTestCase
+from evogrpo.training.configuration.reading import load_config, parse_config
+from tests.envs.conftest import build
+
+CHAT = (  # every turn has an end marker; tool calls are JSON in tags
+    "{% if tools %}<s>{% for tool in tools %}{{ tool.function.name }}{{ tool.function.parameters.properties | list }} "
+    "{% endfor %}<eos>\n{% endif %}{% for m in messages %}{% if m.role == 'tool' %}<u>={{ m.content }}<eos>\n{% else %}"
+    "{{ {'system': '<s>', 'user': '<u>', 'assistant': '<a>'}[m.role] + m.content }}{% for c in m.tool_calls or [] %}"
+    '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}<eos>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+FORGETFUL = CHAT.replace(
+    "{% endfor %}<eos>\n{% endif %}{% endfor %}", "{% endfor %}{{ '!' if loop.last }}<eos>\n{% endif %}{% endfor %}"
+)
+NO_TOOLS = (
+    "{% for m in messages %}{{ m.role[0] + m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+ASK = [{"role": "user", "content": "count"}]
+ROWS = [{"prompt": ASK, "first": n} for n in range(30)]
+
+
+class Counter:
+    """A counter whose sum is the reward."""
+
+    truncated = False
+    closed = 0
+
+    def reset(self, first, **columns):
+        self.total, self.seen = first, []
+        return f" from {first}"
+
+    def add(self, amount: int) -> str:
+        """Add to the counter.
+
+        Args:
+            amount: What is added.
+        """
+        if amount > 9:
+            raise ValueError(f"{amount} is too much")
+        self.total += amount
+        self.seen.append(amount)
+        return f"now {self.total}"
+
+    def show(self) -> int:
+        """Return the counter."""
+        return self.total
+
+    def get_reward(self) -> float:
+        return self.total - 100.0 * self.truncated
+
+    def _close(self):
+        Counter.closed += 1
+
+
+def call(name, **arguments):
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'.replace("'", '"')
+
+
+def gym(template=CHAT, rows=ROWS, tokenizer=None, **options):
+    defaults = {"environment_factory": Counter, "max_turns": 4, "validation_size": 4, "test_size": 4}
+    return EnvironmentGym(rows, None, tokenizer or build(template), **(defaults | options))
+
+
+def encoded(env, text):
+    return tuple(env.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def talk(batch, *completions, row=0, start=0, truncated=False):
+    """Hold a conversation with these completions; it ends where the environment does not reply."""
+    said, heard = tuple(encoded(batch, text) for text in completions), []
+    for turn in range(len(said)):
+        (reply,) = batch.respond(
+            [Conversation(row=row, start=start, completions=said[: turn + 1], replies=tuple(heard))]
+        )
+        if reply is None:
+            break
+        heard.append(reply)
+    used = said[: len(heard) + 1]
+    return Conversation(row=row, start=start, completions=used, replies=tuple(heard), truncated=truncated)
+
+
+def heard(batch, transcript):
+    return [batch.tokenizer.decode(reply, skip_special_tokens=True).strip() for reply in transcript.replies]
+
+
+def first_of(batch, place=0):
+    return batch.rows[place]["first"]
+
+
+def test_prompts_show_tools_and_observation():
+    env = gym()
+    batch = env.open("train", [0])
+    first = first_of(batch)
+    expected = f"<s>add['amount'] show[] <eos>\n<u>count from {first}<eos>\n<a>"
+    assert env.tokenizer.decode(batch.prompts[0]) == expected
+    assert batch.questions == (f"count from {first}",)
+
+
+def test_calls_reach_the_environment_of_their_conversation():
+    batch = gym().open("train", [0, 1])
+    one = talk(batch, call("add", amount=2) + "<eos>", call("add", amount=3) + "<eos>", "done<eos>", row=0, start=0)
+    other = talk(batch, call("add", amount="4") + call("show") + "<eos>", "so<eos>", row=1, start=1)
+    a, b = first_of(batch, 0), first_of(batch, 1)
+    assert heard(batch, one) == [f"=now {a + 2}", f"=now {a + 5}"]
+    scores = batch.score([one, other])
+    assert scores.rewards.tolist() == [a + 5, b + 4]
+    assert scores.components.keys() == {"Counter"}
+    assert scores.metrics == {"tools/call_frequency": 2.0, "tools/failure_frequency": 0.0}
+    assert f">>> now {b + 4}\n>>> {b + 4}" in scores.completions[1]
+
+
+def test_tokens_match_the_chat_template():
+    batch = gym().open("train", [0])
+    transcript = talk(batch, "so " + call("add", amount=2) + "<eos>", "done<eos>")
+    function = {"name": "add", "arguments": {"amount": 2}}
+    messages = [
+        *batch.rows[0]["prompt"],
+        {"role": "assistant", "content": "so ", "tool_calls": [{"type": "function", "function": function}]},
+        {"role": "tool", "name": "add", "content": f"now {first_of(batch) + 2}"},
+        {"role": "assistant", "content": "done"},
+    ]
+    rendered = batch.tokenizer.apply_chat_template(messages, tokenize=False, tools=batch.schemas[None])
+    assert (*batch.prompts[0], *transcript.tokens) == encoded(batch, rendered.removesuffix("\n"))
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        (call("fly"), "Tool fly not found"),
+        (call("reset"), "Tool reset not found"),
+        (call("_close"), "Tool _close not found"),
+        (call("add"), "missing 1 required"),
+        (call("add", amount=10), "10 is too much"),
+        ('<tool_call>{"name": "add", "argum</tool_call>', "malformed tool call"),
+        ("<tool_call>[1]</tool_call>", "malformed tool call"),
+    ],
+)
+def test_the_model_reads_errors_of_its_calls(said, error):
+    batch = gym().open("train", [0])
+    transcript = talk(batch, said + "<eos>", "done<eos>")
+    assert error in heard(batch, transcript)[0]
+    scores = batch.score([transcript])
+    assert scores.rewards.tolist() == [first_of(batch)]
+    assert scores.metrics["tools/failure_frequency"] == 1.0
+
+
+def test_reward_functions_get_messages_and_environments():
+    seen = []
+
+    def reward(prompts, completions, environments, first, **columns):
+        seen.append((prompts, completions, first))
+        return [len(environment.seen) for environment in environments]
+
+    batch = gym(reward_funcs=reward, reward_weights=[10.0]).open("train", [0])
+    transcript = talk(batch, "hm " + call("add", amount=1) + "<eos>", "done<eos>")
+    scores = batch.score([transcript])
+    first = first_of(batch)
+    assert scores.rewards.tolist() == [10 + first + 1]
+    ((prompts, completions, columns),) = seen
+    assert prompts == [[{"role": "user", "content": f"count from {first}"}]]
+    assert columns == [first]
+    tool_calls = [{"type": "function", "function": {"name": "add", "arguments": {"amount": 1}}}]
+    assert completions == [
+        [
+            {"role": "assistant", "content": "hm", "tool_calls": tool_calls},
+            {"role": "tool", "name": "add", "content": f"now {first + 1}"},
+            {"role": "assistant", "content": "done"},
+        ]
+    ]
+
+
+def test_rewards_of_turns_are_at_their_last_tokens():
+    class Turns(Counter):
+        def get_reward(self):
+            return [*map(float, self.seen), 0.5]
+
+    batch = gym(environment_factory=Turns).open("train", [0])
+    transcript = talk(batch, call("add", amount=2) + "<eos>", call("add", amount=3) + "<eos>", "done<eos>")
+    scores = batch.score([transcript])
+    ends = np.cumsum([len(part) for part in transcript.turns])[::2] - 1
+    expected = np.full(len(transcript.tokens), np.nan)
+    expected[ends] = [2.0, 3.0, 0.5]
+    np.testing.assert_array_equal(scores.step_rewards[0], expected)
+    assert scores.rewards.tolist() == [5.5]
+
+
+def test_environments_see_that_a_turn_ran_out_of_tokens():
+    batch = gym().open("train", [0])
+    cut = Conversation(row=0, start=0, completions=(encoded(batch, "long"),), truncated=True)
+    assert batch.score([cut]).rewards.tolist() == [first_of(batch) - 100]
+
+
+def test_functions_are_tools_of_prompt_datasets():
+    def double(number: int) -> int:
+        """Double a number.
+
+        Args:
+            number: The number.
+        """
+        return 2 * number
+
+    async def later(text: str) -> str:
+        """Return a text.
+
+        Args:
+            text: The text.
+        """
+        return text + "!"
+
+    def last(completions, **columns):
+        return [float(own[-1]["content"] == "8") for own in completions]
+
+    rows = [{"prompt": [{"role": "user", "content": f"double {n}"}]} for n in range(30)]
+    env = gym(rows=rows, environment_factory=None, tools=[double, later], reward_funcs=last)
+    env.preflight()
+    batch = env.open("train", [0])
+    transcript = talk(batch, call("double", number=4) + call("later", text="so") + "<eos>", "8<eos>")
+    assert [each.strip(" \n") for each in heard(batch, transcript)] == ["=8\n=so!"]
+    assert batch.score([transcript]).rewards.tolist() == [1.0]
+
+
+class Other:
+    """Another environment, without a reward of its own."""
+
+    def reset(self, **columns):
+        self.columns = columns
+
+    def look(self) -> str:
+        """Look around."""
+        return "dark"
+
+
+def test_a_column_names_the_environment():
+    rows = [{"first": n, "environment": ("count", "other")[n % 2]} for n in range(40)]
+
+    def constant(completions, **columns):
+        return [1.0] * len(completions)
+
+    env = gym(rows=rows, environment_factory={"count": Counter, "other": Other}, reward_funcs=constant)
+    batch = env.open("train", range(env.size("train")))
+    names = [row["environment"] for row in batch.rows]
+    count, other = names.index("count"), names.index("other")
+    assert "add" in env.tokenizer.decode(batch.prompts[count])
+    assert "look" in env.tokenizer.decode(batch.prompts[other])
+    counted = talk(batch, call("add", amount=1) + "<eos>", "x<eos>", row=0, start=count)
+    looked = talk(batch, call("add", amount=1) + call("look") + "<eos>", "x<eos>", row=1, start=other)
+    assert "Tool add not found" in heard(batch, looked)[0]
+    assert "dark" in heard(batch, looked)[0]
+    scores = batch.score([counted, looked])
+    assert scores.rewards.tolist() == [1 + first_of(batch, count) + 1, 1]
+    assert np.isnan(scores.components["Counter"][1])
+    with pytest.raises(ValueError, match="environment"):
+        gym(rows=[{"first": 1, "environment": "third"}], environment_factory={"count": Counter})
+
+
+class Fragile(Counter):
+    """Fails for some rows, but not at the first resets."""
+
+    fails_in = None
+
+    def reset(self, first, **columns):
+        if Fragile.fails_in == "reset":
+            raise ConnectionError("no server")
+        return super().reset(first)
+
+    def wait(self) -> str:
+        """Wait for ever."""
+        threading.Event().wait(60)
+
+    def get_reward(self):
+        if Fragile.fails_in == "get_reward":
+            raise ConnectionError("no server")
+        return "much" if Fragile.fails_in == "value" else super().get_reward()
+
+
+@pytest.mark.parametrize("place", ["reset", "get_reward", "value", "time"])
+def test_failed_environments_follow_on_reward_error(place, monkeypatch):
+    said = [call("wait" if place == "time" else "show") + "<eos>", "x<eos>"]
+    for mode in ("raise", "exclude"):
+        monkeypatch.setattr(Fragile, "fails_in", None)
+        env = gym(environment_factory=Fragile, on_reward_error=mode, environment_timeout=0.3)
+        batch = env.open("train", [0, 1])
+        healthy = talk(batch, "x<eos>", row=0, start=0)
+        assert batch.score([healthy]).rewards.tolist() == [first_of(batch)]
+        monkeypatch.setattr(Fragile, "fails_in", place)
+        begin = time.monotonic()
+        if mode == "raise":
+            with pytest.raises(RewardError, match="Fragile"):
+                batch.score([talk(batch, *said, row=1, start=1)])
+        else:
+            failed = talk(batch, *said, row=1, start=1)
+            assert len(failed.replies) == (place in ("get_reward", "value"))
+            with pytest.warns(UserWarning, match="1 of 2"):
+                rewards = batch.score([healthy, failed]).rewards
+            np.testing.assert_array_equal(rewards, [first_of(batch), np.nan])
+        assert time.monotonic() - begin < 5
+
+
+def test_environments_are_made_once_and_closed(monkeypatch):
+    made = []
+
+    class Made(Counter):
+        def __init__(self):
+            made.append(self)
+
+    env = gym(environment_factory=Made, environment_workers=0)
+    for _ in range(3):
+        batch = env.open("train", [0])
+        batch.score([talk(batch, "x<eos>", row=row) for row in range(4)])
+        del batch
+    assert len(made) == 4
+    monkeypatch.setattr(Counter, "closed", 0)
+    env.close()
+    assert Counter.closed == 4
+
+
+def undocumented(number: int) -> int:
+    return number
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_turns": 1}, "max_turns .* 1"),
+        ({"environment_factory": None}, "environment_factory or tools"),
+        ({"environment_factory": "Counter"}, "environment_factory"),
+        ({"environment_factory": object}, "reset"),
+        ({"tools": [undocumented]}, "undocumented"),
+        ({"environment_factory": Other}, "reward_funcs"),
+        ({"template": FORGETFUL}, "chat_template must leave earlier turns"),
+        ({"template": NO_TOOLS}, "does not render tool"),
+        ({"template": CHAT.replace("<tool_call>", "[").replace("</tool_call>", "]")}, "response_template"),
+        ({"template": CHAT.replace("{% if tools %}", "{% if none %}")}, "does not render tools"),
+        ({"rows": [{"prompt": "text", "first": 1}] * 9}, "list of messages"),
+        ({"rows": [{"prompt": ASK}] * 9}, "reset for row 0 .*first"),
+        ({"environment_timeout": 0}, "environment_timeout"),
+        ({"environment_workers": -1}, "environment_workers"),
+    ],
+)
+def test_invalid_arguments_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        gym(**options)
+
+
+def test_random_observations_are_refused():
+    count = iter(range(1000))
+
+    class Random(Counter):
+        def reset(self, first, **columns):
+            return f"{super().reset(first)} {next(count)}"
+
+    with pytest.raises(RewardError, match="same text"):
+        gym(environment_factory=Random).preflight()
+
+
+def test_fingerprint_covers_environment_and_turns():
+    class Different(Counter):
+        def show(self) -> int:
+            """Return the counter."""
+            return -self.total
+
+    prints = [gym().fingerprint(), gym(environment_factory=Different).fingerprint(), gym(max_turns=3).fingerprint()]
+    assert gym().fingerprint() == prints[0]
+    assert len({str(sorted(each.items())) for each in prints}) == 3
+
+
+class TestConformance(PromptEnvironmentTestCase):
+    def make_env(self, seed=0):
+        return gym(seed=seed)
+
+    def complete(self, env, rng):
+        said = [call("add", amount=int(rng.integers(12))), call("show"), "done", "<tool_call>x</tool_call>"]
+        return encoded(env, f"{rng.integers(10)}{said[rng.integers(4)]}<eos>")
+
+
+# ---- the same class and the same completions in TRL
+
+
+class Forced:
+    """A sampler that returns given completions, one list for each turn."""
+
+    def __init__(self, turns):
+        self.turns = list(turns)
+
+    def sync(self, slots):
+        pass
+
+    def sample(self, rows, *, base=False, on_finished=None):
+        said = [torch.tensor(ids) for ids in self.turns.pop(0)]
+        assert len(said) == len(rows)
+        actions = torch.nn.utils.rnn.pad_sequence(said, batch_first=True)
+        present = torch.nn.utils.rnn.pad_sequence([torch.ones_like(ids) for ids in said], batch_first=True).bool()
+        truncated = torch.tensor([int(ids[-1]) != 1 for ids in said])
+        return Rollout(actions=actions, present=present, log_probs=torch.zeros(actions.shape), truncated=truncated)
+
+
+def tiny_language_model(vocabulary):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    tokens = {"pad_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 1024}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, num_key_value_heads=1, **sizes, **tokens))
+
+
+SCRIPT = [  # completions of a group of four in each turn; only those with calls continue
+    [call("add", amount=2), "hm " + call("fly"), "no", call("add", amount=99) + call("show")],
+    [call("add", amount="3") + call("show"), "no", call("show")],
+    ["done", call("add", amount=1)],  # the last turn: its call is not made
+]
+
+
+@pytest.mark.parametrize("own_template", [True, False])
+def test_calls_masks_and_rewards_equal_those_of_trl(own_template, tmp_path, monkeypatch):
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+
+    class Shown(Counter):
+        def show(self) -> int:
+            """Return the counter, with the calls so far."""
+            return (self.total, self.seen)
+
+    tokenizer = build(CHAT)
+    template = {**hermes_template(tokenizer), "start_anchor": "<a>"}
+    if own_template:
+        tokenizer.response_template = template
+    turns = [[list(tokenizer(f"{text}<eos>")["input_ids"]) for text in texts] for texts in SCRIPT]
+    # 1. evogrpo samples one group.
+    env = gym(tokenizer=tokenizer, max_turns=3, environment_factory=Shown)
+    model = tiny_language_model(len(tokenizer))
+    population = GRPO.population(
+        1, actor_network=model, pad_token_id=0, max_output_tokens=100, max_episode_tokens=600, group_size=4
+    )
+    population.sample_with(Forced(turns))
+    collected = population.collect(env, step=0, samples_per_step=4, block=1)
+    batch = collected.experience["default"]
+    # 2. TRL's trainer does.
+    tokenizer.response_template = template
+
+    forced = [list(texts) for texts in turns]
+
+    class Trainer(trl.GRPOTrainer):
+        def _generate_single_turn(self, *args, **options):
+            return forced.pop(0), None
+
+    limits = {"max_completion_length": 600, "max_tool_calling_iterations": 2}
+    config = trl.GRPOConfig(
+        str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        per_device_train_batch_size=4,
+        num_generations=4,
+        **limits,
+    )
+    row = {"prompt": ASK, "first": first_of(env.open("train", env.deal(0, 1, 1)))}
+    trainer = Trainer(
+        tiny_language_model(len(tokenizer)),
+        [],
+        config,
+        datasets.Dataset.from_list([row]),
+        processing_class=tokenizer,
+        environment_factory=Shown,
+    )
+    theirs = trainer._generate_and_score_completions([row] * 4)
+    # 3. Both have the same prompts, tokens, masks, calls and rewards.
+    (prompt,) = env.open("train", env.deal(0, 1, 1)).prompts
+    for number in range(4):
+        present = theirs["completion_mask"][number].bool()
+        assert theirs["prompt_ids"][number][theirs["prompt_mask"][number].bool()].tolist() == list(prompt)
+        assert (
+            theirs["completion_ids"][number][present].tolist() == batch.actions[number][batch.present[number]].tolist()
+        )
+        mask = theirs["tool_mask"][number].bool()[present]
+        assert torch.equal(mask, batch.action_mask[number][batch.present[number]])
+    assert list(trainer._logs["rewards"]["Shown"]) == collected.scores.rewards.tolist() == batch.rewards.tolist()
+    assert len(set(batch.rewards.tolist())) > 1
+    metrics = {name: trainer._metrics["train"][name] for name in collected.scores.metrics}
+    assert metrics == {name: [pytest.approx(value)] for name, value in collected.scores.metrics.items()}
+    assert not batch.action_mask.equal(batch.present)
+
+
+def test_step_rewards_reach_the_loss():
+    class Turns(Counter):
+        def get_reward(self):
+            return list(map(float, self.seen))
+
+    env = gym(environment_factory=Turns, max_turns=2)
+    population = GRPO.population(
+        1,
+        actor_network=tiny_language_model(len(env.tokenizer)),
+        pad_token_id=0,
+        max_output_tokens=100,
+        max_episode_tokens=400,
+        group_size=2,
+        objective=Objective(advantage="return_to_go_timestep"),
+    )
+    script = [[call("add", amount=2), call("add", amount=5)], ["a", "b"]]
+    encoded_script = [[list(env.tokenizer(f"{text}<eos>")["input_ids"]) for text in texts] for texts in script]
+    population.sample_with(Forced(encoded_script))
+    batch = population.collect(env, step=0, samples_per_step=2, block=1).experience["default"]
+    # A reward is at the end of its turn.
+    places = [len(ids) - 1 for ids in encoded_script[0]]
+    assert batch.step_rewards[torch.arange(2), torch.tensor(places)].tolist() == [2.0, 5.0]
+    assert batch.step_rewards.nan_to_num().sum(1).tolist() == [2.0, 5.0]
+    before = population[0].state()["adapter"].clone()
+    population.learn({"default": batch}, step=0)
+    assert not torch.equal(population[0].state()["adapter"], before)
+
+
+# ---- configurations
+
+ENVIRONMENT_FILE = '''
+class Echo:
+    def reset(self, word, **columns):
+        self.word, self.said = word, ""
+        return "Say " + word
+
+    def say(self, text: str) -> str:
+        """Say a text.
+
+        Args:
+            text: The text.
+        """
+        self.said = text
+        return "ok"
+
+    def get_reward(self) -> float:
+        return float(self.said == self.word)
+'''
+
+
+def test_a_configuration_names_the_class(tmp_path):
+    (tmp_path / "echo.py").write_text(ENVIRONMENT_FILE)
+    rows = [{"word": f"{number}"} for number in range(20)]
+    (tmp_path / "words.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = {"dataset": {"train": "words.jsonl"}, "environment_factory": "echo.py:Echo", "max_turns": 2}
+    (tmp_path / "c.yaml").write_text(json.dumps({"task": {**task, "validation_size": 3, "test_size": 3}}))
+    config = load_config(tmp_path / "c.yaml")
+    env = config.task.environment(build(CHAT), seed=0, max_prompt_length=None)
+    batch = env.open("train", [0])
+    transcript = talk(batch, call("say", text=batch.rows[0]["word"]) + "<eos>", "done<eos>")
+    assert batch.score([transcript]).rewards.tolist() == [1.0]
+    assert config.task.label == "words.jsonl, echo.py:Echo"
+    several = {**task, "environment_factory": {"one": "echo.py:Echo", "two": "module:Two"}}
+    (tmp_path / "c.yaml").write_text(json.dumps({"task": several}))
+    named = load_config(tmp_path / "c.yaml").task.environment_factory
+    assert named == {"one": f"{tmp_path / 'echo.py'}:Echo", "two": "module:Two"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"environment_factory": "e.py:E"}, "max_turns"),
+        ({"max_turns": 3, "reward": "r.py:f"}, "max_turns"),
+        ({"tools": ["t.py:f"], "max_turns": 3}, "reward"),
+        ({}, "reward"),
+        ({"environment_factory": "e.py:E", "max_turns": 3, "form": "agilerl"}, "form: trl"),
+        ({"environment_factory": "e.py:E", "max_turns": 3, "system_prompt": "x"}, "system_prompt"),
+    ],
+)
+def test_invalid_configurations_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        parse_config({"task": {"dataset": {"train": "a.jsonl"}, **changes}})
