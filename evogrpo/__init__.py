@@ -16,8 +16,8 @@ __all__ = [
     "Fixed", "GymnasiumGroups", "HuggingFaceGym", "HyperparameterConfig", "Hyperparameters", "MultiAgentGRPO",
     "MultiFrequency", "MultiTurnGym", "MutationOnly", "Narrowing", "NetworkConfig", "Objective", "Optimizer",
     "PettingZooGroups", "Population", "RLParameter", "RandomSearch", "Replay", "SelectionOnly", "SharedExperience",
-    "StepRewards", "Strategy", "SuccessiveHalving", "Tournament", "TruncationPBT", "VLLMSampler", "best_hyperparameters",
-    "evolve", "load_base", "read_run", "record_video", "replay", "report", "resume", "train",
+    "StepRewards", "Strategy", "SuccessiveHalving", "Tournament", "TruncationPBT", "VLLMSampler",
+    "best_hyperparameters", "evolve", "load_base", "read_run", "record_video", "replay", "report", "resume", "train",
 ]  # fmt: skip
 
 # Public names by the module that defines them.

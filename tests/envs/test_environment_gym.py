@@ -345,6 +345,7 @@ def undocumented(number: int) -> int:
         ({"template": FORGETFUL}, "chat_template must leave earlier turns"),
         ({"template": NO_TOOLS}, "does not render tool"),
         ({"template": CHAT.replace("<tool_call>", "[").replace("</tool_call>", "]")}, "response_template"),
+        ({"template": CHAT.replace('{"name": "', "<function=").replace('", "arguments": ', ">")}, "response_template"),
         ({"template": CHAT.replace("{% if tools %}", "{% if none %}")}, "does not render tools"),
         ({"rows": [{"prompt": "text", "first": 1}] * 9}, "list of messages"),
         ({"rows": [{"prompt": ASK}] * 9}, "reset for row 0 .*first"),

@@ -158,11 +158,13 @@ class ToolMarkers:
             raise ValueError(
                 "The tokenizer's chat_template does not render tool calls and their results. Set one that does."
             )
-        if getattr(self.tokenizer, "response_template", None) is None and "<tool_call>" not in before:
-            raise ValueError(
-                "The tokenizer has no response_template, and its chat_template does not write tool calls in "
-                "<tool_call> tags. Set tokenizer.response_template, which parses them."
-            )
+        if getattr(self.tokenizer, "response_template", None) is None:
+            call = self.tokenizer([before[before.rfind("<tool_call>") :]], add_special_tokens=False)["input_ids"][0]
+            if parse_completion(self.tokenizer, call, (), ()).calls != ((name, {}),):
+                raise ValueError(
+                    "The tokenizer has no response_template, and its chat_template does not write tool calls as JSON "
+                    "in <tool_call> tags. Set tokenizer.response_template, which parses them."
+                )
 
     def tokens(self, results: Sequence[Message], *, ended: bool, options: Options | None = None) -> tuple[int, ...]:
         """Return the tokens between two completions: tool results with the markers around them.
