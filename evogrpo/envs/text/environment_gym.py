@@ -75,7 +75,6 @@ class EnvironmentPool:
     workers: int
     timeout: float | None
     _free: list[tuple[str | None, Any]] = field(default_factory=list, init=False)
-    _made: list[Any] = field(default_factory=list, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     __repr__ = short_repr
@@ -87,10 +86,7 @@ class EnvironmentPool:
                 if own == name:
                     del self._free[place]
                     return environment
-        environment = self.factories[name]()
-        with self._lock:
-            self._made.append(environment)
-        return environment
+        return self.factories[name]()
 
     def give(self, name: str | None, environment: Any) -> None:
         """Take an environment back for further conversations."""
@@ -103,22 +99,17 @@ class EnvironmentPool:
             return run_calls(calls, workers=self.workers, timeout=self.timeout, stop=stop)
 
     def close(self) -> None:
-        """Close all environments that have a method `close` or `_close`. Further conversations make new ones."""
+        """Close all unused environments. Further conversations make new ones."""
         with self._lock:
-            made, self._made, self._free = self._made, [], []
-        for environment in made:
-            _close(environment)
-
-    def discard(self, environment: Any) -> None:
-        """Close an environment that failed."""
-        with self._lock:
-            self._made = [each for each in self._made if each is not environment]
-        _close(environment)
+            unused, self._free = self._free, []
+        for _, environment in unused:
+            close_environment(environment)
 
 
-def _close(environment: Any) -> None:
+def close_environment(environment: Any) -> None:
+    """Call the method `close` or `_close` of an environment, if it has one."""
     end = getattr(environment, "close", None) or getattr(environment, "_close", None)
-    with suppress(Exception):  # an environment may be broken or closed already
+    with suppress(Exception):  # it may be broken or closed already
         if end is not None:
             finished(end())
 
@@ -156,7 +147,7 @@ def _release(pool: EnvironmentPool, episodes: Mapping[int, Episode]) -> None:
         if episode.error is None:
             pool.give(episode.name, episode.environment)
         elif not isinstance(episode.error.__cause__, CallFailedError):
-            pool.discard(episode.environment)  # one that exceeded the time limit may block, and is abandoned
+            close_environment(episode.environment)  # one that exceeded the time limit may block, and is abandoned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,7 +308,7 @@ class EnvironmentBatch(SingleTurnBatch):
                     f"{expected!r:.80}. Draw random numbers from a seed in a column"
                 )
         except BaseException:
-            self.pool.discard(environment)
+            close_environment(environment)
             raise
         episode.environment = environment
 
