@@ -29,8 +29,8 @@ class SharedExperience:
     Attributes:
         min_ess: Minimum effective sample size of a source for a learner, as a share of the source's actions, in [0, 1).
             1 means equal policies; near 0, few actions carry all the weight. For log-normal weights it is
-            exp(-2 KL): 0.5 leaves out sources more than about 0.35 nats per action away. 0 uses every source and saves
-            the pass that measures it.
+            exp(-2 KL): 0.5 leaves out sources more than about 0.35 nats per action away. A member without any source
+            has failed. 0 uses every source and saves the pass that measures it.
 
     Raises:
         ValueError: If a value is out of range.

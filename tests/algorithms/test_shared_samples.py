@@ -107,7 +107,10 @@ def test_distant_sources_are_excluded(make):
         noise = torch.randn(bank.state(2)[name].shape, generator=torch.Generator().manual_seed(0))
         bank.load_state(2, bank.state(2) | {name: bank.state(2)[name] + 2.0 * noise})
     experience = collected(one, env)
-    found = one.learn(experience, step=0, sources={1: [0, 1, 2]}, shared=replace(EVERY, min_ess=0.9))[1]
+    reports = one.learn(experience, step=0, sources={1: [0, 1, 2], 2: [0]}, shared=replace(EVERY, min_ess=0.9))
+    found = reports[1]
+    assert (reports[0].failed, found.failed) == (None, None)
+    assert "too far" in reports[2].failed  # it has nothing to learn from
     same = other.learn(experience, step=0, sources={1: [0, 1]}, shared=EVERY)[1]
     assert_states_agree(one[1].state(), other[1].state(), lr=one[1].lr)
     assert (found.metrics["shared_share"], same.metrics["shared_share"]) == (0.5, 1.0)

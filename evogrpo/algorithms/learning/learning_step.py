@@ -345,6 +345,8 @@ class _LearningStep:
 
         # 2. Reasons why the member has failed.
         failures = list[str]()
+        if self._learners[slot].shared is not None and not len(episodes):
+            failures.append("its policy is too far from the policies that sampled (min_ess)")
         if sampled.sampler_log_probs is not None:
             invalid = sampled.sampler_log_probs[sampled.action_mask].isnan()
             if bool(invalid.any()):
