@@ -167,7 +167,7 @@ team        | task.parallel_env=tests.envs.joint_probes:Favoors | has no functio
 team        | task.parallel_env=gymnasium:make task.env_kwargs={id: CartPole-v1} | must create a pettingzoo ParallelEnv
 team        | task.parallel_env=mpe2.simple_tag_v3     | Set policies='prefix'
 team        | task.env_kwargs={bad: 1}                 | cannot be made
-team        | task.score=green                         | prefixes (red, blue), got 'green'
+team        | task.score=green                         | prefixes, got 'green'
 team        | task.score=[]                            | score must be one of 'sum', 'min', 'mean'
 team        | task.score=tests.envs.joint_probes:nobody | has no function 'nobody'
 project     | model=./missing                          | missing
