@@ -117,7 +117,7 @@ def test_a_retired_slot_is_empty_until_a_child_fills_it(population):
 def test_an_invalid_plan_changes_nothing(population):
     before = [agent.state() for agent in population]
     lineage = population.lineage
-    with pytest.raises(ValueError, match="2 slots"):
+    with pytest.raises(ValueError, match="got 2 for 4 slots"):
         population.apply(make_plan([0, 0], [child(population, 1, 4, 0)]))
     with pytest.raises(ValueError, match="indices"):
         population.apply(make_plan([0, 0, 2, 3], [child(population, 1, 3, 0)]))

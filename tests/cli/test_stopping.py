@@ -67,7 +67,7 @@ def test_a_run_stopped_by_a_signal_resumes_to_the_same_result(
     process.send_signal(number)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == code
-    assert "stopping..." in errors
+    assert "Stopping and saving." in errors
     assert "Traceback" not in errors
     assert "evogrpo resume run" in output
     events = read_journal(workdir / "run" / "journal.jsonl")

@@ -117,7 +117,7 @@ def test_a_dry_run_prints_the_forecast_and_writes_nothing(project, workdir, caps
     assert "32 completions per member and learning step, 128 in all" in output
     assert "16 groups of 2, 8 groups of 4, 4 groups of 8" in output
     assert "8 steps per member and learning step" in output  # 2 epochs x 32 / 8
-    assert "6 = 3 generations × 2, and 272 completions" in output  # 16 (1 + 4 x 3) + 2 x 32
+    assert "Evaluations: 272 completions" in output  # 16 (1 + 4 x 3) + 2 x 32
     assert "about 0.0" in output
     assert list(workdir.iterdir()) == []
 

@@ -87,7 +87,7 @@ def test_parameters_are_passed_by_name_or_position(parameters, passed):
         ("agilerl", "question, /, completion, answer", "question, /, completion, answer"),
         ("agilerl", "answer, text, question", "answer, text, question"),
         ("agilerl", "prompts, completions, **columns", "reward_funcs"),
-        ("trl", "completions, solution", r"solution.*train_dataset .*\['level'\]"),
+        ("trl", "completions, solution", r"solution.*train_dataset: level"),
         ("trl", "completion", "reward_fn"),
         ("trl", "", "completions"),
         ("trl", "completions, /, level", "by name"),

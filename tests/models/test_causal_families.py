@@ -256,13 +256,13 @@ ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "
 
 
 @pytest.mark.parametrize(
-    ("family", "cause", "changes"),
+    ("family", "changes"),
     [
-        ("phi3", "longrope", {"rope_parameters": ROPE | {"original_max_position_embeddings": 24}}),
-        ("llama4_text", "floor_scale", {"no_rope_layers": [1, 0], "floor_scale": 25}),
+        ("phi3", {"rope_parameters": ROPE | {"original_max_position_embeddings": 24}}),
+        ("llama4_text", {"no_rope_layers": [1, 0], "floor_scale": 25}),
     ],
 )
-def test_context_limits_of_frequencies_and_of_temperature_tuning(family, cause, changes):
+def test_context_limits_of_frequencies_and_of_temperature_tuning(family, changes):
     if family == "phi3":
         changes |= {"original_max_position_embeddings": 24}
     bank = different_members(family_model(family, **changes), 2)
@@ -272,7 +272,7 @@ def test_context_limits_of_frequencies_and_of_temperature_tuning(family, cause, 
     for row in range(len(batch)):
         alone = bank.log_probs(batch.select(torch.tensor([row])))
         torch.testing.assert_close(alone, bank.log_probs(batch)[[row]], rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match=rf"25 tokens, .* context is 24.*{cause}"):
+    with pytest.raises(ValueError, match=r"25 tokens, but the model's context is 24"):
         bank.sample(make_rows([0], tokens=8, prompts=(longest,) * 3))
 
 

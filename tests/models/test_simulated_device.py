@@ -47,4 +47,4 @@ def test_accelerator_tests_pass_on_a_simulated_device():
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "8 passed" in done.stdout
+    assert "10 passed" in done.stdout

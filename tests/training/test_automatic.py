@@ -118,10 +118,10 @@ class TestHowASearchGoes:
         assert all(getattr(config, name) == default for name, default in plain.items() if name not in said)
         assert config.schedule.samples_per_step == 64
 
-    def test_few_starts_per_generation_use_validation_fitness(self, values):
-        schedule = {"generations": 3, "steps_per_generation": 2, "samples_per_step": 16}
+    def test_a_single_step_per_generation_uses_validation_fitness(self, values):
+        schedule = {"generations": 3, "steps_per_generation": 1, "samples_per_step": 16}
         assert parse_config({**values, "schedule": schedule}).fitness == FitnessConfig()
-        config = parse_config({**values, "schedule": schedule, "hyperparameters": {"group_size": 8}})
+        config = parse_config({**values, "schedule": schedule | {"steps_per_generation": 2}})
         assert config.fitness.by == "both"
 
     @pytest.mark.parametrize(("group_size", "samples"), [(4, 16), (12, 24), (16, 16), (24, 24)])

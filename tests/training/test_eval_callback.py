@@ -132,7 +132,7 @@ def test_an_environment_without_a_limit_uses_the_training_limit():
     ("env", "settings", "rule"),
     [
         ("CartPol-v1", {}, "eval_env: 'CartPol-v1' cannot be made"),
-        (lambda: 3, {}, "eval_env must be one Gymnasium environment"),
+        (lambda: 3, {}, "eval_env must be an environment, a callable that makes one, or an id, got int"),
         (limited, {"n_eval_episodes": 0}, "n_eval_episodes must be at least 1"),
         (limited, {"eval_freq": 0.5}, "eval_freq must be an integer"),
         (limited, {"callback_on_new_best": print}, "it is called 'reward_threshold' here"),
@@ -149,5 +149,5 @@ def test_incompatible_members_are_refused(stored_language_run):
     evaluation = EvalCallback("Pendulum-v1", eval_freq=1)
     with pytest.raises(ValueError, match="observation_space must equal"):
         train("CartPole-v1", generations=1, callback=evaluation, **SMALL)
-    with pytest.raises(ValueError, match=r"evaluate it with agent.test"):
+    with pytest.raises(ValueError, match=r"Use agent.test\(env\)"):
         evaluation(Run(stored_language_run.trainer))

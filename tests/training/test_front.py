@@ -195,5 +195,5 @@ def test_wrappers_are_classes_or_names(wrapper):
 
 
 def test_wrappers_without_a_name_are_refused():
-    with pytest.raises(ValueError, match=r"GymnasiumGroups\(env, wrappers=\[...\]\)\), got function"):
+    with pytest.raises(ValueError, match=r"got function. Pass other wrappers to GymnasiumGroups"):
         train("CartPole-v1", wrappers=[lambda env: env], generations=1)

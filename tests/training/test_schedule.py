@@ -100,10 +100,10 @@ def test_unknown_arguments_of_evolve_are_refused():
         evolve(tiny_population(2), tiny_env(), generation=3)
 
 
-@pytest.mark.parametrize(("split", "remedy"), [("validation", "validation_size"), ("test", "or give test_questions=0")])
+@pytest.mark.parametrize(("split", "remedy"), [("validation", "validation_size"), ("test", "set test_questions=0")])
 def test_one_held_out_start_is_refused(split, remedy):
     env = cart_pole(**{"validation_size": 2, "test_size": 2} | {f"{split}_size": 1})
-    with pytest.raises(ValueError, match=f"the {split} split must hold at least 2 starts, got 1: .*{remedy}"):
+    with pytest.raises(ValueError, match=f"the {split} split must hold at least 2 starts, got 1. .*{remedy}"):
         evolve(step_population(2, env), env, generations=1)
     if split == "test":
         evolve(step_population(2, env), env, generations=1, test_questions=0)
@@ -139,7 +139,7 @@ def test_a_run_ends_with_the_step_that_reaches_the_limit():
         assert isinstance(reports[-1], TestReport)
         assert run.result.timesteps == reports[-2].timesteps == whole[steps - 1] < run.result.tokens
         assert run.result.complete
-        assert run.result.reason == f"max_timesteps {budget:,} is reached"
+        assert run.result.reason == f"max_timesteps {budget:,} reached"
         assert TimeEstimate(run).fraction() == 1.0
 
 
@@ -163,7 +163,7 @@ def test_a_resumed_run_counts_earlier_steps_and_may_raise_the_limit(tmp_path, mo
     assert main(["train", "--env", "CartPole-v1", "--run-dir", "run", *words.split()]) == 0
     assert "max_timesteps=null" in capsys.readouterr().out  # otherwise the run would end at once
     assert main(["resume", "run"]) == 0
-    assert "max_timesteps 20 is reached" in capsys.readouterr().out
+    assert "max_timesteps 20 reached" in capsys.readouterr().out
     assert main(["resume", "run", "max_timesteps=400"]) == 0
     shown = capsys.readouterr().out
     generations = [
