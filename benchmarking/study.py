@@ -61,7 +61,7 @@ class Task:
         seconds: Processor time of the second table.
         random: Score of the untrained network; 0 on the normalised scale.
         solved: Score that counts as 1.
-        tuned: Hyperparameters tuned by hand on other seeds; None = nobody has tuned them.
+        tuned: Hyperparameters tuned by hand on other seeds; None = not tuned.
         samples: Samples per learning step of a single agent.
         members: Size of populations in which each member samples.
         samples_each: Samples per learning step of each of their members.
@@ -126,7 +126,7 @@ OTHERS = {
     "update_epochs": RLParameter(min=1, max=8, scale="log"),
     "entropy_coef": RLParameter(min=0.0, max=0.03),
 }
-"""What else is unknown. Language models take at most 4 epochs and have no entropy bonus."""
+"""Ranges of the other unknown hyperparameters. Language models take at most 4 epochs and have no entropy bonus."""
 FIXED = {False: {"group_size": 8, "batch_size": 256}, True: {"group_size": 8, "batch_size": 32, "max_grad_norm": 1.0}}
 
 

@@ -34,7 +34,7 @@ SAMPLES = 16
 """Episodes per agent and learning step."""
 HYPERPARAMETERS = {"lr": 5e-3, "gamma": 1.0, "group_size": 8, "batch_size": 1024, "update_epochs": 1}
 _SHARED: list[Any] = []
-"""What forks inherit: a way, the number of learning steps, a barrier."""
+"""Values that forked processes inherit: a way, the number of learning steps, a barrier."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -183,7 +183,7 @@ def _facts(summary: RunSummary) -> str:
     names = {
         "population_size": "population of {}",
         "seed": "seed {}",
-        "samples_per_step": "{} samples per member and step",
+        "samples_per_step": "samples_per_step {}",
     }
     parts = [text.format(_one_line(str(summary.facts.get(name, "?")), 60)) for name, text in names.items()]
     if summary.generations:

@@ -431,7 +431,7 @@ def test_completions_round_trip(lengths, prompt_lengths):
 
 
 def test_tokens_between_counted_ones_are_context():
-    """What follows the last counted one is padding; a prompt ends at the first counted token of any of its rows."""
+    """Tokens after the last counted one are padding; a prompt ends at the first counted token of any of its rows."""
     ids = [
         torch.tensor([[8, 9, 21, 22, 23, 24, 25, 0], [8, 9, 31, 32, 33, 34, 0, 0]]),
         torch.tensor([[8, 10, 21], [8, 30, 31]]),

@@ -169,7 +169,7 @@ team        | task.parallel_env=mpe2.simple_tag_v3     | Set policies='prefix'
 team        | task.env_kwargs={bad: 1}                 | cannot be made
 team        | task.score=green                         | prefixes, got 'green'
 team        | task.score=[]                            | score must be one of 'sum', 'min', 'mean'
-team        | task.score=tests.envs.joint_probes:nobody | has no function 'nobody'
+team        | task.score=tests.envs.joint_probes:missing | has no function 'missing'
 project     | model=./missing                          | missing
 project     | device=cuda:99                           | device 'cuda:99'
 project     | task.dataset.train=missing.jsonl         | cannot read the dataset

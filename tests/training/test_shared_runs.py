@@ -5,8 +5,8 @@ import torch
 
 import evogrpo
 from evogrpo import HyperparameterConfig, RLParameter, evolve, resume
-from evogrpo.evolution import SharedExperience
-from evogrpo.reporting.records import StepReport
+from evogrpo.evolution import Leader, SharedExperience
+from evogrpo.reporting.records import GenerationReport, StepReport
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.forecast import samples_row
@@ -38,6 +38,17 @@ def test_members_learn_from_shared_samples_and_costs_count_once(kind, tmp_path):
     assert run.run_state.timesteps < run.run_state.tokens
 
 
+@pytest.mark.parametrize("kind", STARTS)
+def test_members_of_every_kind_learn_from_the_leader(kind, tmp_path):
+    run = STARTS[kind](tmp_path / "run", experience=SharedExperience(), strategy=Leader())
+    reports = finish(run)
+    steps = [report for report in reports if isinstance(report, StepReport)]
+    assert all(member.failed is None for step in steps for member in step.learned.values())
+    assert all(len({member.samples for member in step.learned.values()}) == 1 for step in steps)
+    plan = next(report.plan for report in reports if isinstance(report, GenerationReport))
+    assert sorted(map(bool, plan.samples)) == [False, False, True]
+
+
 def test_only_the_leader_samples_and_the_run_resumes_equal(tmp_path):
     """The first generation has two learning steps: the second one compares all members on the leader's new samples."""
     runs = []
@@ -60,6 +71,13 @@ def test_only_the_leader_samples_and_the_run_resumes_equal(tmp_path):
     scores = [member["scores"]["rollouts"]["scores"] for member in generations[0]["members"]]
     assert scores[0] != scores[1] != scores[2]
     assert runs[0].trainer.run_state.timesteps < runs[0].trainer.run_state.tokens / 3
+
+
+def test_a_leader_needs_shared_experience():
+    env = cart_pole()
+    population = step_population(3, env)
+    with pytest.raises(ValueError, match="Leader needs shared experience"):
+        evolve(population, env, strategy="leader", experience="own", **QUICK)
 
 
 def test_members_that_share_experience_act_from_different_starts():

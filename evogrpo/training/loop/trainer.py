@@ -158,6 +158,11 @@ class Trainer:
         self._learning_signal = LearningSignalCheck(steps, taken=self.run_state.step)
         if run_state is None and isinstance(strategy, Stateless):
             self.run_state.samples = strategy.first_samples(len(population), schedule.samples_per_step)
+            if experience is None and self.run_state.samples is not None and not all(self.run_state.samples):
+                raise ValueError(
+                    f"The strategy {type(strategy).__name__} needs shared experience: some members do not sample. Set "
+                    "experience='shared'."
+                )
         self._set_budgets(None, None)
         # 3. State of the loop itself.
         self._ended: str | None = None
