@@ -177,6 +177,10 @@ ARMS: dict[str, Arm] = {
 }
 KNOWN = ("tuned", "default")
 """Arms that do not depend on what is unknown; they run once."""
+WITHOUT_LR = ("selection only", "narrowing shared", "MF-PBT", "PBT shared", "leader")
+"""Arms that run only if everything is unknown."""
+WITH_WORDS = {"lr": ("calibrated",), "all": ("calibrated", "random search", "PBT", "PBT shared", "leader")}
+"""Arms of language models; others would cost more processor time than they tell."""
 
 
 def drawn(task: Task, space: HyperparameterConfig, seed: int) -> dict[str, Any]:
@@ -366,9 +370,13 @@ def wanted(chosen: argparse.Namespace) -> Iterator[Key]:
     for seed in chosen.seeds:
         for task in chosen.tasks:
             for arm in chosen.arms:
-                if arm == "tuned" and TASKS[task].tuned is None:
+                if arm in KNOWN:
+                    if arm == "default" or TASKS[task].tuned is not None:
+                        yield task, "nothing", arm, seed
                     continue
-                yield from ((task, unknown, arm, seed) for unknown in (["nothing"] if arm in KNOWN else chosen.unknown))
+                for unknown in chosen.unknown:
+                    if arm in WITH_WORDS[unknown] if TASKS[task].words else unknown == "all" or arm not in WITHOUT_LR:
+                        yield task, unknown, arm, seed
 
 
 def recorded(results: Path) -> dict[Key, dict[str, Any]]:
