@@ -327,12 +327,17 @@ def _measure_chart(name: str, steps: Sequence[StepRecord], styles: _Styles) -> C
                 points = curves.setdefault((member.index, member.slot), [])
                 points.append(Point(step.step + 1, value, step.generation))
     stride = -(-sum(map(len, curves.values())) // _MAX_POINTS)
+    values = [point.y for points in curves.values() for point in points] or [0.0]
+    log = name == "learning_rate" and min(values) > 0
+    limits = _limits(values, log=log)
     return Chart(
         title=title,
         unit=unit,
-        limits=_limits([point.y for points in curves.values() for point in points] or [0.0]),
+        limits=limits,
         lines=styles.lines((index, slot, _averaged(points, stride)) for (index, slot), points in curves.items()),
         x_title="learning step",
+        log=log,
+        ticks=tuple(_log_ticks(*limits)) if log else (),
         marked=len(steps) <= _MAX_MARKED,
     )
 

@@ -44,6 +44,7 @@ MEASURES: Mapping[str, tuple[str, str]] = {
     "kl": ("KL to the reference", "nats per action"),
     "entropy": ("entropy", "nats per action"),
     "completions/mean_length": ("length", "actions per sample"),
+    "learning_rate": ("learning rate", "AdamW step size"),
 }
 """Metrics shown for every learning step: name -> (title, unit)."""
 
@@ -157,9 +158,12 @@ class RunSummary:
 
     @property
     def measures(self) -> tuple[str, ...]:
-        """Metrics of `MEASURES` that its learning steps have."""
+        """Metrics of `MEASURES` that its learning steps have; the learning rate only if it was calibrated."""
         members = [member for step in self.steps for member in step.members]
-        return tuple(name for name in MEASURES if any(member.metrics.get(name) is not None for member in members))
+        values = {name: {member.metrics.get(name) for member in members} - {None} for name in MEASURES}
+        if "lr" in self.evolvable or len(values["learning_rate"]) < 2:
+            del values["learning_rate"]
+        return tuple(name for name in values if values[name])
 
     @property
     def split(self) -> str:

@@ -156,6 +156,16 @@ def test_each_member_has_a_line_of_its_metrics():
     assert [line.index for line in charts["entropy"].lines] == [0]
 
 
+@pytest.mark.parametrize(
+    ("rates", "space", "drawn"), [((0.1, 0.2), {}, True), ((0.1, 0.1), {}, False), ((0.1, 0.2), {"lr": {}}, False)]
+)
+def test_a_learning_rate_is_drawn_if_it_was_calibrated(rates, space, drawn):
+    steps = [step(number, measured(0, 0, learning_rate=rate)) for number, rate in enumerate(rates)]
+    events = [{**RUN, "evolvable": space}, *steps, generation(1, member(0, 0))]
+    charts = run_charts(summarise(events)).measures
+    assert [(chart.title, chart.log) for chart in charts] == [("learning rate", True)] * drawn
+
+
 def test_many_steps_are_averaged():
     rewards = np.random.default_rng(0).random(20_000)
     events = [RUN, *(step(number, measured(0, 0, reward=reward)) for number, reward in enumerate(rewards.tolist()))]
