@@ -430,6 +430,8 @@ def _table(runs: Sequence[Mapping[str, Any]], unknown: str, key: str) -> str:
     rows = [["arm", *tasks, *groups, "processor time"], ["---"] * (len(tasks) + len(groups) + 2)]
     for arm in ARMS:
         own = {task: [run for run in chosen if (run["arm"], run["task"]) == (arm, task)] for task in tasks}
+        if not any(own.values()):
+            continue
         scores = {task: [TASKS[task].normalised(run[key]) for run in there] for task, there in own.items()}
         cells = [_cell(scores[task]) for task in tasks]
         for words in groups.values():
