@@ -11,12 +11,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models spend longer on waking threads than on computing
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from tests.stored_runs import StoredRun
 
-settings.register_profile("suite", deadline=None, derandomize=True, database=None)
+settings.register_profile(  # a busy machine is not a fault
+    "suite", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("suite")
 
 
