@@ -371,22 +371,24 @@ def instance(what: str, value: object, kind: type[T], example: str) -> T:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def lists_options(names: Iterable[str], *records: type) -> Callable[[F], F]:
+def lists_options(names: Iterable[str], *records: Callable[..., Any]) -> Callable[[F], F]:
     """Return a decorator that lists options by name, in place of `**options`, in a function's signature.
 
     `help` and the documentation then show each option with its default.
 
     Args:
         names: Names of the options.
-        records: Dataclasses whose fields give the defaults; the first with a field of that name counts. Without one
-            the default is None.
+        records: Dataclasses or functions with the defaults; the first with a field or argument of that name counts.
+            Without one the default is None.
     """
-    defaults = {
-        field.name: field.default
-        for record in reversed(records)
-        for field in dataclasses.fields(record)
-        if field.default is not dataclasses.MISSING
-    }
+    defaults: dict[str, Any] = {}
+    for record in reversed(records):
+        if isinstance(record, type):
+            fields_ = [(field.name, field.default) for field in dataclasses.fields(record)]
+        else:
+            fields_ = [(each.name, each.default) for each in inspect.signature(record).parameters.values()]
+        missing = (dataclasses.MISSING, inspect.Parameter.empty)
+        defaults |= {name: default for name, default in fields_ if default not in missing}
 
     def decorate(function: F) -> F:
         signature, kind = inspect.signature(function), inspect.Parameter.KEYWORD_ONLY

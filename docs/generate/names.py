@@ -38,6 +38,7 @@ INTERFACES = {
     "evogrpo.training.schedule": ("Schedule",),
     "evogrpo.algorithms.agent": ("Agent",),
     "evogrpo.algorithms.factory": ("CommonOptions", "Options", "MultiAgentOptions"),
+    "evogrpo.envs.text.huggingface_gym": ("PromptOptions",),
     "evogrpo.models.language.loading": ("load_base", "BaseModel"),
     "evogrpo.models.bank": ("Sampler", "PolicyBank"),
     "evogrpo.envs.protocol": ("SupportsFingerprint", "SupportsPreflight", "SupportsProgress"),

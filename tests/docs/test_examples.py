@@ -80,6 +80,20 @@ members(1)[0].save_checkpoint("sft-adapter")
     "docs/howto/export.md": f"""{LANGUAGE}
 members(1)[0].save_checkpoint("adapter")
 """,
+    "docs/howto/tools.md": """
+from types import SimpleNamespace
+from tests.envs.conftest import build
+from tests.envs.test_environment_gym import CHAT, Other as Search
+base = SimpleNamespace(tokenizer=build(CHAT))
+def calculator(expression: str) -> str:
+    '''Compute.
+
+    Args:
+        expression: Such as 2 + 3.
+    '''
+def short(completions, **columns):
+    return [0.0] * len(completions)
+""",
     "docs/environments.md": """
 import evogrpo
 import gymnasium

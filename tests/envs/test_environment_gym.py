@@ -1,6 +1,8 @@
 """EnvironmentGym: tools and environments in TRL's form. TRL's own tool loop is the oracle."""
 
+import gc
 import json
+import random
 import threading
 import time
 
@@ -311,6 +313,57 @@ def test_failed_environments_follow_on_reward_error(place, monkeypatch):
         assert time.monotonic() - begin < 5
 
 
+class Remote(Counter):
+    """An environment on a server that may be lost."""
+
+    made = 0
+    lost = ()
+
+    def __init__(self):
+        Remote.made += 1
+        self.number = Remote.made
+
+    def reset(self, first, **columns):
+        self._ask()
+        return super().reset(first)
+
+    def ask(self) -> str:
+        """Ask the server."""
+        self._ask()
+        return "answer"
+
+    def _ask(self):
+        if self.number in Remote.lost:
+            raise ConnectionResetError("lost")
+
+
+def test_a_lost_server_excludes_its_conversation_and_is_reconnected_once(monkeypatch):
+    monkeypatch.setattr(Remote, "made", 0)
+    env = gym(environment_factory=Remote, on_reward_error="exclude", environment_workers=1)
+    batch = env.open("train", [0])
+    began = talk(batch, call("ask") + "<eos>")
+    assert heard(batch, began) == ["=answer"]
+    # 1. Lost in a conversation: it ends, and the model does not read the error. The next one gets a new environment.
+    monkeypatch.setattr(Remote, "lost", (1,))
+    lost = Conversation(row=0, start=0, completions=(*began.completions, began.completions[0]), replies=began.replies)
+    assert batch.respond([lost]) == [None]
+    with pytest.warns(UserWarning, match="1 of 2 .*lost"):
+        rewards = batch.score([lost, talk(batch, "x<eos>", row=1)]).rewards
+    np.testing.assert_array_equal(rewards, [np.nan, first_of(batch)])
+    assert Remote.made == 2
+    # 2. Lost between conversations: another environment is made, once.
+    del batch
+    gc.collect()  # the environment is free again
+    batch = env.open("train", [0])
+    monkeypatch.setattr(Remote, "lost", (1, 2))
+    assert batch.score([talk(batch, "x<eos>")]).rewards.tolist() == [first_of(batch)]
+    assert Remote.made == 3
+    monkeypatch.setattr(Remote, "lost", range(100))
+    with pytest.warns(UserWarning, match="1 of 1 .*lost"):
+        assert np.isnan(batch.score([talk(batch, "x<eos>", row=1)]).rewards).all()
+    assert Remote.made == 5
+
+
 def test_environments_are_made_once_and_closed(monkeypatch):
     made = []
 
@@ -327,6 +380,27 @@ def test_environments_are_made_once_and_closed(monkeypatch):
     monkeypatch.setattr(Counter, "closed", 0)
     env.close()
     assert Counter.closed == 4
+
+
+class Sampled(Counter):
+    """Draws its task in `reset` from global generators."""
+
+    def reset(self, seed):
+        return super().reset(random.randint(0, 10**6) + np.random.randint(10**6))  # noqa: NPY002
+
+
+def test_starts_of_environments_without_a_dataset_are_seeded():
+    states = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    env, again = (gym(rows=40, environment_factory=Sampled) for _ in range(2))
+    assert env.size("train") + env.filtered["train"].reserve + 4 + 4 == 40
+    prompts = [each.open("train", range(env.size("train"))).prompts for each in (env, again)]
+    assert prompts[0] == prompts[1]
+    assert len(set(map(tuple, prompts[0]))) == len(prompts[0])
+    batch = env.open("train", [0, 1])
+    said = [talk(batch, "x<eos>", row=row, start=row // 4) for row in range(8)]
+    rewards = batch.score(said).rewards.tolist()  # each group has one start
+    assert [len(set(rewards[:4])), len(set(rewards[4:])), len(set(rewards))] == [1, 1, 2]
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states  # noqa: NPY002
 
 
 def undocumented(number: int) -> int:
@@ -349,6 +423,8 @@ def undocumented(number: int) -> int:
         ({"template": CHAT.replace("{% if tools %}", "{% if none %}")}, "does not render tools"),
         ({"rows": [{"prompt": "text", "first": 1}] * 9}, "list of messages"),
         ({"rows": [{"prompt": ASK}] * 9}, "reset for row 0 .*first"),
+        ({"rows": 0}, "train_dataset"),
+        ({"rows": 9, "environment_factory": {"one": Counter}}, "environment"),
         ({"environment_timeout": 0}, "environment_timeout"),
         ({"environment_workers": -1}, "environment_workers"),
     ],
@@ -571,6 +647,8 @@ def test_a_configuration_names_the_class(tmp_path):
         ({}, "reward"),
         ({"environment_factory": "e.py:E", "max_turns": 3, "form": "agilerl"}, "form: trl"),
         ({"environment_factory": "e.py:E", "max_turns": 3, "system_prompt": "x"}, "system_prompt"),
+        ({"dataset": {"starts": 9}, "reward": "r.py:f"}, "dataset.starts"),
+        ({"dataset": {"starts": 9, "train": "a.jsonl"}, "environment_factory": "e.py:E", "max_turns": 3}, "starts"),
     ],
 )
 def test_invalid_configurations_are_refused(changes, message):

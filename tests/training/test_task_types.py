@@ -1,5 +1,7 @@
 """Conformance of the task types."""
 
+import json
+import re
 from abc import ABC, abstractmethod
 from contextlib import closing
 from dataclasses import replace
@@ -7,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from evogrpo.cli.main import make_parser
+from evogrpo.envs.text.tools import hermes_template
 from evogrpo.reporting.records import TERMS, terms_of
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
@@ -16,6 +19,9 @@ from evogrpo.training.launch import read_resumable, resume, start, write_config
 from evogrpo.training.run_dir import open_run
 from evogrpo.training.task_types import TASK_TYPES, select_task, task_type_of
 from tests.cli.project import CONFIG, write_project
+from tests.envs.conftest import build
+from tests.envs.test_environment_gym import CHAT as TOOLS
+from tests.envs.test_environment_gym import tiny_language_model
 from tests.tiny_training import equal_states
 
 
@@ -128,6 +134,74 @@ class TestLanguage(TaskTypeTestCase):
         return {"model": str(folder / "model"), "task": task, "schedule": SCHEDULE, **parts}
 
 
+class TestEnvironments(TaskTypeTestCase):
+    """The example in TRL's documentation of GRPOTrainer, whose environment has no dataset and draws its own tasks."""
+
+    def values(self, folder):
+        (folder / "increment.py").write_text(INCREMENT)
+        (folder / "tools.jinja").write_text(TOOLS)
+        (folder / "hermes.json").write_text(json.dumps(hermes_template(build(None))))
+        tokenizer = build("{{ 'a template without tools' }}")
+        tokenizer.save_pretrained(folder / "model")
+        tiny_language_model(len(tokenizer)).save_pretrained(folder / "model")
+        task = {"dataset": {"starts": 40}, "environment_factory": f"{folder / 'increment.py'}:IncrementEnv"}
+        task |= {"max_turns": 2, "validation_size": 4, "test_size": 4}
+        task |= {"chat_template": str(folder / "tools.jinja"), "response_template": str(folder / "hermes.json")}
+        parts = {"hyperparameters": {"group_size": 4}, "agent": {"max_output_tokens": 4}, "population": {"size": 2}}
+        return {"model": str(folder / "model"), "task": task, "schedule": SCHEDULE, **parts}
+
+    def test_templates_come_from_files(self, prepared):
+        assert prepared.outline.tokenizer.chat_template == TOOLS
+        assert prepared.outline.tokenizer.response_template == hermes_template(build(None))
+
+    def test_each_start_has_its_own_task(self, prepared):
+        prompts = [prepared.env.tokenizer.decode(each) for each in prepared.env.open("train", range(20)).prompts]
+        tasks = {prompt.partition("<u>")[2] for prompt in prompts}
+        assert tasks <= {f"Increment the counter by {number}.<eos>\n<a>" for number in range(1, 7)}
+        assert len(tasks) > 1
+
+    def test_the_token_forecast_counts_turns(self, kind, given):
+        def tokens(turns=2, **agent):
+            parts = {"task": {**given["task"], "max_turns": turns}, "agent": {**given["agent"], **agent}}
+            values = {**given, **parts, "population": {"size": 1}}
+            row = kind.prepare(parse_config(values)).forecast().rows["tokens"]
+            return row.split()[0], int(re.search(r"([\d,]+) per", row)[1].replace(",", ""))
+
+        # 8 conversations are sampled and learnt from once; a turn adds a completion and a reply of 4 tokens each.
+        (about, two), (_, four) = tokens(), tokens(turns=4)
+        assert four - two == 2 * 8 * 2 * (4 + 4)
+        at_most, limited = tokens(max_episode_tokens=10)
+        assert two - limited == 2 * 8 * (3 * 4 - 10)
+        assert (about, at_most) == ("about", "at")
+
+
+INCREMENT = """
+import random
+
+class IncrementEnv:
+    def reset(self, **kwargs) -> str | None:
+        self.counter = 0
+        self.target = random.randint(1, 6)  # self-sample the task
+        return f"Increment the counter by {self.target}."
+
+    def get_reward(self) -> float:
+        return float(self.counter == self.target)
+
+    def increment(self, step: int) -> int:
+        '''
+        Increment the internal counter.
+
+        Args:
+            step: Value to add to the counter.
+
+        Returns:
+            The updated counter value.
+        '''
+        self.counter += step
+        return self.counter
+"""
+
+
 class TestNetworks(TaskTypeTestCase):
     def values(self, folder):
         task = {"env": "CartPole-v1", "max_episode_steps": 10, "validation_size": 2, "test_size": 2}
@@ -142,7 +216,7 @@ class TestTeam(TaskTypeTestCase):
 
 
 def test_every_task_type_is_tested():
-    tried = {TestLanguage: "language", TestNetworks: "networks", TestTeam: "joint"}
+    tried = {TestLanguage: "language", TestEnvironments: "language", TestNetworks: "networks", TestTeam: "joint"}
     assert set(tried.values()) == set(TASK_TYPES) == set(TERMS)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import random
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -9,21 +10,25 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 
 from evogrpo.data import Conversation
 from evogrpo.envs.fingerprint import code_hash
 from evogrpo.envs.protocol import Scores, Split
-from evogrpo.envs.text.datasets import AnyTable, check_table, tables_by_split
-from evogrpo.envs.text.huggingface_gym import SAMPLE_COMPLETIONS, TEMPLATE_OPTIONS, Preflight, PromptEnvironment
+from evogrpo.envs.text.datasets import AnyTable, check_table
+from evogrpo.envs.text.huggingface_gym import (
+    SAMPLE_COMPLETIONS,
+    TEMPLATE_OPTIONS,
+    Preflight,
+    PromptEnvironment,
+    PromptOptions,
+)
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.reward_functions import (
-    DEFAULT_REWARD_TIMEOUT,
     CallFailedError,
     Job,
-    OnRewardError,
     Reward,
     RewardError,
     RewardFunc,
@@ -48,7 +53,7 @@ from evogrpo.envs.text.tools import (
 )
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.text import short_repr
-from evogrpo.validation import finite_number, names_unknown, whole_between
+from evogrpo.validation import finite_number, lists_options, names_unknown, whole_between
 from evogrpo.warnings import warn
 
 EnvironmentFactory = Callable[[], Any]
@@ -67,15 +72,18 @@ class EnvironmentPool:
 
     Attributes:
         factories: Functions that return an environment, by name; None is the name of the only one.
+        seeded: Seed Python's and NumPy's global random numbers by the argument `seed` of each reset.
         workers: Number of threads; 0 = the calling thread, without a time limit.
         timeout: Time limit of one call, in seconds; None = no limit.
     """
 
     factories: Mapping[str | None, EnvironmentFactory]
+    seeded: bool
     workers: int
     timeout: float | None
     _free: list[tuple[str | None, Any]] = field(default_factory=list, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _seeding: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     __repr__ = short_repr
 
@@ -92,6 +100,21 @@ class EnvironmentPool:
         """Take an environment back for further conversations."""
         with self._lock:
             self._free.append((name, environment))
+
+    def reset(self, environment: Any, arguments: Mapping[str, Any]) -> Any:
+        """Reset an environment for a row of the dataset; return its observation."""
+        arguments = copy.deepcopy(dict(arguments))
+        if not self.seeded:
+            return finished(environment.reset(**arguments))
+        with self._seeding:  # global states belong to one reset at a time
+            before = random.getstate(), np.random.get_state()  # noqa: NPY002 (what environments draw from)
+            random.seed(arguments["seed"])
+            np.random.seed(arguments["seed"])  # noqa: NPY002
+            try:
+                return finished(environment.reset(**arguments))
+            finally:
+                random.setstate(before[0])
+                np.random.set_state(before[1])  # noqa: NPY002
 
     def run(self, calls: Sequence[Callable[[], Any]], stop: Stop = NEVER) -> list[Any]:
         """Make calls to environments in threads; return a value or exception for each."""
@@ -301,11 +324,16 @@ class EnvironmentBatch(SingleTurnBatch):
         arguments, expected = self.sources[start]
         environment = self.pool.take(episode.name)
         try:
-            observation = finished(environment.reset(**copy.deepcopy(dict(arguments))))
+            try:
+                observation = self.pool.reset(environment, arguments)
+            except ConnectionError:  # a server may have restarted
+                close_environment(environment)
+                environment = self.pool.factories[episode.name]()
+                observation = self.pool.reset(environment, arguments)
             if observation != expected:
                 raise ValueError(
                     f"reset must return the same text for the same row, got {observation!r:.80} after "
-                    f"{expected!r:.80}. Draw random numbers from a seed in a column"
+                    f"{expected!r:.80}. Draw random numbers from the column seed"
                 )
         except BaseException:
             close_environment(environment)
@@ -408,8 +436,9 @@ class EnvironmentGym(PromptEnvironment):
     The chat template shows the tools to the model and renders their results, which are masked in the loss. Calls are
     parsed by the tokenizer's `response_template`; without one they are JSON in <tool_call> tags. The model reads errors
     of unknown tools, malformed calls and tools that raise. The metrics tools/call_frequency (per conversation) and
-    tools/failure_frequency (per call) count them. A `reset` or `get_reward` that raises, and a call that exceeds the
-    time limit, follow `on_reward_error`.
+    tools/failure_frequency (per call) count them. `on_reward_error` applies if `reset` or `get_reward` raises, a call
+    exceeds the time limit, or a tool raises ConnectionError, which means that its server is lost. A `reset` that raises
+    ConnectionError is repeated once in a new environment.
 
     Environments are made once and reset for every conversation. `reset` is called for every row at the start, as
     prompts and splits depend on it; it must return the same text for the same row. Splits are those of
@@ -417,6 +446,8 @@ class EnvironmentGym(PromptEnvironment):
 
     Args:
         train_dataset: As for `HuggingFaceGym`; `prompt` is a list of messages. With environments it may be left out.
+            For environments that choose their task in `reset`, a number of starts: each has a `seed`, with which
+            Python's `random` and NumPy's global generator are seeded during `reset`.
         test_dataset: Questions for the final report; None = draw them from the training dataset.
         tokenizer: A transformers tokenizer with a chat template.
         environment_factory: Class or function that returns an environment, or several by the names in the column
@@ -426,18 +457,9 @@ class EnvironmentGym(PromptEnvironment):
         reward_funcs: One or several rewards in TRL's form, beside those of environments. A completion is the list of
             all messages after the prompt. The argument `environments` has the environment of each conversation.
         reward_weights: Factor of each of `reward_funcs` in the sum; None means 1 each. Environments have 1.
-        validation_dataset: Questions for fitness; None = draw them from the training dataset.
-        validation_size: Number of questions to draw; see `HuggingFaceGym`.
-        test_size: Number of questions to draw; see `HuggingFaceGym`.
-        chat_template_kwargs: Keyword arguments of the tokenizer's chat template, such as {"enable_thinking": False}. A
-            column of this name overrides them for its row.
-        max_prompt_length: Maximum number of prompt tokens; None = no limit.
-        on_reward_error: "raise", or "exclude": the conversation gets a NaN reward, with a warning.
-        reward_timeout: Time limit of one call of a reward function, in seconds; None = no limit.
-        reward_workers: Worker processes for reward functions; see `HuggingFaceGym`.
         environment_timeout: Time limit of the calls to an environment in one turn, in seconds; None = no limit.
         environment_workers: Number of threads that call environments and tools; 0 = the main thread without time limit.
-        seed: Seed of the training order and of drawn splits.
+        options: Other options; see `evogrpo.envs.text.huggingface_gym.PromptOptions`.
 
     Attributes:
         tokenizer: The tokenizer.
@@ -454,6 +476,7 @@ class EnvironmentGym(PromptEnvironment):
     extra_arguments: ClassVar[tuple[str, ...]] = ("environments",)
 
     @names_unknown
+    @lists_options(PromptOptions.__annotations__, PromptEnvironment.__init__)
     def __init__(
         self,
         train_dataset: AnyTable,
@@ -465,19 +488,14 @@ class EnvironmentGym(PromptEnvironment):
         max_turns: int,
         reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
         reward_weights: Sequence[float] | None = None,
-        validation_dataset: AnyTable | None = None,
-        validation_size: int | None = None,
-        test_size: int | None = None,
-        chat_template_kwargs: Options | None = None,
-        max_prompt_length: int | None = None,
-        on_reward_error: OnRewardError = "raise",
-        reward_timeout: float | None = DEFAULT_REWARD_TIMEOUT,
-        reward_workers: int | None = None,
         environment_timeout: float | None = DEFAULT_ENVIRONMENT_TIMEOUT,
         environment_workers: int = DEFAULT_ENVIRONMENT_WORKERS,
-        seed: int = 0,
+        **options: Unpack[PromptOptions],
     ) -> None:
         # 1. Arguments.
+        starts = train_dataset if isinstance(train_dataset, int) else None
+        if starts is not None:
+            train_dataset = [{"seed": number} for number in range(whole_between("train_dataset", starts, 1))]
         self._max_turns = whole_between("max_turns", max_turns, 2)
         if environment_timeout is not None and finite_number("environment_timeout", environment_timeout) <= 0:
             raise ValueError(f"environment_timeout must be above 0 seconds, or None, got {environment_timeout}.")
@@ -494,6 +512,7 @@ class EnvironmentGym(PromptEnvironment):
         # 2. One environment of each factory shows the tools and who gives rewards.
         self._pool = EnvironmentPool(
             factories=factories,
+            seeded=starts is not None,
             workers=whole_between("environment_workers", environment_workers, 0),
             timeout=environment_timeout,
         )
@@ -519,25 +538,8 @@ class EnvironmentGym(PromptEnvironment):
         if twice:
             raise ValueError(f"reward_funcs must not have the name of an environment, got {min(twice)}. Rename it.")
         own = [Reward(name=name, weight=1.0, batched=True, function=_own_reward) for name in self._own_rewards]
-        # 4. Prompts: the observation of each row's environment belongs to them.
-        tables = {
-            split: None if table is None else self._observe(table, f"{split}_dataset")
-            for split, table in tables_by_split(train_dataset, validation_dataset, test_dataset).items()
-        }
-        super().__init__(
-            tables,
-            tokenizer,
-            rewards=(*rewards, *own),
-            template=None,
-            columns=("prompt",),
-            sizes={"validation": validation_size, "test": test_size},
-            chat_template_kwargs=chat_template_kwargs,
-            max_prompt_length=max_prompt_length,
-            on_reward_error=on_reward_error,
-            reward_timeout=reward_timeout,
-            reward_workers=reward_workers,
-            seed=seed,
-        )
+        # 4. Prompts; the observation of each row's environment belongs to them.
+        super().__init__(train_dataset, test_dataset, tokenizer, rewards=(*rewards, *own), **options)
         # 5. Chat template.
         self._markers = ToolMarkers(tokenizer=self.tokenizer, options=self._options)
         question = [{"role": "user", "content": "What is asked?"}]
@@ -614,7 +616,7 @@ class EnvironmentGym(PromptEnvironment):
         """Return the columns of a row that `reset` gets: as in TRL all, except for the environment's name."""
         return {key: value for key, value in row.items() if not (self._several and key == ENVIRONMENT_COLUMN)}
 
-    def _observe(self, table: AnyTable, where: str) -> ObservedTable:
+    def _prepare(self, table: AnyTable, where: str) -> ObservedTable:
         """Reset an environment for each row, and return the rows with their observations."""
         check_table(
             table, (ENVIRONMENT_COLUMN,) if self._several else () if self._pool.factories else ("prompt",), where
@@ -646,6 +648,6 @@ class EnvironmentGym(PromptEnvironment):
 
     def _first_observation(self, row: Mapping[str, Any]) -> Any:
         environment = self._pool.take(self._name(row))
-        observation = finished(environment.reset(**copy.deepcopy(self._reset_arguments(row))))
+        observation = self._pool.reset(environment, self._reset_arguments(row))
         self._pool.give(self._name(row), environment)
         return observation

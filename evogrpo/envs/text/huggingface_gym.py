@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict, Unpack
 
 import gymnasium
 import numpy as np
@@ -47,7 +47,7 @@ from evogrpo.envs.text.templates import (
     tokenize,
 )
 from evogrpo.envs.text.verifier_pool import make_reward_runner
-from evogrpo.validation import names_unknown, refuse_unknown, whole_between, whole_number
+from evogrpo.validation import lists_options, names_unknown, refuse_unknown, whole_between, whole_number
 
 SAMPLE_COMPLETIONS = ("This is a made-up completion: 42.", "This is another made-up completion.")
 TEMPLATE_OPTIONS = "chat_template_kwargs"
@@ -71,23 +71,49 @@ class Preflight:
     rewards: dict[str, float | None]
 
 
+class PromptOptions(TypedDict, total=False):
+    """Optional arguments of all environments with a prompt dataset.
+
+    Attributes:
+        validation_dataset: Questions for fitness; by default they are drawn from the training dataset.
+        validation_size: Number of questions to draw; by default 64, or a fifth of the training questions if fewer.
+        test_size: Number of questions to draw; by default 256, or a fifth of the training questions if fewer.
+        chat_template_kwargs: Keyword arguments of the tokenizer's chat template, such as {"enable_thinking": False}. A
+            column of this name overrides them for its row.
+        max_prompt_length: Maximum number of prompt tokens: the model's context minus the longest completion. Longer
+            prompts are left out and counted in `filtered`; by default there is no limit.
+        on_reward_error: "raise" (default) stops with a `RewardError`; "exclude" gives the completion or conversation a
+            NaN reward and warns.
+        reward_timeout: Time limit of one call of a reward function, in seconds; None (default) = no limit.
+        reward_workers: Worker processes for reward functions that are slow or may crash; 0 = run in this process.
+            None (default) = 0, or one per core up to 8 if a timeout is set for functions that are not async.
+        seed: Seed of the training order and of drawn splits; 0 by default.
+    """
+
+    validation_dataset: AnyTable | None
+    validation_size: int | None
+    test_size: int | None
+    chat_template_kwargs: Options | None
+    max_prompt_length: int | None
+    on_reward_error: OnRewardError
+    reward_timeout: float | None
+    reward_workers: int | None
+    seed: int
+
+
 class PromptEnvironment:
     """Base class of environments with a prompt dataset and reward functions.
 
+    The other arguments are those of `PromptOptions`.
+
     Args:
-        tables: Datasets by split; "train" is required.
+        train_dataset: A dataset, or a mapping of splits to datasets.
+        test_dataset: Questions for the final report; None = draw them from the training dataset.
         tokenizer: A transformers tokenizer.
         rewards: The reward functions.
         template: Messages with the fields {question} and {answer}; None if rows have a `prompt` or questions are
             plain text.
         columns: Required columns; the first is the question or prompt.
-        sizes: Number of prompts to draw for a held-out split without a dataset.
-        chat_template_kwargs: Keyword arguments of the tokenizer's chat template, or None.
-        max_prompt_length: Maximum number of prompt tokens; None = no limit.
-        on_reward_error: "raise" or "exclude".
-        reward_timeout: Time limit of one call of a reward function, in seconds; None = no limit.
-        reward_workers: Number of worker processes for rewards; see `make_reward_runner`.
-        seed: Seed of the training order and of drawn splits.
 
     Raises:
         ValueError: If an argument, a column or a split is invalid.
@@ -98,19 +124,22 @@ class PromptEnvironment:
 
     def __init__(
         self,
-        tables: Mapping[Split, AnyTable | None],
+        train_dataset: AnyTable,
+        test_dataset: AnyTable | None,
         tokenizer: Tokenizer | None,
         *,
         rewards: Sequence[Reward],
-        template: Sequence[Message] | None,
-        columns: Sequence[str],
-        sizes: Mapping[Split, int | None],
-        chat_template_kwargs: Options | None,
-        max_prompt_length: int | None,
-        on_reward_error: OnRewardError,
-        reward_timeout: float | None,
-        reward_workers: int | None,
-        seed: int,
+        template: Sequence[Message] | None = None,
+        columns: Sequence[str] = ("prompt",),
+        validation_dataset: AnyTable | None = None,
+        validation_size: int | None = None,
+        test_size: int | None = None,
+        chat_template_kwargs: Options | None = None,
+        max_prompt_length: int | None = None,
+        on_reward_error: OnRewardError = "raise",
+        reward_timeout: float | None = DEFAULT_REWARD_TIMEOUT,
+        reward_workers: int | None = None,
+        seed: int = 0,
     ) -> None:
         # 1. Arguments.
         if not (callable(tokenizer) and hasattr(tokenizer, "decode")):
@@ -122,7 +151,10 @@ class PromptEnvironment:
             raise ValueError(f'on_reward_error must be "raise" or "exclude", got {on_reward_error!r}.')
         if max_prompt_length is not None:
             max_prompt_length = whole_between("max_prompt_length", max_prompt_length, 1)
-        sizes = {split: None if size is None else whole_number(f"{split}_size", size) for split, size in sizes.items()}
+        sizes: dict[Split, int | None] = {
+            "validation": None if validation_size is None else whole_number("validation_size", validation_size),
+            "test": None if test_size is None else whole_number("test_size", test_size),
+        }
         self.tokenizer = tokenizer
         self.seed = whole_number("seed", seed)
         self.on_reward_error: OnRewardError = on_reward_error
@@ -131,7 +163,10 @@ class PromptEnvironment:
         self._runner = make_reward_runner(rewards, reward_timeout, reward_workers)
         self._progress = (0, 0)
         # 2. Columns of each dataset.
-        datasets = {split: table for split, table in tables.items() if table is not None}
+        tables = tables_by_split(train_dataset, validation_dataset, test_dataset)
+        datasets = {
+            split: self._prepare(table, f"{split}_dataset") for split, table in tables.items() if table is not None
+        }
         for split, table in datasets.items():
             present = check_table(table, self._columns, f"{split}_dataset")
             for reward in rewards:
@@ -250,6 +285,10 @@ class PromptEnvironment:
             "progress": self._progress,
         }
 
+    def _prepare(self, table: AnyTable, where: str) -> AnyTable:
+        """Return the dataset of a split with the required columns."""
+        return table
+
     def _read_table(self, table: AnyTable, where: str) -> PromptSplit:
         """Return all rows of a table, tokenized and hashed."""
         prompts: list[tuple[Prompt, Options]] = []
@@ -342,19 +381,8 @@ class HuggingFaceGym(PromptEnvironment):
         reward_weights: Factor of each of `reward_funcs` in the sum; None means 1 each.
         conversation_template: Messages with the fields {question} and {answer}, for AgileRL's form. None = a single
             user message with the question, or plain text if the tokenizer has no chat template.
-        validation_dataset: Questions for fitness; None = draw them from the training dataset.
-        validation_size: Number of questions to draw; None means 64, or a fifth of the training questions if fewer.
-        test_size: Number of questions to draw; None means 256, or a fifth of the training questions if fewer.
-        chat_template_kwargs: Keyword arguments of the tokenizer's chat template, such as {"enable_thinking": False}. A
-            column of this name overrides them for its row.
-        max_prompt_length: Maximum number of prompt tokens: the model's context minus the longest completion. Longer
-            prompts are left out and counted in `filtered`; None = no limit.
         data_batch_size: Prompts per batch of `reset` and `step`.
-        on_reward_error: "raise" stops with a `RewardError`; "exclude" gives the completion a NaN reward and warns.
-        reward_timeout: Time limit of one call of a reward function, in seconds; None = no limit.
-        reward_workers: Worker processes for reward functions that are slow or may crash; 0 = run in this process.
-            None = 0, or one per core up to 8 if a timeout is set for functions that are not async.
-        seed: Seed of the training order and of drawn splits.
+        options: Other options; see `evogrpo.envs.text.huggingface_gym.PromptOptions`.
 
     Attributes:
         tokenizer: The tokenizer.
@@ -369,6 +397,7 @@ class HuggingFaceGym(PromptEnvironment):
     """
 
     @names_unknown
+    @lists_options(PromptOptions.__annotations__, PromptEnvironment.__init__)
     def __init__(
         self,
         train_dataset: AnyTable,
@@ -379,16 +408,8 @@ class HuggingFaceGym(PromptEnvironment):
         reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
         reward_weights: Sequence[float] | None = None,
         conversation_template: Sequence[Mapping[str, str]] | None = None,
-        validation_dataset: AnyTable | None = None,
-        validation_size: int | None = None,
-        test_size: int | None = None,
-        chat_template_kwargs: Options | None = None,
-        max_prompt_length: int | None = None,
         data_batch_size: int = 8,
-        on_reward_error: OnRewardError = "raise",
-        reward_timeout: float | None = DEFAULT_REWARD_TIMEOUT,
-        reward_workers: int | None = None,
-        seed: int = 0,
+        **options: Unpack[PromptOptions],
     ) -> None:
         agilerl = reward_fn is not None
         if conversation_template is not None and not agilerl:
@@ -396,21 +417,16 @@ class HuggingFaceGym(PromptEnvironment):
         if conversation_template is None and agilerl and getattr(tokenizer, "chat_template", None) is not None:
             conversation_template = [{"role": "user", "content": "{question}"}]
         super().__init__(
-            tables_by_split(train_dataset, validation_dataset, test_dataset),
+            train_dataset,
+            test_dataset,
             tokenizer,
             rewards=make_rewards(reward_fn, reward_funcs, reward_weights),
             template=None if conversation_template is None else check_template(conversation_template),
             columns=("question", "answer") if agilerl else ("prompt",),
-            sizes={"validation": validation_size, "test": test_size},
-            chat_template_kwargs=chat_template_kwargs,
-            max_prompt_length=max_prompt_length,
-            on_reward_error=on_reward_error,
-            reward_timeout=reward_timeout,
-            reward_workers=reward_workers,
-            seed=seed,
+            **options,
         )
         self._batch_size = whole_between("data_batch_size", data_batch_size, 1)
-        self._cursor = _Cursor(split="train", seed=seed)
+        self._cursor = _Cursor(split="train", seed=self.seed)
 
     @classmethod
     def from_reasoning_gym(

@@ -2,24 +2,28 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
 from evogrpo.data import Conversation
 from evogrpo.envs.fingerprint import code_hash
 from evogrpo.envs.protocol import Split
-from evogrpo.envs.text.datasets import AnyTable, tables_by_split
-from evogrpo.envs.text.huggingface_gym import SAMPLE_COMPLETIONS, TEMPLATE_OPTIONS, Preflight, PromptEnvironment
+from evogrpo.envs.text.datasets import AnyTable
+from evogrpo.envs.text.huggingface_gym import (
+    SAMPLE_COMPLETIONS,
+    TEMPLATE_OPTIONS,
+    Preflight,
+    PromptEnvironment,
+    PromptOptions,
+)
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.reward_functions import (
-    DEFAULT_REWARD_TIMEOUT,
-    OnRewardError,
     RewardFunc,
     as_messages,
     escaped_prints,
     make_rewards,
 )
 from evogrpo.envs.text.templates import Message, Options, Tokenizer, check_messages
-from evogrpo.validation import names_unknown, whole_between
+from evogrpo.validation import lists_options, names_unknown, whole_between
 
 Reply = Callable[[Mapping[str, Any], list[Message]], str | None]
 """(dataset row, conversation so far) -> next user message, or None to end the conversation."""
@@ -149,16 +153,7 @@ class MultiTurnGym(PromptEnvironment):
         max_turns: Maximum number of completions in a conversation, at least 2.
         reward_funcs: One or several rewards.
         reward_weights: Factor of each of `reward_funcs` in the sum; None means 1 each.
-        validation_dataset: Questions for fitness; None = draw them from the training dataset.
-        validation_size: Number of questions to draw; see `HuggingFaceGym`.
-        test_size: Number of questions to draw; see `HuggingFaceGym`.
-        chat_template_kwargs: Keyword arguments of the tokenizer's chat template, such as {"enable_thinking": False}. A
-            column of this name overrides them for its row.
-        max_prompt_length: Maximum number of prompt tokens; None = no limit.
-        on_reward_error: "raise", or "exclude": the conversation gets a NaN reward, with a warning.
-        reward_timeout: Time limit of one call of a reward function, in seconds; None = no limit.
-        reward_workers: Worker processes for reward functions; see `HuggingFaceGym`.
-        seed: Seed of the training order and of drawn splits.
+        options: Other options; see `evogrpo.envs.text.huggingface_gym.PromptOptions`.
 
     Attributes:
         tokenizer: The tokenizer.
@@ -172,6 +167,7 @@ class MultiTurnGym(PromptEnvironment):
     """
 
     @names_unknown
+    @lists_options(PromptOptions.__annotations__, PromptEnvironment.__init__)
     def __init__(
         self,
         train_dataset: AnyTable,
@@ -182,33 +178,13 @@ class MultiTurnGym(PromptEnvironment):
         max_turns: int,
         reward_funcs: RewardFunc | Sequence[RewardFunc],
         reward_weights: Sequence[float] | None = None,
-        validation_dataset: AnyTable | None = None,
-        validation_size: int | None = None,
-        test_size: int | None = None,
-        chat_template_kwargs: Options | None = None,
-        max_prompt_length: int | None = None,
-        on_reward_error: OnRewardError = "raise",
-        reward_timeout: float | None = DEFAULT_REWARD_TIMEOUT,
-        reward_workers: int | None = None,
-        seed: int = 0,
+        **options: Unpack[PromptOptions],
     ) -> None:
         max_turns = whole_between("max_turns", max_turns, 2)
         if not callable(reply):
             raise ValueError(f"reply must be a function of a row and messages, got {reply!r:.200}.")
-        super().__init__(
-            tables_by_split(train_dataset, validation_dataset, test_dataset),
-            tokenizer,
-            rewards=make_rewards(None, reward_funcs, reward_weights),
-            template=None,
-            columns=("prompt",),
-            sizes={"validation": validation_size, "test": test_size},
-            chat_template_kwargs=chat_template_kwargs,
-            max_prompt_length=max_prompt_length,
-            on_reward_error=on_reward_error,
-            reward_timeout=reward_timeout,
-            reward_workers=reward_workers,
-            seed=seed,
-        )
+        rewards = make_rewards(None, reward_funcs, reward_weights)
+        super().__init__(train_dataset, test_dataset, tokenizer, rewards=rewards, **options)
         self._reply, self._max_turns = reply, max_turns
         self._markers = TurnMarkers(tokenizer=self.tokenizer, options=self._options)
 

@@ -210,11 +210,17 @@ class ToolMarkers:
 
 
 def call_tool(tools: Mapping[str, Tool], name: str, arguments: Any) -> tuple[str, bool]:
-    """Return the result of a call as text, or the text of its error, and True if there was one."""
+    """Return the result of a call as text, or the text of its error, and True if there was one.
+
+    Raises:
+        ConnectionError: If the tool raises it: the server of the environment is lost.
+    """
     try:
         if name not in tools:
             raise ValueError(f"Tool {name} not found.")
         result, failed = str(finished(tools[name](**arguments))), False
+    except ConnectionError:
+        raise
     except Exception as error:  # noqa: BLE001 (the model reads it)
         result, failed = str({"error": str(error)}), True
     return result.encode("utf-8", "replace").decode(), failed

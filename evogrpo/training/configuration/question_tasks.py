@@ -110,7 +110,9 @@ class QuestionTask(ABC):
 
     Attributes:
         seed: Seed of the splits and of the order of questions; null = the run's seed.
-        chat_template_kwargs: Keyword arguments of the tokenizer's chat template, such as {enable_thinking: false}.
+        chat_template: File with a Jinja template that replaces the chat template of the tokenizer.
+        chat_template_kwargs: Keyword arguments of the chat template, such as {enable_thinking: false}.
+        response_template: JSON file with a response template of transformers, which parses tool calls.
         max_prompt_length: Maximum length of a prompt in tokens; null = the model's context minus a completion.
         on_reward_error: "raise" stops the run; "exclude" excludes the completion and warns.
         reward_timeout: Time limit of one call of a reward function, in seconds; null = no limit.
@@ -122,7 +124,9 @@ class QuestionTask(ABC):
     description: ClassVar[str]
 
     seed: Seed | None = None
+    chat_template: Text | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
+    response_template: Text | None = None
     max_prompt_length: PositiveInt | None = None
     on_reward_error: OnRewardError = "raise"
     reward_timeout: PositiveFloat | None = DEFAULT_REWARD_TIMEOUT
@@ -140,6 +144,18 @@ class QuestionTask(ABC):
     def environment(self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None) -> PromptEnvironment:
         """Build the task's environment; longer prompts are left out."""
 
+    def set_templates(self, tokenizer: Tokenizer) -> None:
+        """Give a tokenizer the templates in the files of this section.
+
+        Raises:
+            ValueError: If a file cannot be read.
+        """
+        if self.chat_template is not None:
+            tokenizer.chat_template = _read_text(self.chat_template, "chat_template")
+        if self.response_template is not None:
+            text = _read_text(self.response_template, "response_template")
+            tokenizer.response_template = _parse_json(text, self.response_template)
+
     def facts(self) -> dict[str, str]:
         """Return the settings of reward functions that are not defaults, as rows of the printed plan."""
         parts = []
@@ -153,7 +169,8 @@ class QuestionTask(ABC):
 
     def gym_options(self, max_prompt_length: int | None) -> dict[str, Any]:
         """Return the arguments of HuggingFaceGym that all tasks share."""
-        options = {each.name: getattr(self, each.name) for each in fields(QuestionTask) if each.name != "seed"}
+        others = ("seed", "chat_template", "response_template")
+        options = {each.name: getattr(self, each.name) for each in fields(QuestionTask) if each.name not in others}
         return {**options, "max_prompt_length": max_prompt_length}
 
 
@@ -252,7 +269,7 @@ class ReasoningTask(QuestionTask):
 
 @settings
 class DatasetFiles:
-    """Source of questions: a file per split, or a dataset of the Hugging Face hub.
+    """Source of questions: a file per split, a dataset of the Hugging Face hub, or environments that choose their task.
 
     A held-out split that is not given is drawn from the training split.
 
@@ -263,6 +280,7 @@ class DatasetFiles:
         hub: Id of a dataset, such as openai/gsm8k, or a local folder that `datasets.load_dataset` reads.
         subset: Configuration of the dataset, such as main.
         revision: Branch, tag or commit of the dataset.
+        starts: Number of starts, instead of a dataset, of an environment that chooses its task in `reset`.
     """
 
     train: Text | None = None
@@ -271,9 +289,13 @@ class DatasetFiles:
     hub: Text | None = None
     subset: Text | None = None
     revision: Text | None = None
+    starts: PositiveInt | None = None
 
     def __post_init__(self) -> None:
-        if self.hub is None and self.train is None:
+        others = [self.train, self.validation, self.test, self.hub]
+        if self.starts is not None and any(others):
+            raise ValueError("starts replaces a dataset. Remove train, validation, test and hub, or starts.")
+        if self.hub is None and self.train is None and self.starts is None:
             raise ValueError("train must be given: a file, or hub with the id of a dataset")
         if self.hub is None and (self.subset or self.revision):
             raise ValueError("subset and revision require hub. Remove them for files.")
@@ -281,12 +303,16 @@ class DatasetFiles:
     @property
     def label(self) -> str:
         """Short description of the source."""
+        if self.starts is not None:
+            return pluralize(self.starts, "start")
         if self.hub is None:
             return Path(self.train or "").name
         return f"{self.hub}{f' {self.subset}' if self.subset else ''}"
 
     def tables(self) -> dict[Split, Any]:
-        """Read every given split; raise ValueError if one cannot be read."""
+        """Read every given split, or return the number of starts; raise ValueError if one cannot be read."""
+        if self.starts is not None:
+            return {"train": self.starts, "validation": None, "test": None}
         names = {split: getattr(self, split) for split in SPLITS}
         if self.hub is None:
             return {split: None if name is None else read_rows(Path(name)) for split, name in names.items()}
@@ -302,7 +328,7 @@ class DatasetTask(QuestionTask):
     """The user's own questions and rewards, with tools and environments if there are any.
 
     Attributes:
-        dataset: Files (.jsonl, .json, .csv or .parquet), or a dataset of the hub.
+        dataset: Files (.jsonl, .json, .csv or .parquet), a dataset of the hub, or a number of starts.
         reward: "path.py:function" or "module:function"; with the trl form also a list. The code is executed. null if an
             environment has `get_reward`.
         form: "agilerl": columns question and answer, `f(completion, answer, question) -> float`; "trl": column prompt,
@@ -344,6 +370,8 @@ class DatasetTask(QuestionTask):
             raise ValueError("environment_factory and tools require max_turns, and max_turns one of them")
         if has_calls and self.form == "agilerl":
             raise ValueError("environment_factory and tools require form: trl")
+        if self.dataset.starts is not None and not isinstance(self.environment_factory, str):
+            raise ValueError("dataset.starts requires environment_factory with one class")
         if self.reward is None and self.environment_factory is None:
             raise ValueError("reward must be given, or environment_factory with a class that has get_reward")
         has_template = self.system_prompt is not None or self.conversation_template is not None
@@ -510,6 +538,13 @@ def read_hub(name: str, subset: str | None, split: str, revision: str | None) ->
             f"cannot read {source}: {type(error).__name__}: {error}. Check the names and the network connection."
         ) from error
     return rows
+
+
+def _read_text(path: str, what: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{what} must be a text file, but {path} cannot be read: {error}") from error
 
 
 def _parse_json(text: str, source: str) -> Any:

@@ -412,7 +412,7 @@ _PATHS: Mapping[str, Callable[[str, Path], str]] = {
     **dict.fromkeys(("task.wrappers", "task.wrappers.name"), _absolute_reference),
     **dict.fromkeys(("strategy", "strategy.name", "sampler", "sampler.name"), _absolute_reference),
     **dict.fromkeys(("strategy.mutation", "strategy.mutation.name"), _absolute_reference),
-    "population.like": _absolute,
+    **dict.fromkeys(("task.chat_template", "task.response_template", "population.like"), _absolute),
     "agent.adapter": _absolute,
     "sampler.adapters_dir": _absolute,
 }

@@ -62,7 +62,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FLOAT = 4  # bytes of a float32
-SAVINGS = "population.size, agent.micro_batch_tokens or agent.max_output_tokens, or take a smaller model"
+SAVINGS = (
+    "population.size, agent.micro_batch_tokens, agent.max_output_tokens or agent.max_episode_tokens, or take a smaller "
+    "model"
+)
 NO_REWARD = "none (does the function return a value?)"
 
 
@@ -75,7 +78,7 @@ class Memory:
         members: Adapters and AdamW moments of all members, their copies before a learning step, one gradient and the
             common first adapter.
         learning: Activations and logits of one micro-batch.
-        sampling: KV cache, with the copy made when it grows.
+        sampling: KV caches, with the copy made when they grow; of all conversations, as further turns continue them.
     """
 
     base: int
@@ -140,8 +143,10 @@ class PreparedLanguage:
             for batch in possible(config, "batch_size")
         ]
         fewest, most = min(optimizer_steps), max(optimizer_steps)
-        longest = max(len(prompt) for prompt in env.open("train", range(env.size("train"))).prompts)
-        per_step = members * _member_tokens(config, max(rounds.groups.values()), longest)
+        batch = env.open("train", range(env.size("train")))
+        longest, turns = max(map(len, batch.prompts)), batch.max_turns
+        row = row_tokens(config.agent, turns, longest, context_of(outline))
+        per_step = members * _member_tokens(config, max(rounds.groups.values()), longest, row)
         in_all = ""
         if rounds.learning_steps is not None:
             in_all = f", {count_text(rounds.learning_steps * per_step)} in all"
@@ -161,6 +166,7 @@ class PreparedLanguage:
             validation=rounds.validation,
             adapter=adapter,
             longest=longest,
+            turns=turns,
             precision=precision,
             base=base,
             device=device,
@@ -177,6 +183,11 @@ class PreparedLanguage:
             assumed = count_text(DEFAULT_MICRO_BATCH_TOKENS)
             size = f"as many tokens as fit into memory (the estimate of memory assumes {assumed})"
         fetched = gathered_parameters(outline, parts) * precision  # by each process in one forward pass
+        bound, limits = "at most", f"completions of at most {row}"
+        if turns > 1:
+            limits = f"conversations of at most {row} in up to {turns} turns"
+            if config.agent.max_episode_tokens is None:
+                bound, limits = "about", f"{limits}: replies as long as completions, without max_episode_tokens"
         written, form = config.logging.completions, config.logging.completions_format
         rows = {
             "first prompt": f"{shorten(self.trial.prompt, 400)!r}, {pluralize(len(self.trial.tokens), 'token')}: "
@@ -186,8 +197,8 @@ class PreparedLanguage:
             "groups": rounds.groups_row(),
             "optimizer": f"{steps} per member and learning step, in micro-batches of {size}",
             "steps": rounds.steps_row(config, "completions"),
-            "tokens": f"at most {count_text(per_step)} per learning step{in_all} (prompts of at most {longest}, "
-            f"completions of at most {config.agent.max_output_tokens}; updates included, evaluations left out)",
+            "tokens": f"{bound} {count_text(per_step)} per learning step{in_all} (prompts of at most {longest}, "
+            f"{limits}; updates included, evaluations left out)",
             "parameters": f"{_millions_text(sum(map(Tensor.numel, outline.parameters())))} in the base, "
             f"{_millions_text(adapter)} in each member's adapter",
             "memory": f"about {gigabytes(memory.total)} at the peak: base {gigabytes(memory.base)} + members "
@@ -243,9 +254,26 @@ class PreparedLanguage:
         return f", {layout}" + (f" ({requested} do not divide {processes().size})" if parts != requested else "")
 
 
-def _member_tokens(config: Config, groups: int, longest: int) -> int:
+def row_tokens(agent: LanguageAgent | LanguageSettings, turns: int, longest: int, context: int | None) -> int:
+    """Return the most tokens of a completion or conversation.
+
+    Without a limit on a conversation, its replies are assumed to be as long as its completions.
+
+    Args:
+        agent: Settings of the members.
+        turns: Maximum number of completions of a conversation.
+        longest: Tokens of the longest prompt.
+        context: The model's context in tokens; None = no limit.
+    """
+    if turns == 1:
+        return agent.max_output_tokens
+    most = agent.max_episode_tokens or (2 * turns - 1) * agent.max_output_tokens
+    return most if context is None else max(agent.max_output_tokens, min(most, context - longest))
+
+
+def _member_tokens(config: Config, groups: int, longest: int, row: int) -> int:
     """Return the most tokens of one member's learning step: sampling, updates, and the reference where beta is used."""
-    completions = config.schedule.samples_per_step * config.agent.max_output_tokens
+    completions = config.schedule.samples_per_step * row
     epochs = max(possible(config, "update_epochs"))
     splits = math.ceil(config.schedule.samples_per_step / min(possible(config, "batch_size"))) - 1
     # Dynamic sampling may resample all groups.
@@ -272,6 +300,7 @@ def peak_memory(
     validation: int,
     adapter: int,
     longest: int,
+    turns: int,
     precision: int,
     base: int,
     device: str,
@@ -289,13 +318,15 @@ def peak_memory(
         validation: Completions per member and evaluation.
         adapter: Parameters of one member.
         longest: Tokens of the longest prompt.
+        turns: Maximum number of completions of a conversation.
         precision: Bytes per number of the precision that the base model computes in.
         base: Bytes of the base model's weights on one process.
         device: Device of the members.
     """
     budget = agent.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
-    width = longest + agent.max_output_tokens
-    cached = width * min(members * max(samples, validation), rows_at_once(width, device.partition(":")[0]))
+    width, rows = longest + row_tokens(agent, turns, longest, context_of(model)), members * max(samples, validation)
+    # Conversations keep the caches of all rows while those of the next turn are computed.
+    cached = width * (2 * rows if turns > 1 else min(rows, rows_at_once(width, device.partition(":")[0])))
     return Memory(
         base=base,
         members=(2 * 3 * members + 2) * adapter * FLOAT,
@@ -332,6 +363,7 @@ def prepare(config: Config) -> PreparedLanguage:
                 f"agent.max_output_tokens must be below the model's context of {context} tokens, got "
                 f"{config.agent.max_output_tokens}"
             )
+    config.task.set_templates(outline.tokenizer)
     env = config.task.environment(outline.tokenizer, seed=config.task_seed, max_prompt_length=longest)
     try:
         trial = env.preflight()
@@ -359,6 +391,7 @@ def need(population: Population, env: Any, schedule: Schedule) -> Need:
     members: Any = population.members  # language models
     model, validation = members.bank.base.model, limited(env.size("validation"), schedule.validation_questions)
     device = str(members.device)
+    prompts = env.open("train", range(env.size("train")))
     memory = peak_memory(
         model,
         agent=members.settings,
@@ -366,7 +399,8 @@ def need(population: Population, env: Any, schedule: Schedule) -> Need:
         samples=schedule.samples_per_step,
         validation=validation,
         adapter=members.banks.state_tensor(0, "adapter").numel(),
-        longest=max(map(len, env.open("train", range(env.size("train"))).prompts)),
+        longest=max(map(len, prompts.prompts)),
+        turns=prompts.max_turns,
         precision=next(model.parameters()).element_size(),
         base=base_bytes(model),
         device=device,
