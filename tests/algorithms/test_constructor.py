@@ -13,23 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from evogrpo import GRPO, HyperparameterConfig, MultiAgentGRPO, Objective
 from evogrpo.algorithms.checkpointing import population_state, restore_population
-from evogrpo.config.hyperparameters import Optimizer
 from evogrpo.models.networks.architecture import NetworkConfig
 from evogrpo.testing.samplers import different_members
 from tests.causal_families import family_model
 from tests.tiny_models import EOS, VOCABULARY, tiny_model
-from tests.tiny_training import (
-    equal_states,
-    graded,
-    learn_fixed_batch,
-    random_agent,
-    randomise_adapter,
-    shared_model,
-    tiny_agent,
-    tiny_env,
-    tiny_options,
-    tiny_population,
-)
+from tests.tiny_training import graded, randomise_adapter, shared_model, tiny_agent, tiny_env, tiny_options
 
 
 @pytest.fixture
@@ -39,35 +27,27 @@ def accelerators() -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.parametrize("make", [tiny_agent, lambda **options: tiny_population(2, **options)])
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
         ({"clip_coeff": 0.1}, "unknown argument 'clip_coeff': did you mean 'clip_coef'"),
         ({"actor_network": torch.nn.Linear(2, 2)}, "actor_network must be a transformers model .*got Linear"),
-        ({"actor_network": "smollm2-135m"}, "load_base"),
         ({"pad_token_id": None}, "pad_token_id must be given"),
-        ({"pad_token_id": VOCABULARY}, "pad_token_id"),
         ({"eos_token_ids": (1, VOCABULARY)}, rf"eos_token_ids .*0 to {VOCABULARY - 1}\), got"),
         ({"min_output_tokens": 7}, r"min_output_tokens must be in \[0, max_output_tokens = 6\]"),
         ({"max_episode_tokens": 5}, "max_episode_tokens must be at least max_output_tokens = 6"),
-        ({"micro_batch_tokens": "auto"}, "micro_batch_tokens"),
         ({"lora_config": LoraConfig(target_modules="all-linear", lora_dropout=0.1)}, "lora_dropout"),
         ({"network": NetworkConfig()}, "network is for small networks"),
         ({"objective": Objective(kl_estimator="full"), "beta": 0.1}, "kl_estimator='full'"),
-        ({"top_k": -1}, "top_k must be at least 0, got -1: 0 keeps all"),
-        ({"top_p": "0.9"}, "top_p must be a number"),
-        ({"min_p": 1.0}, "min_p must be in"),
-        ({"repetition_penalty": torch.inf}, "repetition_penalty must be finite"),
         ({"hp_config": {"lr": (1e-5, 1e-4)}, "lr": 0.5}, r"must start in its range \[1e-05, 0.0001\], got 0.5"),
         ({"hp_config": {"loss_type": ["grpo", "dapo"]}, "loss_type": "cispo"}, "choices .*got 'cispo'"),
     ],
 )
-def test_invalid_arguments_raise(make, options, rule):
+def test_invalid_arguments_raise(options, rule):
     if "hp_config" in options:
         options = options | {"hp_config": HyperparameterConfig(**options["hp_config"])}
     with pytest.raises(ValueError, match=rule):
-        make(**options)
+        tiny_agent(**options)
 
 
 def test_eos_token_ids_and_pad_token_id_are_used():
@@ -89,32 +69,6 @@ def test_eos_token_ids_and_pad_token_id_are_used():
     held = tiny_agent(actor_network=model, eos_token_ids=(5, 7), min_output_tokens=6)
     _, masks = held.get_action([{"input_ids": torch.tensor([[8, 9]])}] * 6)
     assert all(bool(mask[:, 1:].all()) for mask in masks)
-
-
-@pytest.mark.parametrize("architecture", ["gpt2", "qwen3", "gemma2"])
-def test_agents_learn_on_other_architectures(architecture):
-    agent = tiny_agent(actor_network=tiny_model(architecture), beta=0.1)
-    learn_fixed_batch(agent)
-    assert agent.failed is None
-    assert int(agent.state()["step"]) == 1
-    assert agent.clone().test(tiny_env()) == agent.test(tiny_env())
-
-
-def test_settings_reach_the_bank():
-    optimizer = Optimizer(betas=(0.5, 0.6), eps=1e-4, weight_decay=0.3, warmup_steps=3)
-    agent = random_agent(optimizer=optimizer, lr=0.4)
-    before = agent.state()["adapter"]
-    ids, masks = agent.get_action(tiny_env().reset()[0])
-    report = agent.learn((ids, masks, graded(ids)))
-    after = agent.state()
-    gradient = after["exp_avg"] / 0.5
-    assert report.lr == 0.0, "the first of three steps of warm-up"
-    assert torch.equal(after["adapter"], before)
-    report = agent.learn((ids, masks, graded(ids)))
-    assert report.lr == pytest.approx(0.4 / 3)
-    # The first moment divided by its bias correction is the gradient, which is the same twice.
-    expected = before * (1 - 0.4 / 3 * 0.3) - 0.4 / 3 * gradient / (gradient.abs() + 1e-4)
-    torch.testing.assert_close(agent.state()["adapter"], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_default_outside_the_search_space_moves_to_the_nearest_value():
@@ -220,16 +174,6 @@ def test_members_start_from_the_adapter(trained, tmp_path):
         torch.testing.assert_close(members.policy(1)(IDS), logits, rtol=1e-4, atol=1e-4)
 
 
-def test_agents_save_and_load(trained, tmp_path):
-    agent = GRPO(**starting(trained[0]))
-    agent.save_checkpoint(tmp_path / "agent")
-    loaded = GRPO.load(tmp_path / "agent", actor_network=shared_model())
-    assert equal_states(loaded.state(), agent.state())
-    agent.load_checkpoint(tmp_path / "agent")
-    again = GRPO(**starting(tmp_path / "agent"))  # a checkpoint is an adapter folder
-    assert torch.equal(again.state()["adapter"], agent.state()["adapter"])
-
-
 def test_an_export_with_modules_named_by_weight_is_accepted(tmp_path):
     model = family_model("beam")
     bank = different_members(model, 1)
@@ -260,13 +204,9 @@ def halved(folder, name):
     ("damage", "rule"),
     [
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "has no adapter_model.safetensors"),
-        (lambda folder: (folder / "adapter_config.json").unlink(), "has no adapter_config.json"),
         (lambda folder: halved(folder, "adapter_model.safetensors"), "cannot be read .SafetensorError"),
         (lambda folder: halved(folder, "adapter_config.json"), "cannot be read .JSONDecodeError"),
-        (lambda folder: (folder / "adapter_config.json").write_text("[]"), "cannot be read"),
-        (lambda folder: changed(folder, peft_type="IA3"), "peft_type"),
         (lambda folder: changed(folder, use_dora=True), "got use_dora=True"),
-        (lambda folder: changed(folder, rank_pattern={"q_proj": 4}), "got rank_pattern"),
         (lambda folder: changed(folder, from_the_future=True), "from_the_future"),
         (lambda folder: changed(folder, target_modules=["k_proj"]), "belongs to another base model"),
         (lambda folder: rewritten(folder, lambda items: items[1:]), "7 matrices but this model needs 8"),

@@ -147,23 +147,8 @@ def test_members_learn_to_guess_in_two_turns():
     env = GuessTwice(tokenizer=shared_tokenizer())
     population = tiny_population(1, max_output_tokens=3, group_size=8, lr=2e-2)
     before = collected(population, env, samples=32).scores.rewards.mean()
-    for step in range(15):
+    for step in range(10):
         population.learn(collected(population, env, step=step, samples=32).experience, step=step)
-    assert collected(population, env, step=15, samples=32).scores.rewards.mean() > before + 0.2
+    assert collected(population, env, step=10, samples=32).scores.rewards.mean() > before + 0.2
     population.evaluate(env)
     assert population[0].fitness.mean > before
-
-
-def test_conversations_of_a_manual_loop_are_scored_as_sampled():
-    agent = spoken(1, min_output_tokens=2, max_output_tokens=5)[0]
-    batch = collect_alone(agent, talks(2), samples=8, block=2).experience["default"]
-    ids, masks = [], []
-    for start, prompt in enumerate(batch.inputs.prompts):
-        rows = batch.inputs.prompt_ids == start
-        given = torch.tensor(prompt).expand(int(rows.sum()), -1)
-        ids.append(torch.cat([given, batch.actions[rows]], 1))
-        masks.append(torch.cat([torch.zeros_like(given[:, 1:]).bool(), batch.action_mask[rows]], 1))
-    again = agent.members.experience(agent.learner(), (ids, masks, torch.zeros(len(ids), len(ids[0]))))["default"]
-    bank = agent.members.banks["default"]
-    for given in (batch, again):
-        torch.testing.assert_close(bank.log_probs(given), batch.sampler_log_probs, rtol=1e-4, atol=1e-4)

@@ -11,7 +11,7 @@ from evogrpo import Objective
 from evogrpo.algorithms.learning.learning_step import learn, minibatches
 from evogrpo.algorithms.learning.metrics import NAMES, PER_POLICY
 from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.functional.loss_types import LOSS_TYPES
+from evogrpo.functional.loss_types import ADVANTAGES, LOSS_TYPES
 from evogrpo.testing.policy_banks import assert_gradients_agree, assert_states_agree
 from tests.oracles.objective_by_hand import ByHand, divergence, rows_of
 from tests.rounding import assert_metrics_agree
@@ -88,14 +88,11 @@ ALL, TEACHING = list(range(12)), [0, 1, 2, 3, 8, 9, 10, 11]
 CORRECTION = {"importance_correction": "token_mask"}
 COSTS = {
     "KL to the old policy": ({"beta": 0.1}, {"reference": "old"}, [ALL]),
-    "beta 0": ({}, {}, [TEACHING]),
     "beta 0, several epochs": ({"update_epochs": 2}, {}, [TEACHING, TEACHING]),
     "KL in the loss, several epochs": ({"beta": 0.1, "update_epochs": 3}, {}, [ALL] * 4),
     "KL in rewards": ({"beta": 0.1}, {"kl_placement": "reward"}, [ALL, ALL]),
     "entropy bonus": ({"entropy_coef": 0.1}, {}, [ALL]),
-    "whitened": ({}, {"whiten_advantages": True}, [ALL]),
     "uncertain actions": ({}, {"top_entropy_quantile": 0.5}, [ALL, TEACHING]),
-    "correction, one step": ({}, CORRECTION, [TEACHING]),
     "correction, several epochs": ({"update_epochs": 2}, CORRECTION, [TEACHING] * 2),
     "correction and KL in rewards": ({"beta": 0.1}, CORRECTION | {"kl_placement": "reward"}, [ALL, ALL, ALL]),
 }
@@ -114,7 +111,7 @@ def test_passes_are_made_and_counted_only_where_needed(case):
     assert not torch.equal(agent.state()["adapter"], start)
 
 
-@pytest.mark.parametrize(("epochs", "size"), [(1, 1), (3, 5), (2, 100)])
+@pytest.mark.parametrize(("epochs", "size"), [(1, 1), (3, 5)])
 def test_minibatches_cover_all_rows_and_keep_groups_together(epochs, size):
     agent = tiny_agent(update_epochs=epochs, batch_size=size)
     batch = sampled(agent, torch.zeros(3, 4))
@@ -150,33 +147,44 @@ def test_a_batch_holds_rows_of_learning_members_only():
         learn(population.members, [population[0].learner(0)], {"default": batch})
 
 
-KINDS = ("outcome", "rloo", "mean_only", "batch_std", "gdpo", "process", "return_to_go_group", "return_to_go_timestep")
-KINDS += ("reinforce",)
 MIXED = [
     {"beta": 0.1, "clip_coef": 0.3, "max_grad_norm": 0.01},
     {"loss_type": "dapo", "advantage": "rloo", "group_size": 2, "update_epochs": 3, "batch_size": 5},
     {"loss_type": "cispo", "beta": 0.4, "entropy_coef": 0.2, "clip_low": 0.1, "group_size": 8, "batch_size": 7},
     {"loss_type": "sapo", "advantage": "batch_std", "temperature": 0.7, "advantage_clip": 0.5, "gamma": 0.9},
 ]
-CENTRED = [{"advantage": "mean_only"}, {"advantage": "rloo", "batch_size": 5}, {"advantage": "mean_only", "beta": 0.2}]
+CENTRED = [
+    {"advantage": "mean_only", "beta": 0.1},
+    {"advantage": "rloo", "batch_size": 5},
+    {"advantage": "mean_only", "beta": 0.2},
+]
 HELD = [{"beta": 0.1}, {"beta": 0.5, "update_epochs": 1}, {"beta": 0.0, "loss_type": "dapo"}]
 
 RUNS: dict[str, tuple[dict, list[dict]]] = {
     "loss types": ({}, [{"loss_type": name, "clip_high": 0.05 * (i + 1)} for i, name in enumerate(LOSS_TYPES)]),
-    "advantages": ({}, [{"advantage": name, "gamma": 1 - 0.05 * i} for i, name in enumerate(KINDS)]),
+    "advantages": ({}, [{"advantage": name, "gamma": 1 - 0.05 * i} for i, name in enumerate(ADVANTAGES)]),
     "coefficients": ({}, MIXED),
-    "bias-corrected KL": ({"kl_bias_correction": True}, [*MIXED, {"loss_type": "gspo", "beta": 0.2}]),
-    "whitened": ({"whiten_advantages": True}, MIXED),
-    "dual clip": ({"dual_clip": 1.1}, [{}, {"loss_type": "dapo", "clip_coef": 0.1}, {"loss_type": "gspo"}]),
-    "running statistics": ({"advantage": "rloo", "reward_norm": "running", "reward_scale": True}, CENTRED),
+    "uncertain actions": ({"whiten_advantages": True, "top_entropy_quantile": 0.4}, MIXED),
+    "correction by action": (
+        {"kl_bias_correction": True, "importance_correction": "token_truncate", "importance_cap": 1.05},
+        [*MIXED, {"loss_type": "gspo", "beta": 0.2}],
+    ),
+    "correction by completion": (
+        {"dual_clip": 1.1, "importance_correction": "sequence_mask", "importance_cap": 1.1},
+        [{}, {"loss_type": "dapo", "clip_coef": 0.1}, {"loss_type": "gspo"}],
+    ),
+    "running statistics": (
+        {"advantage": "rloo", "reward_norm": "running", "reward_scale": True, "kl_target": 0.5, "kl_horizon": 40}
+        | {"kl_placement": "reward"},
+        CENTRED,
+    ),
     "batch statistics": ({"advantage": "rloo", "reward_norm": "batch"}, CENTRED),
-    "adaptive KL": ({"kl_target": 0.02, "kl_horizon": 40}, HELD),
-    "adaptive KL in rewards": ({"kl_target": 0.5, "kl_horizon": 40, "kl_placement": "reward"}, HELD),
-    "uncertain actions": ({"top_entropy_quantile": 0.4}, MIXED),
-    "correction by action": ({"importance_correction": "token_truncate", "importance_cap": 1.05}, MIXED),
-    "correction by completion": ({"importance_correction": "sequence_mask", "importance_cap": 1.1}, MIXED),
     "old policies as references": ({"reference": "old"}, HELD),
-    "own references": ({"reference": "snapshot", "reference_sync_steps": 2, "reference_mixing": 0.3}, HELD),
+    "own references": (
+        {"reference": "snapshot", "reference_sync_steps": 2, "reference_mixing": 0.3, "kl_target": 0.02}
+        | {"kl_horizon": 40},
+        HELD,
+    ),
 }
 
 
@@ -214,7 +222,7 @@ def test_members_learn_together_as_alone(run):
     population = population_of(run)
     twins = [agent.clone() for agent in population]
     starts = [agent.state()["adapter"] for agent in population]
-    carries = any("kl_target" in name or name in ("reward_norm", "reference") for name in RUNS[run][0])
+    carries = "kl_target" in RUNS[run][0]
     for step in range(2 if carries else 1):
         batch = experience(population, step)
         together = population.learn({"default": batch}, step=step)
@@ -229,7 +237,7 @@ def test_members_learn_together_as_alone(run):
         assert float((population[slot].state()["adapter"] - start).norm()) > 1e-3
 
 
-@pytest.mark.parametrize("run", ["coefficients", "whitened", "running statistics", "adaptive KL", "uncertain actions"])
+@pytest.mark.parametrize("run", ["coefficients", "running statistics", "uncertain actions"])
 def test_a_neighbours_rewards_losses_and_coefficients_have_no_effect(run):
     """Bit for bit: the neighbour's values change, the shapes do not."""
     one, other = population_of(run), population_of(run)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from peft import PeftModel
 
 from evogrpo import GRPO, Population
 from evogrpo.algorithms.grpo import NetworkGroup
@@ -93,7 +92,6 @@ def test_other_actions_are_one_greedy_row(agent):
     ("prompts", "rule"),
     [
         ([], "at least one prompt"),
-        ([torch.tensor([[1]])], "mapping with input_ids"),
         ([{"attention_mask": torch.ones(1, 2)}], "mapping with input_ids"),
         ([{"input_ids": torch.tensor([[3, 4]]), "attention_mask": torch.ones(1, 3)}], "as long as input_ids"),
         ([{"input_ids": torch.tensor([[3]]), "attention_mask": torch.zeros(1, 1)}], "no tokens"),
@@ -103,23 +101,6 @@ def test_other_actions_are_one_greedy_row(agent):
 def test_invalid_prompts_raise(agent, prompts, rule):
     with pytest.raises(ValueError, match=rule):
         agent.get_action(prompts)
-
-
-def test_policy_logits_equal_the_exported_peft_model(agent, tmp_path):
-    agent.save_checkpoint(tmp_path / "agent")
-    exported = PeftModel.from_pretrained(tiny_model(), tmp_path / "agent").eval()
-    ids = torch.tensor([[8, 9, 10, 11], [PAD, 12, 13, 14]])
-    mask = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]])
-    policy = agent.get_policy()
-    with torch.no_grad():
-        expected = exported(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
-        base = shared_model()(input_ids=ids, attention_mask=mask).logits
-    got = policy(ids, mask)
-    torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(got[0], base[0], atol=0.1)
-    before = policy(ids, mask)
-    learn_fixed_batch(agent)  # the policy is read from the agent, not copied
-    assert not torch.equal(policy(ids, mask), before)
 
 
 def test_a_manual_loop_learns():
@@ -153,16 +134,6 @@ def test_save_and_load_round_trip(agent, tmp_path):
     learn_fixed_batch(agent)
     learn_fixed_batch(loaded)
     assert equal_states(loaded.state(), agent.state())
-
-
-def test_loading_replaces_the_state_of_one_member(agent, tmp_path):
-    agent.save_checkpoint(tmp_path / "agent")
-    population = tiny_population(3)
-    before = [member.state() for member in population]
-    population[1].load_checkpoint(tmp_path / "agent")
-    assert (population[1].slot, population[1].hyperparameters) == (1, agent.hyperparameters)
-    expected = [before[0], agent.state(), before[2]]
-    assert all(equal_states(member.state(), state) for member, state in zip(population, expected, strict=True))
 
 
 def test_spaces_preprocessing_and_devices():
@@ -383,14 +354,10 @@ def test_the_tokenizer_is_loaded_from_the_bases_source(tmp_path):
     ("prompts", "options", "rule"),
     [
         ("1+2=", {}, "prompts"),
-        ([{"role": "user", "content": "1"}], {}, "prompts"),
-        ([[{"role": "user"}]], {}, "a prompt must be a non-empty list of"),
         (["1", [{"role": "user", "content": "1"}]], {}, "generate"),
         ([""], {}, "generate"),
         (["1" * 200], {}, "the model's context is 128"),
         (["1"], {"n": 0}, "n must be a whole number of at least 1"),
-        (["1"], {"temperature": -1.0}, "temperature"),
-        (["1"], {"max_output_tokens": 0}, "max_output_tokens must be a whole number of at least 1"),
     ],
 )
 def test_invalid_arguments_raise(prompts, options, rule):
@@ -459,10 +426,6 @@ IDS, MASK = torch.tensor([[8, 9, 20], [8, 9, 21]]), torch.tensor([[0, 1], [0, 1]
     ("experiences", "rule"),
     [
         (([IDS], [MASK]), "got 2 parts"),
-        ((1, 2, 3), "completion_ids must be a list of tensors, one per prompt, got 1"),
-        (([IDS], [[[False, True]] * 2], [[0.0, 1.0]]), "action_masks must be a list of tensors"),
-        (([IDS], [MASK], [["good", "bad"]]), "rewards must be numbers"),
-        (([IDS, IDS], [MASK], [[0.0, 1.0]]), "2 completion_ids, 1 action_masks"),
         (([IDS], [MASK], [[0.0, 1.0, 2.0]]), "completion_ids must be \\[3, P \\+ C\\]"),
         (([IDS], [torch.ones(2, 3).bool()], [[0.0, 1.0]]), "one token shorter"),
         (([IDS], [torch.zeros(2, 2).bool()], [[0.0, 1.0]]), "action mask"),
@@ -470,7 +433,6 @@ IDS, MASK = torch.tensor([[8, 9, 20], [8, 9, 21]]), torch.tensor([[0, 1], [0, 1]
         (([IDS[:1]], [MASK[:1]], [[0.0]]), "at least 2 completions"),
         (([IDS + 60], [MASK], [[0.0, 1.0]]), "completion_ids must be in the vocabulary"),
         (([IDS], [MASK], [[0.0, math.inf]]), "rewards"),
-        (([IDS], [MASK], [[0.0, 1e39]]), "rewards"),
     ],
 )
 def test_invalid_experiences_raise_before_learning(experiences, rule):

@@ -48,21 +48,6 @@ def test_a_step_is_the_policy_gradient():
     assert not equal_states(population[0].state(), small(1, env)[0].state())
 
 
-def test_members_learn_together_as_alone():
-    env = cart_pole()
-    together = small(3, env, hp_config=SPACE)
-    experience = together.collect(env, step=0, samples_per_step=8, block=2).experience["default"]
-    together.learn({"default": experience}, step=0)
-    for slot, member in enumerate(together):
-        alone = small(3, env, hp_config=SPACE)
-        for agent in alone:
-            agent.retired = agent.slot != slot
-        alone[slot].hyperparameters = member.hyperparameters
-        alone.learn({"default": experience.select_members([slot])}, step=0)
-        separate = alone[slot].state()
-        assert all(torch.allclose(value, separate[name], atol=1e-6) for name, value in member.state().items())
-
-
 def test_clones_mutates_evolves_saves_and_resumes(tmp_path):
     env = cart_pole()
     options = {"steps_per_generation": 2, "samples_per_step": 8, "test_questions": 4, "validation_questions": 4}

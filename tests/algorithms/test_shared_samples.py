@@ -23,7 +23,7 @@ def prompts(size=3, **options):
 
 
 def episodes(size=3, **options):
-    env = cart_pole()
+    env = cart_pole(max_episode_steps=12)
     return step_population(size, env, **options), env
 
 
@@ -34,7 +34,7 @@ def collected(population, env):
 @pytest.mark.parametrize("make", [prompts, episodes])
 def test_own_samples_by_name_equal_own_samples(make):
     """Member 1 learns from others as well, which does not affect them."""
-    (one, env), (other, _) = make(update_epochs=2, batch_size=8), make(update_epochs=2, batch_size=8)
+    (one, env), (other, _) = make(batch_size=8), make(batch_size=8)
     experience = collected(one, env)
     alone = one.learn(experience, step=0)[1]
     both = other.learn(experience, step=0, sources={0: [0], 1: [0, 1], 2: [2]})[1]
@@ -99,7 +99,7 @@ def test_invalid_sources_raise():
 @pytest.mark.parametrize("make", [prompts, episodes])
 def test_distant_sources_are_excluded(make):
     """Slots 0 and 1 hold equal policies, and slot 2 a distant one."""
-    (one, env), (other, _) = (make(update_epochs=2, batch_size=8) for _ in range(2))
+    (one, env), (other, _) = (make(batch_size=8) for _ in range(2))
     for population in (one, other):
         bank = population.members.banks["default"]
         bank.inherit([0, 0, 2])
@@ -146,9 +146,8 @@ def test_effective_sample_size_and_gain_are_those_of_the_two_policies(make):
 
 
 @pytest.mark.parametrize("make", [prompts, episodes])
-@pytest.mark.parametrize("batch_size", [3, 64])
-def test_shared_samples_do_not_add_optimizer_steps(make, batch_size):
-    options = {"update_epochs": 2, "batch_size": batch_size, "target_kl": None}
+def test_shared_samples_do_not_add_optimizer_steps(make):
+    options = {"update_epochs": 2, "batch_size": 3 if make is prompts else 20, "target_kl": None}
     (one, env), (other, _) = (make(**options) for _ in range(2))
     experience = collected(one, env)
     alone = other.learn(experience, step=0)
@@ -167,7 +166,7 @@ def test_shared_rows_use_the_learners_loss_and_the_actors_sampling(make):
     others = {"loss_type": "cispo", "clip_coef": 0.01, "lr": 0.3, "beta": 0.5, "temperature": 0.3, "group_size": 2}
     states = []
     for changed in ({}, others):
-        population, env = make(update_epochs=2, batch_size=8)
+        population, env = make(batch_size=8)
         experience = collected(population, env)
         population[0].hyperparameters = replace(population[0].hyperparameters, **changed)
         population.learn(experience, step=0, sources={1: [0, 1], 2: [2]}, shared=EVERY)

@@ -2,7 +2,6 @@
 
 import json
 import warnings
-from dataclasses import replace
 
 import gymnasium
 import numpy as np
@@ -17,7 +16,7 @@ from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.randomness import generator
 from evogrpo.storage.checkpoint import CheckpointError
-from tests.envs.probes import PROBES, DelayedCredit, Masked, MatchBox, MatchDict, MatchDiscrete, MatchMultiDiscrete
+from tests.envs.probes import DelayedCredit, Masked, MatchBox, MatchDict, MatchDiscrete, MatchMultiDiscrete
 from tests.tiny_networks import MIXED
 from tests.tiny_steps import LIMITS, STEP_SPACE, OwnNetwork, cart_pole, played, step_agent
 from tests.tiny_training import equal_states, learn_from, tiny_agent, tiny_env
@@ -35,17 +34,13 @@ def test_spaces_alone_make_an_agent_with_default_networks():
     [
         ({"action_space": None}, "observation_space and action_space"),
         ({"actor_network": torch.nn.Linear(5, 2)}, "actor_network must accept a batch of observations"),
-        ({"actor_network": torch.nn.Linear(4, 3)}, r"must return \[batch, 2\]"),
         ({"actor_network": OwnNetwork(), "network": NetworkConfig()}, "network is for"),
-        ({"actor_network": OwnNetwork(), "evolve_network": LIMITS}, "evolve_network"),
         ({"pad_token_id": 0}, "pad_token_id is for language models"),
-        ({"actor_network": OwnNetwork}, "actor_network must be .* got type"),
         ({"objective": Objective()}, "aggregation"),
         ({"objective": Objective(loss_type="dapo", overlong_buffer=1)}, "overlong_buffer"),
         ({"hp_config": HyperparameterConfig(loss_type=RLParameter(choices=["dapo", "dr_grpo"]))}, "loss_type"),
         ({"evolve_network": ArchitectureLimits(min_layers=2, max_layers=2, min_units=6, max_units=6,
           activations=("tanh",)), "network": NetworkConfig(hidden=(6, 6))}, "allow no change"),
-        ({"evolve_network": ArchitectureLimits(), "network": NetworkConfig(hidden=())}, "allow no change"),
         ({"actor_network": OwnNetwork().requires_grad_(False)}, "require a gradient"),
         ({"observation_space": spaces.Discrete(3), "normalise_observations": True}, "floating-point boxes"),
         ({"action_space": spaces.Box(0, 1, (2,), np.int64)}, "floating-point Box"),
@@ -126,21 +121,6 @@ def test_illegal_actions_are_never_chosen():
         agent.get_action(seen, action_mask=legal[:1])
 
 
-def test_sampled_actions_differ_between_calls_and_repeat_with_the_seed():
-    """`predict` has its own random stream, which does not affect training."""
-    one, other = step_agent(seed=1), step_agent(seed=1)
-    seen = np.zeros((30, 4), np.float32)
-    assert one.predict(seen)[0].tolist() != one.predict(seen)[0].tolist()
-    greedy = one.get_action(seen, training=False)
-    assert one.steps == 0  # no random stream was used
-    drawn, again = one.get_action(seen).tolist(), one.get_action(seen).tolist()
-    assert drawn == other.get_action(seen).tolist() != again
-    one.set_training_mode(False)
-    assert one.get_action(seen).tolist() == greedy.tolist()
-    with pytest.raises(ValueError, match="predict is for small networks"):
-        tiny_agent().predict(seen)
-
-
 def test_a_manual_loop_equals_collect():
     agent = step_agent(normalise_observations=True, beta=0.1)
     agent.learn(played(agent))  # so that there are statistics
@@ -162,13 +142,10 @@ def test_a_manual_loop_equals_collect():
     [
         (0, lambda seen: seen[:, :, :2], "observations must have"),
         (1, lambda actions: actions[..., None], "actions must be"),
-        (1, lambda actions: actions - 2, "discrete actions must be in"),
         (1, lambda actions: actions + 2, "discrete actions must be in"),
         (2, lambda masks: ~masks, "first steps of every episode"),
-        (2, lambda masks: masks[:, :1], "both be"),
         (3, lambda rewards: rewards[:, :, :2], "both be"),
         (3, lambda rewards: np.full_like(rewards, np.inf), "rewards must be finite"),
-        (3, lambda rewards: rewards + np.array([-np.inf, np.inf, 0.0]), "rewards must be finite"),
     ],
 )
 def test_invalid_experiences_raise(number, change, rule):
@@ -216,39 +193,6 @@ def test_frozen_parameters_of_a_module_stay_frozen():
     fitted = torch.linalg.lstsq(hidden.double(), agent.get_policy()(seen).double())  # still linear in these features
     assert torch.allclose(hidden.double() @ fitted.solution, agent.get_policy()(seen).double(), atol=1e-5)
     assert not torch.allclose(agent.get_policy()(seen), module(seen).detach(), atol=1e-3)
-
-
-@pytest.mark.parametrize("options", [{}, {"actor_network": OwnNetwork()}])
-def test_agents_can_be_inspected_and_rebuilt(options):
-    agent = step_agent(hp_config=STEP_SPACE, beta=0.1, objective=replace(STEPWISE, reference="snapshot"), **options)
-    parts = agent.evolvable_attributes()
-    assert parts.keys() == {"actor", "optimizer", "running_stats", "reference"}
-    assert agent.evolvable_attributes(networks_only=True).keys() == {"actor"}
-    arguments = GRPO.inspect_attributes(agent, input_args_only=True)
-    again = GRPO(**{name: value for name, value in arguments.items() if value is not None})
-    assert equal_states(again.state(), agent.state())
-    if not options:
-        assert parts["actor"].keys() == {"weights", "architecture"}
-        assert arguments["network"] == NetworkConfig(hidden=(6, 5))
-    assert agent.preprocess_observation(np.zeros(4)).shape == (1, 4)
-    agent.recompile()
-    agent.unwrap_models()
-    assert str(agent.device) == "cpu"
-
-
-def test_a_clone_is_independent_and_equal():
-    agent = step_agent(evolve_network=LIMITS, hp_config=STEP_SPACE, normalise_observations=True)
-    agent.learn(played(agent))
-    agent.mutate(generator(3, "test"))
-    twin = agent.clone()
-    assert equal_states(twin.state(), agent.state())
-    before = agent.state()
-    experiences = played(twin)
-    twin.learn(experiences)
-    assert equal_states(agent.state(), before)
-    agent.steps = twin.steps - 1
-    agent.learn(experiences)
-    assert equal_states(agent.state(), twin.state())
 
 
 def test_a_mutation_can_change_the_network():
@@ -378,21 +322,9 @@ def test_a_module_keeps_its_initial_weights_and_buffers(tmp_path):
         GRPO.load(tmp_path / "agent", actor_network=type("Wider", (OwnNetwork,), {})())
 
 
-def test_later_changes_of_the_users_module_have_no_effect():
-    module = OwnNetwork()
-    agent = step_agent(actor_network=module)
-    before = agent.clone().state()
-    with torch.no_grad():
-        module.first.weight.zero_()
-    twin = agent.clone()
-    assert equal_states(twin.state(), before)
-    assert twin.members.shared_tensors()["first.weight"].abs().sum() > 0  # the reference
-
-
 @pytest.mark.parametrize(
     "space",
     [
-        *(space for probe in PROBES for space in (probe().observation_space, probe().action_space)),
         MIXED,
         spaces.Box(np.array([-np.inf, 0.0]), np.array([1.0, np.inf]), dtype=np.float64),
         spaces.Box(0, 255, (4, 5, 3), np.uint8),

@@ -21,6 +21,7 @@ from tests.envs.probes import (
 from tests.tiny_steps import cart_pole, step_agent
 
 SMALL = NetworkConfig(hidden=(32,))
+slow = pytest.mark.slow
 
 
 def trained(make, *, seed=0, generations=10, target, **options):
@@ -40,20 +41,23 @@ def trained(make, *, seed=0, generations=10, target, **options):
     ("make", "wanted", "options"),
     [
         (MatchDiscrete, 1.0, {}),
-        (MatchMultiDiscrete, 1.0, {}),
-        (MatchMultiBinary, 1.0, {}),
-        (MatchBox, 0.9, {"network": NetworkConfig(hidden=(32,), log_std=-1.0)}),
+        pytest.param(MatchMultiDiscrete, 1.0, {}, marks=slow),
+        pytest.param(MatchMultiBinary, 1.0, {}, marks=slow),
+        pytest.param(MatchBox, 0.9, {"network": NetworkConfig(hidden=(32,), log_std=-1.0)}, marks=slow),
         (MatchImage, 1.0, {"network": NetworkConfig(hidden=(16,), convolutions=((4, 4, 4),)), "lr": 3e-3}),
-        (MatchDict, 1.0, {}),
-        (MatchTuple, 1.0, {}),
-        (Masked, 3.0, {}),
+        pytest.param(MatchDict, 1.0, {}, marks=slow),
+        pytest.param(MatchTuple, 1.0, {}, marks=slow),
+        pytest.param(Masked, 3.0, {}, marks=slow),
     ],
 )
 def test_probes_are_solved(make, wanted, options):
     assert trained(make, target=wanted, **options) >= 0.97 * wanted
 
 
-@pytest.mark.parametrize("advantage", ["return_to_go_timestep", "return_to_go_group", "outcome"])
+@pytest.mark.parametrize(
+    "advantage",
+    ["return_to_go_timestep", pytest.param("return_to_go_group", marks=slow), pytest.param("outcome", marks=slow)],
+)
 def test_delayed_rewards_are_credited(advantage):
     """The second step pays for the first; with gamma 0 this cannot be learned."""
     assert trained(DelayedCredit, target=1.0, advantage=advantage, gamma=1.0) == 1.0

@@ -18,7 +18,7 @@ from tests.tiny_training import equal_states, tiny_env, tiny_population
 TARGET = 0.005
 
 
-@pytest.mark.parametrize("scale", [1e-10, 1e-5, 0.005, 1.0, 1e6])
+@pytest.mark.parametrize("scale", [1e-10, 0.005, 1e6])
 def test_search_finds_the_learning_rate_of_a_quadratic_kl(scale):
     """KL grows with the square of the learning rate for small steps."""
     control = StepControl(StepSize(), target=TARGET, target_kl=TARGET)
@@ -110,10 +110,10 @@ def test_a_searched_step_equals_a_step_with_the_learning_rate_found(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_later_steps_stay_below_the_limit(kind):
     make, make_env = KINDS[kind]
-    population, env = make(1, update_epochs=3, group_size=4, target_kl=TARGET, lr=1.0), make_env()
-    measured = [step_of(population, env, step)[0].metrics.get("step_kl") for step in range(9)]
+    population, env = make(1, update_epochs=2, group_size=4, target_kl=TARGET, lr=1.0), make_env()
+    measured = [step_of(population, env, step)[0].metrics.get("step_kl") for step in range(5)]
     if kind == "language":  # measuring takes a pass, so that it is done now and then
-        assert [kl is not None for kl in measured] == [step in (0, 4, 8) for step in range(9)]
+        assert [kl is not None for kl in measured] == [step in (0, 4) for step in range(5)]
     assert all(kl <= 4 * TARGET for kl in measured if kl is not None)
 
 
@@ -141,17 +141,19 @@ def test_each_policy_of_a_team_has_its_own_step_size():
     assert all(factor > 10 for factor in factors.values())
 
 
-def test_members_that_share_samples_are_measured_on_their_own_or_all():
-    population, env = step_population(3, group_size=4, lr=1e-6, target_kl=TARGET, update_epochs=2), cart_pole()
-    for report in step_of(population, env, sources={0: [0, 1, 2], 1: [2]}).values():
-        assert 0 < report.metrics["step_kl"] <= 1.5 * TARGET
-
-
 BESIDE = {
-    "schedule": {"optimizer": Optimizer(schedule="linear", total_steps=100), "max_grad_norm": 1e-3},
-    "one update": {"update_epochs": 1, "objective": Objective(importance_correction="token_truncate")},
-    "many updates": {"update_epochs": 4, "batch_size": 4, "entropy_coef": 0.01, "loss_type": "dapo"},
-    "adaptive beta": {"beta": 0.1, "objective": Objective(kl_target=1e-3)},
+    "schedule": {
+        "optimizer": Optimizer(schedule="linear", total_steps=100),
+        "max_grad_norm": 1e-3,
+        "objective": Objective(importance_correction="token_truncate"),
+    },
+    "many updates": {
+        "update_epochs": 2,
+        "batch_size": 4,
+        "loss_type": "dapo",
+        "beta": 0.1,
+        "objective": Objective(kl_target=1e-3),
+    },
 }
 
 
@@ -174,7 +176,6 @@ class TestLearningRates:
         [
             ({}, DEFAULT_TARGET_KL),
             ({"lr": "auto"}, DEFAULT_TARGET_KL),
-            ({"target_kl": 0.02}, 0.02),
             ({"lr": 1e-3, "target_kl": 0.02}, 0.02),
             ({"lr": 1e-3}, None),
             ({"target_kl": None}, None),

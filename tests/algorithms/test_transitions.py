@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -63,7 +62,7 @@ def test_advantages_are_those_of_episodes_and_gradients_those_of_actions(kind):
     assert report.tokens == count
 
 
-@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize("size", [7, 1000])
 def test_batch_size_counts_transitions(size):
     shared = together()
     batch = experience(shared)
@@ -71,49 +70,6 @@ def test_batch_size_counts_transitions(size):
     report = learn(shared, [learner(batch_size=size, update_epochs=2)], {"default": batch})[0]
     assert report.optimizer_steps == 2 * math.ceil(count / size)
     assert int(shared.bank.state(0)["step"]) == report.optimizer_steps
-
-
-def test_transitions_are_shuffled_individually():
-    shared = together(2)
-    batch = experience(shared).flatten_actions()
-    own = (batch.member_ids == 1).nonzero()[:, 0]
-    steps = minibatches(learner(1, batch_size=4), batch, 0, keep_groups=False)
-    order = torch.cat(steps)
-    assert sorted(order.tolist()) == own.tolist() != order.tolist()
-    groups = batch.group_ids[order].tolist()
-    assert sum(one != other for one, other in pairwise(groups)) > len(set(groups))
-
-
-MIXED = [
-    {"loss_type": "cispo", "beta": 0.2, "entropy_coef": 0.1, "batch_size": 9, "update_epochs": 2},
-    {"advantage": "return_to_go_group", "gamma": 0.9, "clip_low": 0.1},
-    {"advantage": "outcome", "loss_type": "bnpo", "batch_size": 5, "advantage_clip": 0.5, "beta": 0.1},
-]
-RUNS = {
-    "plain": {},
-    "whitened": {"whiten_advantages": True},
-    "KL in rewards": {"kl_placement": "reward", "kl_target": 0.1, "kl_horizon": 50},
-    "uncertain actions": {"top_entropy_quantile": 0.5},
-    "own references": {"reference": "snapshot", "reference_sync_steps": 3},
-}
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_members_learn_together_as_alone(run):
-    shared = together(3, **RUNS[run], advantage="return_to_go_timestep")
-    batch = experience(shared)
-    learners = [learner(slot, **choices) for slot, choices in enumerate(MIXED)]
-    alone = []
-    for slot, each in enumerate(learners):
-        apart = together(1, **RUNS[run], advantage="return_to_go_timestep")
-        apart.bank.load_state(0, shared.bank.state(slot))
-        own = {"default": own_rows(batch, slot)}
-        alone.append((learn(apart, [replace(each, slot=0)], own)[0], apart.bank.state(0)))
-    reports = learn(shared, learners, {"default": batch})
-    for slot, (report, state) in enumerate(alone):
-        assert_metrics_agree(reports[slot].metrics, report.metrics)
-        assert reports[slot].tokens == report.tokens
-        assert_states_agree(shared.bank.state(slot), state, lr=PLAIN["lr"])
 
 
 def test_a_member_whose_episodes_are_all_masked_takes_no_step():
@@ -158,19 +114,6 @@ def test_approx_kl_and_clip_fraction_equal_stable_baselines3(idle, clip):
     assert metrics["clip_fraction"] == pytest.approx(fraction / 2)
 
 
-def test_clip_bounds_apply_by_side_regardless_of_the_advantage():
-    shared, control = (together(advantage="return_to_go_timestep") for _ in range(2))
-    batch = experience(shared)
-    bounds = {"lr": 0.1, "clip_low": 0.03, "clip_high": 0.15}
-    learn(control, [learner(**bounds, update_epochs=1)], {"default": batch})
-    ratio = (control.bank.log_probs(batch) - batch.sampler_log_probs).exp()[batch.action_mask]
-    below, above = ratio < 0.97, ratio > 1.15
-    metrics = learn(shared, [learner(**bounds, update_epochs=2)], {"default": batch})[0].metrics
-    assert min(int(below.sum()), int(above.sum())) > 0
-    assert metrics["clip_fraction"] == pytest.approx(float((below | above).float().mean()) / 2)
-    assert metrics["clip_fraction"] > metrics["clip_ratio/region_mean"]  # where the clip binds
-
-
 DISCRETE = CASES["some alike"]
 
 
@@ -206,8 +149,9 @@ def test_the_loss_uses_the_kl_of_every_action_with_temperature_and_mask(case, ba
     assert all(bool(bank.state(slot)["exp_avg"].any()) for slot in range(3))  # with gradient
 
 
-@pytest.mark.parametrize("kind", FULL_KLS)
-@pytest.mark.parametrize("reference", ["base", "snapshot", "old"])
+@pytest.mark.parametrize(
+    ("kind", "reference"), [*zip(FULL_KLS, ["base", "old"], strict=True), (FULL_KLS[0], "snapshot")]
+)
 def test_members_learn_together_as_alone_from_whole_distributions(kind, reference):
     shared = members(3, kl_estimator=kind, reference=reference)
     batch = experience(shared, DISCRETE)
@@ -226,7 +170,7 @@ def test_members_learn_together_as_alone_from_whole_distributions(kind, referenc
         assert ("kl" in report.metrics) == (slot > 0)
 
 
-@pytest.mark.parametrize("kind", [*FULL_KLS, "k2", "k3", "abs"])
+@pytest.mark.parametrize("kind", [FULL_KLS[1], "k3"])
 def test_kl_to_the_old_policy_acts_from_the_second_optimizer_step(kind):
     def learnt(beta, epochs):
         shared = members(1, kl_estimator=kind, reference="old")
@@ -253,10 +197,10 @@ def test_shared_samples_use_the_policy_that_acted():
     assert expected > 1e-3
 
 
-@pytest.mark.parametrize("beta", [0.001, 1.0])
-def test_the_optimizer_steps_of_a_script_are_reproduced(beta):
+def test_the_optimizer_steps_of_a_script_are_reproduced():
     """The script trains CartPole with the clipped loss and beta times KL(old || new) over whole distributions."""
     torch.manual_seed(0)
+    beta = 1.0
     actor = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
     kinds = {"advantage": "return_to_go_group", "kl_estimator": "full_reversed", "reference": "old"}
     objective = Objective(loss_type="dapo", advantage_eps=1e-8, **kinds)

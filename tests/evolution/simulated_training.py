@@ -18,16 +18,7 @@ import numpy as np
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
-from evogrpo.evolution import (
-    Fitness,
-    Generation,
-    History,
-    MemberRecord,
-    Plan,
-    SlotRecord,
-    Strategy,
-    spread_founders,
-)
+from evogrpo.evolution import Fitness, Generation, History, MemberRecord, Plan, SlotRecord, Strategy, spread_founders
 from evogrpo.randomness import generator
 
 SPACE = HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-1, scale="log"))
@@ -41,22 +32,18 @@ class Surface:
     Attributes:
         optimum: log10 of the learning rate that learns fastest.
         width: Decades from the optimum at which the speed is exp(-1/2) of the maximum.
-        clip_width: The same for log10 of the clip coefficient around 0.2; infinity without effect.
         speed: Skill per generation at the optimum; a score is 1 - exp(-skill).
         edge: Decades above the optimum from which a generation may ruin a member.
         luck: Standard deviation of a generation's speed, in log units.
-        drift: Decades that the optimum falls per unit of skill.
         noise: Standard deviation of a member's score on one question, besides the noise shared by all members.
         questions: Number of validation questions.
     """
 
     optimum: float = -2.5
     width: float = 0.4
-    clip_width: float = math.inf
     speed: float = 0.25
     edge: float = 0.7
     luck: float = 0.3
-    drift: float = 0.0
     noise: float = 0.3
     questions: int = 32
 
@@ -145,9 +132,8 @@ class Simulation:
     def _learn(self, member: MemberRecord, rng: np.random.Generator) -> bool:
         """Train a member for a generation; return True if it failed."""
         surface, values = self.surface, member.hyperparameters
-        off = math.log10(values.lr) - surface.optimum + surface.drift * self.skill[member.index]
+        off = math.log10(values.lr) - surface.optimum
         rate = math.exp(-0.5 * (off / surface.width) ** 2)
-        rate *= math.exp(-0.5 * (math.log10(values.clip_coef / 0.2) / surface.clip_width) ** 2)
         fate, luck = rng.random(), math.exp(surface.luck * rng.standard_normal())
         self.skill[member.index] += self.steps / 4 * self.samples / SAMPLES * surface.speed * luck * rate
         if fate < 1.0 - math.exp(-3.0 * max(off - surface.edge, 0.0)):
@@ -182,9 +168,8 @@ class Simulation:
 
     @property
     def distance(self) -> float:
-        """Decades between the elite's learning rate and its optimum."""
-        optimum = self.surface.optimum - self.surface.drift * self.skill[self.elite.index]
-        return abs(math.log10(self.elite.hyperparameters.lr) - optimum)
+        """Decades between the elite's learning rate and the optimum."""
+        return abs(math.log10(self.elite.hyperparameters.lr) - self.surface.optimum)
 
     @property
     def lines(self) -> int:

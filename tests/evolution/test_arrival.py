@@ -5,11 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution import Fixed, Mutation, Tournament, proposals
 from tests.evolution.simulated_training import SPACE, Simulation, Surface, simulated_founders, wrong_founders
 
-SEEDS = range(24)
+SEEDS = range(12)
 
 
 @pytest.mark.parametrize(("start", "optimum"), [(1e-5, -2.0), (3e-2, -4.5)])
@@ -21,14 +20,6 @@ def test_a_population_three_decades_off_arrives_within_six_generations(start, op
         for seed in SEEDS
     ]
     assert sum(arrived) >= 0.75 * len(arrived)
-
-
-def test_a_walk_by_a_fixed_factor_does_not_arrive():
-    walk = HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-1, scale="log", factor=1.2))
-    surface = Surface(optimum=-2.0)
-    for seed in range(8):
-        arm = Simulation(Tournament(z=0.0), surface, wrong_founders(8, lr=1e-5), seed=seed, space=walk).run(7)
-        assert arm.distance > 2.4
 
 
 def test_a_good_start_loses_little():
@@ -56,13 +47,12 @@ def test_step_sizes_are_inherited_from_the_parent():
     """Children of a member with small steps take small steps; founders take the default."""
     arm = Simulation(Tournament(), Surface(), simulated_founders(8, lr=1e-3, space=SPACE, seed=1), seed=1).run(4)
     history = arm.evaluate()
-    sizes = {}
+    births, sizes = {child.index: child for plan in arm.plans for child in plan.children}, {}
     for record in history.last.slots:
-        draw = proposals(Mutation(resample=0), history, record.member, SPACE)
-        logs = [math.log10(draw(np.random.default_rng(n)).lr / record.member.hyperparameters.lr) for n in range(200)]
-        born = next((c for plan in arm.plans for c in plan.children if c.index == record.member.index), None)
-        own = None if born is None else abs(math.log10(born.changes["lr"][1] / born.changes["lr"][0]))
-        sizes[record.member.index] = (0.8 if own is None else min(max(own, 0.08), 1.0), np.median(np.abs(logs)))
+        index, draw = record.member.index, proposals(Mutation(resample=0), history, record.member, SPACE)
+        logs = [math.log10(draw(np.random.default_rng(n)).lr / record.member.hyperparameters.lr) for n in range(60)]
+        own = math.log10(np.divide(*births[index].changes["lr"])) if index in births else 0.8
+        sizes[index] = (min(max(abs(own), 0.08), 1.0), np.median(np.abs(logs)))
     assert len({inherited for inherited, _ in sizes.values()}) > 2
     for inherited, typical in sizes.values():
         assert typical == pytest.approx(inherited, rel=0.5)

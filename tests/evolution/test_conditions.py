@@ -6,7 +6,6 @@ import pytest
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution import Mutation, changes_between, spread_founders
-from evogrpo.training.configuration.reading import parse_config
 
 NAMES = RLParameter(choices=["grpo", "gspo", "cispo"])
 SPACE = HyperparameterConfig(
@@ -53,7 +52,7 @@ def test_mutation_changes_active_hyperparameters_only(space, probability):
     assert len(kinds) > 1
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_founders_differ_in_active_hyperparameters_only(seed):
     first = Hyperparameters(loss_type="cispo", batch_size=32)
     members = spread_founders(first, TREE, 30, np.random.default_rng(seed), 64)
@@ -62,14 +61,6 @@ def test_founders_differ_in_active_hyperparameters_only(seed):
             assert getattr(member, name) == getattr(first, name)
     # gspo, cispo, and grpo with one epoch or with 2 or 4 epochs of two batch sizes.
     assert len({TREE.active_values(member) for member in members}) == 2 + 1 + 2 * 2
-
-
-def test_none_is_a_value():
-    space = HyperparameterConfig(beta=RLParameter(choices=[0.0, 0.1], when={"loss_type": [None, "dapo"]}))
-    answers = {
-        name: space.is_active("beta", Hyperparameters(loss_type=name).to_json()) for name in (None, "dapo", "grpo")
-    }
-    assert answers == {None: True, "dapo": True, "grpo": False}
 
 
 def test_conditions_round_trip_through_json():
@@ -92,14 +83,8 @@ def ladder(**when):
         (lambda: ladder(los_type="grpo"), "did you mean 'loss_type'"),
         (lambda: ladder(loss_type="grp"), "loss_type must be one of"),
         (lambda: ladder(loss_type=[]), "at least one value of loss_type"),
-        (lambda: ladder(update_epochs=1.5), "update_epochs must be an integer"),
-        (lambda: RLParameter(choices=[1, 2], when={}), "when must"),
         (lambda: RLParameter(choices=[1, 2], when="grpo"), "when must"),
         (lambda: HyperparameterConfig(batch_size=ladder(batch_size=1)), "circular"),
-        (
-            lambda: HyperparameterConfig(batch_size=ladder(update_epochs=1), update_epochs=ladder(batch_size=1)),
-            "circular",
-        ),
         (
             lambda: HyperparameterConfig(
                 beta=ladder(batch_size=1), batch_size=ladder(update_epochs=1), update_epochs=ladder(beta=1)
@@ -110,10 +95,6 @@ def ladder(**when):
         (
             lambda: HyperparameterConfig(batch_size=ladder(update_epochs=3), update_epochs=RLParameter(choices=[1, 2])),
             "batch_size would never",
-        ),
-        (
-            lambda: HyperparameterConfig(beta=ladder(loss_type="dapo"), loss_type=NAMES),
-            "beta would never",
         ),
     ],
 )
@@ -128,16 +109,3 @@ def test_conditions_on_fixed_values_are_refused_at_construction(fixed):
     with pytest.raises(ValueError, match=r"clip_high would never .*loss_type"):
         space.first({}, fixed)
     assert space.first({}, {"loss_type": "grpo"}).loss_type == "grpo"
-
-
-def test_configurations_may_set_conditions():
-    evolve = {
-        "loss_type": {"choices": ["grpo", "gspo"]},
-        "clip_high": {"min": 0.1, "max": 0.6, "when": {"loss_type": "gspo"}},
-    }
-    config = parse_config({"task": {"name": "two_digit_sums"}, "search_space": evolve})
-    assert config.search_space["clip_high"].condition == {"loss_type": ("gspo",)}
-    assert parse_config(config.to_json()).search_space == config.search_space
-    evolve["clip_high"]["when"] = {"los_type": "gspo"}
-    with pytest.raises(ValueError, match=r"search_space.clip_high: unknown hyperparameter 'los_type'"):
-        parse_config({"task": {"name": "two_digit_sums"}, "search_space": evolve})

@@ -36,17 +36,6 @@ def parameters(draw, integer):
 
 
 class TestNeighbour:
-    @given(data=st.data(), integer=st.booleans(), upward=st.booleans())
-    def test_always_moves_and_stays_in_bounds(self, data, integer, upward):
-        parameter = data.draw(parameters(integer))
-        value = quantile(parameter, data.draw(st.floats(0, 1)), integer=integer)
-        moved = neighbour(parameter, value, upward=upward, integer=integer)
-        low, high = parameter.bounds
-        assert moved != value
-        assert low <= moved <= high
-        assert parameter.choices is None or moved in parameter.choices
-        assert not integer or isinstance(moved, int)
-
     @given(data=st.data(), integer=st.booleans(), upward=st.booleans(), value=st.integers(1, 2000))
     def test_a_value_outside_moves_to_the_nearer_end(self, data, integer, upward, value):
         parameter = data.draw(parameters(integer))
@@ -64,29 +53,11 @@ class TestNeighbour:
         # The geometric mean of both outcomes is the start: no drift.
         assert math.sqrt(up * down) == pytest.approx(value, rel=1e-8)
 
-    @given(value=st.floats(0.15, 0.3))
-    def test_a_linear_step_is_a_fifth_of_the_range(self, value):
-        parameter = RLParameter(min=0.05, max=0.4)
-        assert neighbour(parameter, value, upward=True, integer=False) == pytest.approx(value + 0.07)
-        assert neighbour(parameter, value, upward=False, integer=False) == pytest.approx(value - 0.07)
-
     @pytest.mark.parametrize("scale", ["linear", "log"])
     def test_the_integer_four_moves_with_factor_1_2(self, scale):
         parameter = RLParameter(min=2, max=8, scale=scale, factor=1.2)
         assert neighbour(parameter, 4, upward=True, integer=True) == 5
         assert neighbour(parameter, 4, upward=False, integer=True) == 3
-
-    @pytest.mark.parametrize("scale", ["linear", "log"])
-    @pytest.mark.parametrize("value", [2, 3, 4])
-    def test_an_integer_moves_by_at_least_one(self, scale, value):
-        parameter = RLParameter(min=1, max=8, scale=scale, factor=1.02)
-        assert neighbour(parameter, value, upward=True, integer=True) == value + 1
-        assert neighbour(parameter, value, upward=False, integer=True) == value - 1
-
-    def test_large_integers_take_the_whole_step(self):
-        parameter = RLParameter(min=4, max=256, scale="log", factor=2.0)
-        assert neighbour(parameter, 64, upward=True, integer=True) == 128
-        assert neighbour(parameter, 64, upward=False, integer=True) == 32
 
     @pytest.mark.parametrize("upward", [True, False])
     def test_choices_move_by_one_and_turn_at_the_ends(self, upward):
@@ -103,30 +74,6 @@ class TestNeighbour:
             assert neighbour(parameter, 1.02, upward=True, integer=False) == 1.1
             assert neighbour(parameter, 1.08, upward=True, integer=False) == 1.0
 
-    @pytest.mark.parametrize(
-        ("parameter", "integer"),
-        [
-            (RLParameter(min=1.0, max=1.2**5, scale="log"), False),
-            (RLParameter(min=0.05, max=0.4), False),
-            (RLParameter(min=1, max=6), True),
-            (RLParameter(choices=[1, 2, 4, 8, 16, 32]), True),
-        ],
-    )
-    def test_bounds_are_reached_and_left_again(self, parameter, integer):
-        """A fair walk on 6 points in a row that turns at the ends is at each end a tenth of the time."""
-        rng = np.random.default_rng(0)
-        low, high = parameter.bounds
-        value, visits, steps = low, {low: 0, high: 0}, 20_000
-        for upward in rng.random(steps) < 0.5:
-            moved = neighbour(parameter, value, upward=bool(upward), integer=integer)
-            assert moved != value
-            value = moved
-            if value in visits:
-                visits[value] += 1
-        # Stationary weights of the walk are the degrees 1, 2, 2, 2, 2, 1.
-        assert visits[low] / steps == pytest.approx(0.1, abs=0.02)
-        assert visits[high] / steps == pytest.approx(0.1, abs=0.02)
-
 
 class TestMutation:
     @given(seed=st.integers(0, 2**32), probability=st.floats(0.001, 1))
@@ -139,13 +86,9 @@ class TestMutation:
         assert changes
         assert set(changes) <= set(SPACE)
 
-    def test_probability_one_changes_every_evolving_hyperparameter(self):
-        child = Mutation(probability=1.0)(Hyperparameters(), SPACE, np.random.default_rng(0))
-        assert set(changes_between(Hyperparameters(), child)) == set(SPACE)
-
     @pytest.mark.parametrize("probability", [1e-9, 0.5])
     def test_each_changes_with_the_stated_probability(self, probability):
-        rng, trials, names = np.random.default_rng(1), 4000, len(SPACE)
+        rng, trials, names = np.random.default_rng(1), 1500, len(SPACE)
         counts = dict.fromkeys(SPACE, 0)
         for _ in range(trials):
             child = Mutation(probability=probability)(Hyperparameters(), SPACE, rng)
@@ -158,7 +101,7 @@ class TestMutation:
 
     @pytest.mark.parametrize("factor", [None, 1.2, 4])
     def test_many_mutations_do_not_drift_on_a_log_scale(self, factor):
-        rng, trials = np.random.default_rng(2), 4000
+        rng, trials = np.random.default_rng(2), 1000
         space = HyperparameterConfig(lr=RLParameter(min=1e-6, max=1e-3, scale="log", factor=factor))
         start = Hyperparameters(lr=math.sqrt(1e-6 * 1e-3))  # the middle of the range, by symmetry without drift
         logs = [math.log(Mutation()(start, space, rng).lr / start.lr) for _ in range(trials)]
@@ -166,9 +109,9 @@ class TestMutation:
         if factor is not None:  # with an explicit factor every step has this size
             assert np.allclose(np.abs(logs), math.log(factor))
 
-    @pytest.mark.parametrize("start", ["grpo", "cispo", "dapo", None])
+    @pytest.mark.parametrize("start", ["grpo", None])
     def test_a_name_moves_to_every_other_name_with_equal_probability(self, start):
-        names, trials = ("grpo", "cispo", "sapo", "gspo"), 3000
+        names, trials = ("grpo", "cispo", "sapo", "gspo"), 1000
         space = HyperparameterConfig(loss_type=RLParameter(choices=list(names)))
         rng = np.random.default_rng(0)
         parent = Hyperparameters(loss_type=start)
@@ -181,11 +124,6 @@ class TestMutation:
         expected = 1 / len(others)
         for count in counts.values():
             assert abs(count / trials - expected) < 5 * math.sqrt(expected * (1 - expected) / trials)
-
-    def test_one_of_two_names_becomes_the_other(self):
-        space = HyperparameterConfig(advantage=RLParameter(choices=["outcome", "rloo"]))
-        child = Mutation()(Hyperparameters(advantage="rloo"), space, np.random.default_rng(0))
-        assert child.advantage == "outcome"
 
     @pytest.mark.parametrize("name", ["clip_low", "clip_high"])
     def test_none_moves_from_the_number_it_stands_for(self, name):
@@ -205,30 +143,15 @@ class TestMutation:
             child = Mutation(resample=0)(Hyperparameters(), space, np.random.default_rng(seed))
             assert child.advantage_clip == 4
 
-    def test_names_use_equally_many_draws_if_unchanged(self):
-        space = HyperparameterConfig(
-            lr=LR, loss_type=RLParameter(choices=["grpo", "dapo"]), advantage=RLParameter(choices=["outcome", "rloo"])
-        )
-        states = set()
-        for probability in (0.01, 1.0):
-            rng = np.random.default_rng(3)
-            Mutation(probability=probability)(Hyperparameters(), space, rng)
-            states.add(rng.bit_generator.state["state"]["state"])
-        assert len(states) == 1
-
     def test_an_empty_space_changes_nothing(self):
         parent = Hyperparameters()
         assert Mutation()(parent, HyperparameterConfig(), np.random.default_rng(0)) == parent
 
-    @pytest.mark.parametrize("resample", [-0.1, 1.1, float("nan"), True, "0.5", None])
-    def test_invalid_resample_probabilities_are_refused(self, resample):
-        with pytest.raises(ValueError, match="resample must"):
-            Mutation(resample=resample)
-
-    @pytest.mark.parametrize("probability", [0, -0.1, 1.1, float("nan"), True, "0.5"])
-    def test_invalid_probabilities_are_refused(self, probability):
-        with pytest.raises(ValueError, match="probability must"):
-            Mutation(probability=probability)
+    @pytest.mark.parametrize("value", [-0.1, 1.1, float("nan"), True, "0.5"])
+    @pytest.mark.parametrize("name", ["resample", "probability"])
+    def test_invalid_probabilities_are_refused(self, name, value):
+        with pytest.raises(ValueError, match=f"{name} must"):
+            Mutation(**{name: value})
 
 
 class TestSteps:
@@ -241,6 +164,7 @@ class TestSteps:
         assert moved != value
         assert low <= moved <= high
         assert parameter.choices is None or moved in parameter.choices
+        assert not integer or isinstance(moved, int)
 
     @pytest.mark.parametrize("scale", ["linear", "log"])
     def test_a_step_is_a_fraction_of_the_range_on_its_scale(self, scale):
@@ -250,13 +174,6 @@ class TestSteps:
         for size, upward in ((0.2, True), (0.5, True), (0.1, False)):
             moved = neighbour(parameter, value, upward=upward, integer=False, size=size)
             assert relative_position(parameter, moved) == pytest.approx(0.4 + size if upward else 0.4 - size)
-
-    def test_many_choices_are_passed_by_the_same_fraction(self):
-        parameter = RLParameter(choices=[2**power for power in range(11)])
-        assert neighbour(parameter, 1, upward=True, integer=True, size=0.3) == 8
-        assert neighbour(parameter, 512, upward=True, integer=True, size=0.3) == 1024
-        assert neighbour(parameter, 1024, upward=True, integer=True, size=0.3) == 128
-        assert relative_position(parameter, 8) == pytest.approx(0.3)
 
     def test_every_choice_is_reached_also_by_larger_steps(self):
         rungs = [4, 8, 16, 32, 64]
@@ -309,20 +226,11 @@ class TestSpread:
         defaults = Hyperparameters(lr=0.5, group_size=32)
         assert self.spread(4, defaults=defaults)[0] == defaults
 
-    def test_a_population_of_one_has_the_defaults(self):
-        assert self.spread(1) == (Hyperparameters(),)
-
     def test_fixed_hyperparameters_keep_the_default(self):
         members = self.spread(6, defaults=Hyperparameters(beta=0.3, max_grad_norm=2.0))
         assert {(member.beta, member.max_grad_norm) for member in members} == {(0.3, 2.0)}
 
-    @pytest.mark.parametrize("seed", range(5))
-    def test_founders_are_spread_over_their_part_of_the_range(self, seed):
-        space = HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-3, scale="log", founders=(1e-5, 1e-4)))
-        others = [member.lr for member in self.spread(10, space=space, seed=seed)[1:]]
-        assert sorted(int(9 * math.log10(lr / 1e-5)) for lr in others) == list(range(9))
-
-    @pytest.mark.parametrize("seed", range(5))
+    @pytest.mark.parametrize("seed", range(2))
     def test_every_part_of_every_range_gets_one_member(self, seed):
         others = self.spread(10, seed=seed)[1:]
         low, high = LR.bounds
@@ -340,7 +248,7 @@ class TestSpread:
         others = [member.loss_type for member in self.spread(size, space=space)[1:]]
         assert {name: others.count(name) for name in names} == dict.fromkeys(names, most)
 
-    @pytest.mark.parametrize("seed", range(20))
+    @pytest.mark.parametrize("seed", range(3))
     def test_founders_differ_while_the_space_has_room(self, seed):
         space = HyperparameterConfig(
             group_size=RLParameter(choices=[4, 8]),
@@ -357,11 +265,6 @@ class TestSpread:
         assert (first.clip_low, first.advantage_clip) == (None, None)
         assert sorted(member.advantage_clip for member in others) == [1, 1, 2, 2]
         assert all(0.1 <= member.clip_low <= 0.3 for member in others)
-
-    def test_group_sizes_from_a_range_divide_samples_per_step(self):
-        space = HyperparameterConfig(group_size=RLParameter(min=2, max=12))
-        sizes = {member.group_size for member in self.spread(41, space=space, samples_per_step=24)[1:]}
-        assert sizes == {2, 3, 4, 6, 8, 12}
 
     def test_equal_generators_give_equal_populations(self):
         assert self.spread(5, seed=3) == self.spread(5, seed=3)

@@ -3,9 +3,8 @@
 from itertools import pairwise
 
 import numpy as np
-import pytest
 
-from evogrpo.evolution import Narrowing, strategy_from_json
+from evogrpo.evolution import Narrowing
 from evogrpo.testing.strategies import SAMPLES_PER_STEP, SimulatedPopulation, StrategyTestCase
 from tests.evolution.simulated_training import Simulation, Surface, wrong_founders
 
@@ -44,16 +43,3 @@ def test_no_member_stops_while_none_improves():
         run.run(12)
     assert np.median([run.distance for run in runs]) < 1.5
     assert np.median([run.best_score for run in runs]) > 0.3
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"eta": 1}, "eta must be at least 2"),
-        ({"min_members": 0}, "min_members"),
-        ({"quantile": 0.6}, "quantile"),
-    ],
-)
-def test_invalid_settings_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        strategy_from_json({"name": "narrowing", **settings})

@@ -6,16 +6,7 @@ import numpy as np
 import pytest
 
 from evogrpo.evolution import Fitness, paired_difference
-from evogrpo.evolution.fitness import (
-    FIRST_ROUND,
-    ahead,
-    clearly_behind,
-    looks,
-    on_all_questions,
-    rounds,
-    still_racing,
-    t_quantile,
-)
+from evogrpo.evolution.fitness import FIRST_ROUND, ahead, looks, on_all_questions, rounds, still_racing, t_quantile
 
 
 @pytest.mark.parametrize("questions", [2, 8, 9, 16, 33, 64, 1000])
@@ -62,10 +53,8 @@ def failing(rng, gap):
 
 
 @pytest.mark.parametrize("draw", [normal, right_or_wrong, failing])
-@pytest.mark.parametrize("error", [0.3])
-def test_the_best_is_eliminated_at_most_at_the_stated_rate(draw, error):
-    rng = np.random.default_rng(0)
-    runs = 150
+def test_the_best_is_eliminated_at_most_at_the_stated_rate(draw):
+    rng, error, runs = np.random.default_rng(0), 0.3, 150
     lost = sum(0 not in race(draw(rng, 0.02), error) for _ in range(runs))
     assert lost / runs <= error + 2 * math.sqrt(error * (1 - error) / runs)
 
@@ -79,16 +68,6 @@ def test_members_far_behind_are_eliminated_and_the_leader_never(draw):
         remaining = race(scores, 0.05)
         assert not {1, 2} & set(remaining)
         assert int(scores[remaining].mean(axis=1).argmax()) in range(len(remaining))
-
-
-@pytest.mark.parametrize("questions", [2, 4, 8])
-def test_equal_scores_are_tested_like_a_sign_test(questions):
-    ahead_everywhere, behind = np.ones(questions), np.zeros(questions)
-    sign_test = 0.5**questions  # probability if both are equal
-    assert not clearly_behind(ahead_everywhere, behind, sign_test / 3)
-    if questions == 8:
-        assert clearly_behind(ahead_everywhere, behind, sign_test * 3)
-    assert not clearly_behind(behind, behind, 0.4)
 
 
 def test_fitness_of_eliminated_members_is_relative_to_the_same_questions():

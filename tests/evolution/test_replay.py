@@ -1,6 +1,5 @@
 """Replay of a hyperparameter schedule."""
 
-import numpy as np
 import pytest
 
 from evogrpo.config.hyperparameters import Hyperparameters
@@ -53,12 +52,10 @@ class TestReplay(StrategyTestCase):
     ("stages", "message"),
     [
         ([], "stages"),
-        ("abc", "stages"),
         ([3], "stages"),
         ([{"hyperparameters": {}}], "samples_per_step"),
         ([{"hyperparameters": {}, "generations": [], "samples_per_step": 8}], "generations"),
         ([{"hyperparameters": {}, "generations": [0], "samples_per_step": 8}], "generations"),
-        ([{"hyperparameters": {}, "generations": [True], "samples_per_step": 8}], "generations"),
         ([{"hyperparameters": {}, "generations": [2], "samples_per_step": 9}], "group_size must divide"),
         ([{"hyperparameters": {"lr": -1}, "generations": [2], "samples_per_step": 8}], "lr must be above 0"),
         ([{"hyperparameters": {}, "generations": [2], "samples_per_step": 8, "stepz": 1}], "stepz"),
@@ -67,9 +64,3 @@ class TestReplay(StrategyTestCase):
 def test_invalid_stages_are_refused(stages, message):
     with pytest.raises(ValueError, match=message):
         Replay(stages=stages)
-
-
-def test_plans_use_no_random_numbers():
-    rng = np.random.default_rng(3)
-    Replay(stages=STAGES).plan(SimulatedPopulation(3).evaluate(), rng)
-    assert rng.random() == np.random.default_rng(3).random()

@@ -61,16 +61,6 @@ def test_the_reason_names_noise_if_a_better_challenger_is_rejected():
     assert held_back > 0
 
 
-def test_larger_tournaments_select_harder():
-    fitness = fitness_of(*np.linspace(0, 1, 10))
-    taken = [
-        np.mean([[choice.parent for choice in choose(fitness, size, 1.0, seed=s)] for s in range(40)])
-        for size in (1, 2, 4, 10)
-    ]
-    assert taken == sorted(taken)
-    assert taken[-1] == 9
-
-
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_failed_members_are_replaced_regardless_of_noise(size):
     first, second = fitness_of(0.0, 0.0, noise=1.0)
@@ -78,11 +68,3 @@ def test_failed_members_are_replaced_regardless_of_noise(size):
         choices = choose([None, first, None, second, None], size, 100.0, seed=seed)
         assert all(choices[slot].parent in (1, 3) and "failed" in choices[slot].reason for slot in (0, 2, 4))
         assert [choices[slot].parent for slot in (1, 3)] == [1, 3]
-
-
-def test_a_fixed_fitness_gap_is_detected_through_shared_noise():
-    """Question difficulty with a standard deviation of 10 hides a gap of 0.1 from plain means, not from paired ones."""
-    difficulty = 10 * np.random.default_rng(0).standard_normal(QUESTIONS)
-    fitness = [Fitness.from_scores((difficulty + gap).tolist()) for gap in (0.0, 0.1)]
-    assert fitness[0].standard_error > 0.1
-    assert [choice.parent for choice in choose(fitness, 2, 3.0, seed=0)] == [1, 1]

@@ -59,11 +59,10 @@ class BuiltInTestCase(StrategyTestCase):
             vacancies += len(plan.vacant)
         assert vacancies
 
-    @pytest.mark.parametrize("size", [3, 9])
-    def test_members_are_equal_where_the_space_is_exhausted(self, size):
+    def test_members_are_equal_where_the_space_is_exhausted(self):
         if not self.no_twins:
             pytest.skip("its clones may be exact")
-        for history, plan in self.follow(self.make_strategy(), SimulatedPopulation(size, spread=3.0, space=NARROW)):
+        for history, plan in self.follow(self.make_strategy(), SimulatedPopulation(6, spread=3.0, space=NARROW)):
             for child in plan.children:
                 if "no other point" not in child.reason:
                     twins = [
@@ -163,7 +162,7 @@ class TestTruncationPBT(BuiltInTestCase):
         space = HyperparameterConfig(
             lr=RLParameter(min=1e-6, max=1e-2, scale="log"), group_size=RLParameter(choices=[4, 8, 16, 32, 64])
         )
-        start, rng, trials = Hyperparameters(lr=1e-4, group_size=16), np.random.default_rng(0), 2000
+        start, rng, trials = Hyperparameters(lr=1e-4, group_size=16), np.random.default_rng(0), 1000
         children = [self.strategy._explore(start, space, rng) for _ in range(trials)]
         rates = [round(child.lr / start.lr, 6) for child in children]
         rungs = [child.group_size for child in children]
@@ -261,40 +260,24 @@ class TestFixed(BuiltInTestCase):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("name", "settings", "message"),
     [
-        ({"size": 0}, "size must be at least 1, got 0"),
-        ({"size": 2.5}, "size must be an integer"),
-        ({"z": -1}, "z must be at least 0"),
-        ({"z": float("nan")}, "z must be finite"),
-        ({"elitism": 1}, "elitism must be true or false"),
-        ({"mutation": True}, "mutation must be"),
-        ({"mutation": Mutation}, "mutation must be"),
-        ({"explore_when_stuck": 1}, "explore_when_stuck must be true or false"),
-        ({"elitism": False, "mutation": None}, "elitism=False needs a mutation"),
+        ("tournament", {"size": 0}, "size must be at least 1, got 0"),
+        ("tournament", {"z": float("nan")}, "z must be finite"),
+        ("tournament", {"elitism": False, "mutation": None}, "elitism=False needs a mutation"),
+        ("truncation_pbt", {"quantile": 0.6}, "quantile must be"),
+        ("truncation_pbt", {"factors": (1.2, 1.1)}, "factors"),
+        ("truncation_pbt", {"factors": (1.2, "0.8")}, r"factors\[1\] must be a number"),
+        ("narrowing", {"eta": 1}, "eta must be at least 2"),
+        ("narrowing", {"quantile": 0.6}, "quantile"),
+        ("successive_halving", {"grow": "members"}, "grow must be .*'members'"),
+        ("multi_frequency", {"intervals": [1, 1]}, "intervals must"),
+        ("multi_frequency", {"mutation": None}, "mutation must be"),
     ],
 )
-def test_invalid_tournament_settings_are_refused(settings, message):
+def test_invalid_settings_are_refused(name, settings, message):
     with pytest.raises(ValueError, match=message):
-        Tournament(**settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"quantile": 0}, "quantile must be"),
-        ({"quantile": 0.6}, "quantile must be"),
-        ({"resample": -0.1}, "resample must be"),
-        ({"factors": 1.2}, "factors"),
-        ({"factors": (1.2, 1.1)}, "factors"),
-        ({"factors": (1.2, 0.0)}, "factors"),
-        ({"factors": (1.2, "0.8")}, r"factors\[1\] must be a number"),
-        ({"mutation": 3}, "mutation must be"),
-    ],
-)
-def test_invalid_truncation_settings_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        TruncationPBT(**settings)
+        strategy_from_json({"name": name, **settings})
 
 
 @pytest.mark.parametrize(
@@ -303,7 +286,6 @@ def test_invalid_truncation_settings_are_refused(settings, message):
         ({"name": "turnament"}, "did you mean 'tournament'"),
         ({}, "unknown strategy None"),
         ({"name": "tournament", "sise": 2}, "did you mean 'size'"),
-        ({"name": "tournament", "tournament_size": 2}, "'size'"),
         ({"name": "truncation_pbt", "quantile_fraction": 0.25}, "'quantile'"),
         ({"name": "truncation_pbt", "resample_probability": 0.25}, "'resample'"),
         ({"name": "fixed", "size": 2}, "unknown setting of fixed 'size'"),
@@ -316,10 +298,6 @@ def test_unknown_strategies_and_settings_are_refused(values, message):
         strategy_from_json(values)
 
 
-def test_missing_settings_take_their_defaults():
-    assert strategy_from_json({"name": "tournament", "size": 3}) == Tournament(size=3)
-
-
 @dataclasses.dataclass(frozen=True)
 class UserStrategy(Fixed):
     width: float
@@ -327,8 +305,7 @@ class UserStrategy(Fixed):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"widht": 1.0}, "did you mean 'width'"), ({"depth": 2}, "mine:UserStrategy.*'width'")],
+    ("settings", "message"), [({"widht": 1.0}, "did you mean 'width'"), ({"depth": 2}, "mine:UserStrategy.*'width'")]
 )
 def test_settings_of_a_user_class_are_validated_by_its_constructor(settings, message):
     assert strategy_from_json({"name": "mine:UserStrategy", "width": 0.5}, UserStrategy) == UserStrategy(width=0.5)
@@ -348,7 +325,6 @@ def born(slot, index, parent, group_size=8):
         ({"reasons": ("a",)}, "reasons must"),
         ({"parents": (0, 2)}, r"must be in \[0, 1\]"),
         ({"parents": (0, 0)}, r"slots \[1\] copy another slot"),
-        ({"children": (born(0, 4, 0), born(1, 4, 0))}, "distinct slots and indices"),
         ({"children": (born(1, 4, 0), born(1, 5, 0))}, "distinct slots and indices"),
         ({"parents": (0, None), "children": (born(1, 4, 0),)}, r"parents must .* in slots \[1\]"),
         ({"children": (born(1, 4, None),)}, r"parents must .* in slots \[1\]"),
@@ -360,11 +336,6 @@ def test_contradictory_plans_are_refused(fields, message):
     assert Plan(**valid).vacant == ()
     with pytest.raises(ValueError, match=message):
         Plan(**{**valid, **fields})
-
-
-def test_a_slot_without_parent_is_empty_or_gets_a_founder():
-    plan = Plan(generation=0, parents=(0, None, None), children=(born(2, 4, None),), reasons=("a", "b", "c"))
-    assert plan.vacant == (1,)
 
 
 def test_choices_become_births_retirements_and_founders():
@@ -399,21 +370,13 @@ def test_choices_become_births_retirements_and_founders():
     [
         ({"generation": 2}, "after generation 1, got one for 4 slots after generation 2"),
         ({"parents": (0, 1, 2), "reasons": ("",) * 3}, "for 4 slots after generation 1, got one for 3"),
-        (
-            {"parents": (0, 1, 2, None)},
-            r"healthy members, \[0, 2\]",
-        ),
-        ({"parents": (0, None, 2, 3)}, "healthy members"),
+        ({"parents": (0, 1, 2, None)}, r"healthy members, \[0, 2\]"),
         ({"parents": (0, 0, 2, None), "children": (born(1, 101, 10),)}, r"indices from 100, got \[101\]"),
         ({"parents": (0, 0, 2, None), "children": (born(1, 100, 16),)}, "state it takes, 10, got 16 in slot 1"),
         ({"parents": (0, 0, 2, None), "children": (born(1, 100, 10, 5),)}, r"got 5 \(member 100\): use one of 2, 3, 4"),
         ({"samples_per_step": 50}, r"group_size must divide samples_per_step=50.*member 1\d\): use one of 2, 5, 10"),
-        ({"samples_per_step": 1}, "samples_per_step must be at least 2"),
-        ({"steps_per_generation": 0}, "steps_per_generation must be at least 1"),
-        ({"samples": (8,)}, "samples must"),
         ({"samples": (-8, 0, 8, 0)}, "samples must"),
         ({"samples": (0, 0, 0, 0)}, "samples must"),
-        ({"samples": (4.5, 0, 8, 0)}, "samples must"),
         ({"samples": (8, 8, 8, 0)}, "samples must"),
         ({"samples": (0, 0, 6, 0)}, "samples must be whole groups, got 6 for member 16"),
         ({"samples": (96, 0, 40, 0)}, "samples must be at most 96, .*got 136"),

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from evogrpo.evolution import Fitness, MultiFrequency, strategy_from_json
+from evogrpo.evolution import Fitness, MultiFrequency
 from evogrpo.testing.strategies import SimulatedPopulation, StrategyTestCase, permuted
 
 RNG = np.random.default_rng(0)
@@ -102,18 +102,3 @@ def test_sub_populations_follow_from_member_indices(size, groups):
     order = np.random.default_rng(1).permutation(size).tolist()
     again = strategy._groups(permuted(history, order))
     assert [sorted(order[slot] for slot in group) for group in again] == [sorted(group) for group in dealt]
-
-
-@pytest.mark.parametrize(
-    ("settings", "rule"),
-    [
-        ({"intervals": []}, "intervals must"),
-        ({"intervals": "12"}, "intervals must"),
-        ({"intervals": [1, 1]}, "intervals must"),
-        ({"intervals": [0, 1]}, r"intervals\[0\] must"),
-        ({"mutation": None}, "mutation must be"),
-    ],
-)
-def test_invalid_settings_are_refused(settings, rule):
-    with pytest.raises(ValueError, match=rule):
-        strategy_from_json({"name": "multi_frequency", **settings})

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evogrpo.functional.advantages import advantages, group_advantages, returns_to_go, standardised_step_rewards, whiten
+from evogrpo.functional.advantages import advantages
 from evogrpo.functional.loss_types import ADVANTAGES, STEP_ADVANTAGES
 from evogrpo.functional.rewards import zero_variance_groups
 from tests.oracles import slow_advantages
@@ -24,14 +24,6 @@ def completion_advantages(kind, rewards, groups, members, **options):
     mask = torch.ones(len(rewards), 1, dtype=torch.bool)
     inputs = {"rewards": components[:, 0], "components": components, "mask": mask}
     return advantages(kind, group_ids=groups, member_ids=members, **inputs, **options)[:, 0]
-
-
-def test_ragged_groups_in_any_order_by_hand():
-    # Group 7: rewards 1, 2, 3: mean 2, sample deviation 1. Group 4: 0, 4: mean 2, deviation sqrt(8).
-    rewards = torch.tensor([1.0, 0.0, 2.0, 4.0, 3.0])
-    eps, root = 0.5, math.sqrt(8)
-    expected = torch.tensor([-1 / 1.5, -2 / (root + eps), 0.0, 2 / (root + eps), 1 / 1.5])
-    torch.testing.assert_close(group_advantages(rewards, torch.tensor([7, 4, 7, 4, 7]), eps), expected)
 
 
 def ragged(dealt):
@@ -76,11 +68,6 @@ def test_equal_rewards_give_exactly_zero_beside_other_groups(kind, value):
     assert torch.equal(found[:8], torch.zeros(8))
     assert float(found[8:].abs().max()) > 0
     assert float(found[11]) == 0
-
-
-def test_large_rewards_with_small_differences():
-    found = group_advantages(torch.tensor([1e7, 1e7 + 1, 1e7 + 2]), torch.zeros(3, dtype=torch.long))
-    torch.testing.assert_close(found, torch.tensor([-1.0, 0.0, 1.0]), rtol=1e-3, atol=1e-6)
 
 
 def test_zero_variance_groups():
@@ -202,48 +189,6 @@ def test_members_are_independent(kind, seed, whitened):
     louder = work | {"rewards": torch.where(work["member_ids"] == 1, 100 * work["rewards"], work["rewards"])}
     rows = work["member_ids"] != 1
     assert torch.equal(advantages(kind, whiten_advantages=whitened, **louder)[rows], together[rows])
-
-
-@given(st.sampled_from(KINDS), st.integers(0, 500), st.randoms(use_true_random=False))
-def test_invariant_to_row_order(kind, seed, random):
-    work = random_work(seed)
-    order = list(range(18))
-    random.shuffle(order)
-    again = advantages(kind, **select(work, order))
-    torch.testing.assert_close(again, advantages(kind, **work)[order], rtol=1e-6, atol=1e-6)
-
-
-def test_whitening_equal_values_gives_zero():
-    values = torch.full((2, 3), 0.1)
-    mask = torch.tensor([[True, True, False], [True, False, False]])
-    assert not bool(whiten(values, mask, torch.zeros(2, dtype=torch.long)).any())
-
-
-def test_advantage_clip_per_row():
-    work = random_work(5)
-    plain = advantages("rloo", **work)
-    bound = torch.full((18, 1), math.inf)
-    bound[::2] = 0.5
-    actual = advantages("rloo", advantage_clip=bound, **work)
-    assert torch.equal(actual[1::2], plain[1::2])
-    assert torch.equal(actual[::2], plain[::2].clamp(-0.5, 0.5))
-    assert float(plain[::2].abs().max()) > 0.5
-
-
-@pytest.mark.parametrize("kind", STEP_ADVANTAGES)
-def test_step_rewards_are_clipped_before_the_return(kind):
-    """The advantage "process" normalises before it clips."""
-    work = random_work(4)
-    steps = work["step_rewards"]
-    actual = advantages(kind, reward_clip=0.75, **work)
-    assert not torch.equal(actual, advantages(kind, **work))
-    if kind == "process":
-        scores = standardised_step_rewards(steps, work["mask"], work["group_ids"])
-        assert float(scores.nan_to_num(nan=0.0).abs().max()) > 0.75
-        expected = returns_to_go(scores.clamp(-0.75, 0.75), work["mask"])
-    else:
-        expected = advantages(kind, **work | {"step_rewards": steps.clamp(-0.75, 0.75)})
-    torch.testing.assert_close(actual, expected)
 
 
 def test_invalid_arguments_are_rejected():

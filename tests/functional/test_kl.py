@@ -53,19 +53,6 @@ def test_estimates_match_formulas(log_prob, ref_log_prob):
             assert float(kl_estimate(kind, one, other)) >= -1e-12
 
 
-def test_k3_is_finite_for_very_different_policies():
-    log_probs = torch.tensor([[-500.0, 0.0]], requires_grad=True)
-    value = kl_estimate("k3", log_probs, torch.tensor([[0.0, -500.0]]))
-    value.sum().backward()
-    assert bool(value.isfinite().all())
-    assert bool(log_probs.grad.isfinite().all())
-
-
-def test_unknown_estimator_is_rejected():
-    with pytest.raises(ValueError, match="kl_estimator"):
-        kl_estimate("k4", torch.zeros(1, 1), torch.zeros(1, 1))
-
-
 CLOSED = {
     "categorical": (categorical_kl, lambda x: laws.Categorical(logits=x)),
     "bernoulli": (bernoulli_kl, lambda x: laws.Independent(laws.Bernoulli(logits=x), 1)),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
@@ -13,7 +13,6 @@ from evogrpo.functional.log_probs import (
     apply_repetition_penalty,
     chunked_log_probs,
     sample_inverse_cdf,
-    scale_logits,
     truncate_logits,
 )
 
@@ -43,7 +42,7 @@ def whole(problem):
     return log_probs, -(log_softmax.exp() * log_softmax).sum(1)
 
 
-@pytest.fixture(params=[module.TILE, 2 * VOCABULARY, 1])
+@pytest.fixture(params=[module.TILE, 2 * VOCABULARY])
 def tile(request, monkeypatch):
     """Set the size of tiles."""
     monkeypatch.setattr(module, "TILE", request.param)
@@ -114,24 +113,10 @@ def test_head_is_called_with_one_chunk_at_a_time_and_once(problem):
     assert all(map(torch.equal, again, found))
 
 
-def test_no_rows(problem):
-    for name in ("hidden", "targets", "temperature", "forbidden"):
-        problem[name] = problem[name][:0]
-    assert chunked_log_probs(**problem, chunk=4)[0].shape == (0,)
-
-
-def test_scale_logits():
-    logits = torch.arange(8.0).view(2, 4)
-    scaled = scale_logits(logits.clone(), torch.tensor([1.0, 0.5]), torch.tensor([True, False]), torch.tensor([1]))
-    assert torch.equal(scaled[0], torch.tensor([0.0, -torch.inf, 2.0, 3.0]))
-    assert torch.equal(scaled[1], 2 * logits[1])
-
-
 WEIGHTS = arrays.arrays(np.float32, st.integers(1, 70), elements=st.sampled_from([0.0, 0.0, 0.25, 1.0, 3.5]))
 
 
 @given(WEIGHTS, st.floats(0, 1, exclude_max=True), st.sampled_from([1, 3, 8, 64, 256]))
-@settings(max_examples=300)
 def test_sampling_matches_naive_inversion_for_any_block(weights, uniform, block):
     """The weights are multiples of 1/4, so all partial sums are exact."""
     if not weights.any():
@@ -197,13 +182,3 @@ def test_repetition_penalty_matches_transformers(penalty):
     actual = apply_repetition_penalty(LOGITS, token_ids, penalty)
     assert torch.equal(actual, RepetitionPenaltyLogitsProcessor(penalty)(token_ids, LOGITS.clone()))
     assert torch.equal(actual[LOGITS < 0], LOGITS[LOGITS < 0]) == (penalty == 1.0)
-
-
-def test_excluded_tokens_stay_excluded_and_rows_are_independent():
-    banned = LOGITS.clone()
-    banned[:, :20] = -torch.inf
-    options = {"top_k": 8, "top_p": 0.9, "min_p": 0.01}
-    whole = truncate_logits(banned, **options)
-    assert not whole[:, :20].isfinite().any()
-    assert whole.isfinite().any(1).all()
-    assert torch.equal(torch.cat([truncate_logits(row, **options) for row in banned.split(1)]), whole)

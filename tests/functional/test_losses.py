@@ -43,7 +43,7 @@ def random_batch(seed, rows=5, width=6, spread=0.5):
 def test_losses_and_gradients_match_slow_reference(loss_type, options):
     low, high = torch.tensor([0.2, 0.1, 0.5, 0.2, 0.1]), torch.tensor([0.2, 0.3, 0.1, 0.1, 0.5])  # of each row
     clips = {"clip_low": low.double()[:, None], "clip_high": high.double()[:, None]}
-    for seed in range(12):
+    for seed in range(6):
         new, old, advantages, mask = random_batch(seed)
         losses = policy_loss(loss_type, new, old, advantages, mask, **clips, **options)
         slow = torch.zeros_like(losses)
@@ -66,20 +66,6 @@ def test_losses_and_gradients_match_slow_reference(loss_type, options):
         (gradient,) = torch.autograd.grad((weights * losses).sum(), new)
         (expected,) = torch.autograd.grad((weights * slow).sum(), new)
         torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_gradient_at_ratio_one_is_the_policy_gradient(loss_type):
-    """At ratio 1 the gradient of every formula is -A times the weight of the action, for any clip."""
-    _, old, advantages, mask = random_batch(0)
-    advantages = advantages[:, :1]
-    member = torch.tensor([0, 1, 0, 1, 0])
-    weights = loss_weights(loss_type, None, mask, member, 10).double()
-    log_probs = old.clone().requires_grad_()
-    for clip in (0.05, 0.3):
-        losses = policy_loss(loss_type, log_probs, old, advantages, mask, clip_low=clip, clip_high=clip)
-        (gradient,) = torch.autograd.grad((weights * losses).sum(), log_probs)
-        torch.testing.assert_close(gradient, -advantages * weights, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -128,17 +114,6 @@ def test_clipped_actions_have_no_gradient(seed, loss_type):
     assert not bool((low & high).any())
     assert bool((advantages[low] < 0).all())
     assert bool((advantages[high] > 0).all())
-
-
-def test_clipped_actions_of_cispo_and_sapo():
-    new = torch.log(torch.tensor([[5.0, 5.0, 0.1, 0.1, 1.0, 5.0]]))
-    advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0, 1.0, 0.0]])
-    arguments = new, torch.zeros(1, 6), advantages, torch.ones(1, 6, dtype=torch.bool)
-    low, high = clipped_actions("cispo", *arguments, clip_low=0.2, clip_high=0.3)
-    assert (low.any(), high.tolist()) == (False, [[True, True, False, False, False, False]])
-    low, _ = clipped_actions("cispo", *arguments, clip_low=0.2, clip_high=0.3, cispo_clip_low=True)
-    assert low.tolist() == [[False, False, True, True, False, False]]
-    assert not torch.stack(clipped_actions("sapo", *arguments, clip_low=0.2, clip_high=0.3)).any()
 
 
 MASK = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)

@@ -83,13 +83,3 @@ def test_onednn_is_used_for_large_float32_matrices_only(monkeypatch):
     assert not uses_onednn(2, few.to("meta"), many.to("meta"))
     monkeypatch.setattr(matmul, "onednn_is_faster", lambda: False)
     assert not uses_onednn(2, few, many)
-
-
-@pytest.mark.parametrize(
-    ("vendor", "capability", "expected"),
-    [("AuthenticAMD", "AVX512", True), ("AuthenticAMD", "AVX2", False), ("GenuineIntel", "AVX512", False)],
-)
-def test_onednn_is_faster_on_amd_with_avx512(vendor, capability, expected, monkeypatch):
-    monkeypatch.setattr(matmul.Path, "read_text", lambda path, **how: f"vendor_id\t: {vendor}\n")
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    assert matmul.onednn_is_faster.__wrapped__() is (expected and torch.backends.mkldnn.is_available())

@@ -16,7 +16,7 @@ OPTIONS["max_completion_length"] = 9  # longer than the padded width
 SETTINGS = [
     (loss_type, {"clip_low": low, "clip_high": high, "beta": beta, "delta": delta})
     for loss_type, (low, high), beta, delta in itertools.product(
-        peer_losses.NAMES, ((0.2, 0.2), (0.1, 0.4)), (0.0, 0.3), (None, 1.6)
+        peer_losses.NAMES, ((0.1, 0.4),), (0.0, 0.3), (None, 1.6)
     )
     if delta is None or loss_type not in ("cispo", "sapo")
 ]
@@ -68,7 +68,7 @@ def assert_same(one, other, log_probs):
 @pytest.mark.parametrize("per_action", [False, True])
 def test_losses_match_liger_and_trl(loss_type, settings, per_action):
     options = OPTIONS | settings
-    for seed in range(10):
+    for seed in range(5):
         batch = random_batch(seed, per_action)
         loss = ours(loss_type, batch, **settings)
         assert_same(loss, peer_losses.trl(loss_type, *batch, **options), batch[0])

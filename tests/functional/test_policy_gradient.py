@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from evogrpo.functional.advantages import advantages, returns_to_go
-from evogrpo.functional.corrections import importance_weights
-from evogrpo.functional.kl import kl_estimate
 from evogrpo.functional.loss_types import LOSS_TYPES
 from evogrpo.functional.losses import loss_weights, policy_loss
 
@@ -76,7 +74,7 @@ def every_group_of_two(logits, **options):
     return chances_of(logits).detach()[PAIRS].prod(1), rows, estimated
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", ["rloo", "mean_only"])
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo", "dr_grpo", "cispo"])
 def test_group_advantages_give_the_policy_gradient(seed, kind, loss_type):
@@ -95,7 +93,7 @@ def test_group_advantages_give_the_policy_gradient(seed, kind, loss_type):
     assert float(gradient.abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_returns_to_go_give_the_policy_gradient(seed):
     logits = policy(seed)
     (expected,) = torch.autograd.grad((chances_of(logits) * REWARDS.sum(1)).sum(), logits)
@@ -105,26 +103,11 @@ def test_returns_to_go_give_the_policy_gradient(seed):
     torch.testing.assert_close(gradient, -expected, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_kl_in_rewards_gives_the_gradient_of_reward_minus_kl(seed):
-    """The KL between distributions of trajectories, estimated by k1 at each step."""
-    logits, reference, beta = policy(seed), policy(seed + 100).detach(), 0.7
-    per_action = log_probs_of(logits) - log_probs_of(reference)
-    sought = (chances_of(logits) * (REWARDS.sum(1) - beta * per_action.sum(1))).sum()
-    (expected,) = torch.autograd.grad(sought, logits)
-    estimate = kl_estimate("k1", log_probs_of(logits), log_probs_of(reference)).detach()
-    chances, rows, estimated = every_group_of_two(logits, kind="rloo", kl_penalty=beta * estimate[PAIRS.flatten()])
-    new = log_probs_of(logits)[rows]
-    losses = policy_loss("grpo", new, new.detach(), estimated, MASK[rows], **OPEN)
-    (gradient,) = torch.autograd.grad((chances.repeat_interleave(2)[:, None] * losses / 2).sum(), logits)
-    torch.testing.assert_close(gradient, -expected, rtol=1e-6, atol=1e-9)
-
-
 PRIZES = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)  # of a bandit with three actions
 DUELS = torch.tensor(list(itertools.product(range(3), repeat=2)))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("loss_type", [kind for kind in LOSS_TYPES if kind not in ("sapo", "gmpo")])
 def test_ratios_correct_for_an_older_policy(seed, loss_type):
     """With open clips and one action per completion, the loss is minus the reward of the *new* policy."""
@@ -140,19 +123,4 @@ def test_ratios_correct_for_an_older_policy(seed, loss_type):
     losses = policy_loss(loss_type, new, old[rows][:, None], estimated, mask, **OPEN)
     chances = old.exp()[DUELS].prod(1).repeat_interleave(2)[:, None]
     (gradient,) = torch.autograd.grad((chances * losses / 2).sum(), logits)
-    torch.testing.assert_close(gradient, -expected, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("kind", ["token_truncate", "sequence_mask"])
-def test_importance_weights_correct_for_another_sampler(seed, kind):
-    """A cap out of reach: trajectories drawn by another policy give the policy gradient of this one."""
-    logits, sampler = policy(seed), policy(seed + 50).detach()
-    (expected,) = torch.autograd.grad((chances_of(logits) * REWARDS.sum(1)).sum(), logits)
-    new = log_probs_of(logits)
-    factor = importance_weights(kind, new, log_probs_of(sampler), MASK, cap=1e9)
-    if kind.startswith("token"):
-        factor = torch.where(MASK, factor, 1.0).prod(1, keepdim=True)  # per action they make up the trajectory's
-    losses = factor * policy_loss("grpo", new, new.detach(), REWARDS.sum(1, keepdim=True), MASK, **OPEN)
-    (gradient,) = torch.autograd.grad((chances_of(sampler)[:, None] * losses).sum(), logits)
     torch.testing.assert_close(gradient, -expected, rtol=1e-6, atol=1e-9)

@@ -86,16 +86,6 @@ BY_HAND = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_estimators_by_hand(kind):
-    episodes, expected = BY_HAND[kind]
-    steps, mask = padded(episodes)
-    group = torch.zeros(len(episodes), dtype=torch.long)
-    options = {"rewards": steps.nansum(1), "group_ids": group, "member_ids": group, "mask": mask, "eps": 0.0}
-    actual = advantages(kind, step_rewards=steps, **options)
-    torch.testing.assert_close(actual, padded(expected, value=0.0)[0])
-
-
 @pytest.mark.parametrize("reward", [1.0, -1.0, 0.1])
 def test_equal_step_rewards_give_exactly_zero_in_process(reward):
     """As in CartPole and MountainCar, where the length of an episode is its reward."""

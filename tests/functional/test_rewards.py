@@ -88,19 +88,6 @@ def test_running_statistics_do_not_depend_on_the_chunks(history, chunk):
             torch.testing.assert_close(running[member, 2], ((own - own.mean()) ** 2).sum(), rtol=1e-7, atol=1e-8)
 
 
-def test_running_norm_with_history_by_hand():
-    running = torch.tensor([[4.0, 10.0, 12.0], [0.0, 0.0, 0.0]], dtype=torch.float64)  # deviation 2
-    actual = normalise_rewards(
-        torch.tensor([14.0, 8.0]),
-        "running",
-        group_ids=torch.tensor([0, 0]),
-        member_ids=torch.tensor([0, 0]),
-        running=running,
-        eps=0.0,
-    )
-    torch.testing.assert_close(actual, torch.tensor([2.0, -1.0]))
-
-
 def test_invalid_norms_are_rejected():
     with pytest.raises(ValueError, match="reward_shift"):
         normalised(REWARDS, "group", shift=True, scale=True)

@@ -8,16 +8,15 @@ from evogrpo.data import SamplingBatch
 from evogrpo.models.language.bank import AdapterBank
 from evogrpo.testing.policy_banks import PolicyBankTestCase
 from evogrpo.testing.samplers import PROMPTS, SamplerTestCase, as_batch, different_members, make_rows
-from tests.tiny_batches import assert_banks_agree, grpo_loss, same_state, sampled_batch
+from tests.tiny_batches import assert_banks_agree, grpo_loss, same_state, sampled_batch, tiny_bank
 from tests.tiny_models import DISTINCT, EOS, PAD, tiny_model
 
-MODEL = tiny_model("llama")
 TOKENS = 5
 
 
 class TestAdapterBank(PolicyBankTestCase):
     def make_bank(self, size):
-        return different_members(MODEL, size)
+        return tiny_bank(size)
 
     def act(self, bank, members, *, seed=0, nudge=0.0, equal_shapes=False, base=False):
         rows = make_rows(members, seed=seed, nudge=nudge, tokens=TOKENS, min_new_tokens=TOKENS if equal_shapes else 0)
@@ -30,7 +29,7 @@ class TestAdapterBankWithOwnReferences(TestAdapterBank):
     own_reference = True
 
     def make_bank(self, size):
-        bank = different_members(MODEL, size, own_reference=True)
+        bank = tiny_bank(size, own_reference=True)
         for slot in range(size):
             bank.mix_reference(slot, 1.0)
             state = bank.state(slot)
@@ -53,23 +52,21 @@ ROWS = {
 @pytest.mark.parametrize("architecture", DISTINCT)
 def test_shared_prefixes_and_micro_batches_keep_results(architecture, rows):
     """Against one pass over whole rows that share no prefix."""
-    model = tiny_model(architecture)
-    shared, plain = different_members(model, 3, micro_batch_tokens=280), different_members(model, 3)
+    shared, plain = (tiny_bank(3, architecture, micro_batch_tokens=tokens) for tokens in (280, 10**6))
     assert shared.base.shares_prefix
     plain.base.shares_prefix = False
-    plain.micro_batch_tokens = 10**6
     assert_banks_agree(shared, plain, make_rows(range(3), **ROWS[rows]))
 
 
-@pytest.mark.parametrize("settings", [{"micro_batch_tokens": 1}, {"reduce_memory_peak": False}, {}])
+@pytest.mark.parametrize("settings", [{"micro_batch_tokens": 1}, {"reduce_memory_peak": False}])
 def test_each_row_alone_and_all_logits_at_once_keep_results(settings):
-    plain, other = different_members(MODEL, 3), different_members(MODEL, 3, **settings)
+    plain, other = tiny_bank(), tiny_bank(**settings)
     plain.passes.logits_rows = 7  # a tiny batch would fit into one chunk
-    assert_banks_agree(other, plain, make_rows(range(3)))
+    assert_banks_agree(other, plain, make_rows(range(3), tokens=4, prompts=PROMPTS[:2]))
 
 
 def test_lr_schedule_uses_the_members_inherited_step():
-    bank = different_members(MODEL, 3, optimizer=Optimizer(warmup_steps=1, schedule="linear", total_steps=5))
+    bank = tiny_bank(optimizer=Optimizer(warmup_steps=1, schedule="linear", total_steps=5))
     batch = sampled_batch(bank)
     loss = grpo_loss(batch)
     first = bank.update(batch, loss, {0: HYPERPARAMETERS[0], 1: HYPERPARAMETERS[1]}).reports
@@ -94,20 +91,20 @@ def test_lr_schedule_uses_the_members_inherited_step():
 )
 def test_invalid_arguments_raise(settings, named):
     with pytest.raises(ValueError, match=named):
-        AdapterBank(MODEL, **({"size": 1, "pad_token_id": PAD, "eos_token_ids": [EOS]} | settings))
+        AdapterBank(tiny_model(), **({"size": 1, "pad_token_id": PAD, "eos_token_ids": [EOS]} | settings))
 
 
 def test_invalid_step_raises_and_keeps_the_state():
-    bank = different_members(MODEL, 1)
+    bank = tiny_bank(1)
     before = bank.state(0)
     for step in (torch.tensor(-1), torch.tensor([1, 2]), torch.tensor(0.5)):
         with pytest.raises(ValueError, match="step"):
-            bank.load_state(0, {**different_members(MODEL, 2).state(1), "step": step})
+            bank.load_state(0, {**tiny_bank(2).state(1), "step": step})
         assert same_state(bank.state(0), before)
 
 
 def test_empty_rows_and_prompts_raise():
-    bank = different_members(MODEL, 1)
+    bank = tiny_bank(1)
     nothing = torch.zeros(0, dtype=torch.long)
     with pytest.raises(ValueError, match="rows"):
         bank.sample(
@@ -135,36 +132,6 @@ class TestPlainAdapterBankSamples(TestAdapterBankSamples):
         bank = super().make_bank()
         bank.base.shares_prefix = False
         return bank
-
-
-class Returned:
-    """A sampler with copies of the weights, read from PEFT files in `sync`."""
-
-    def __init__(self, bank):
-        self._bank = bank
-        own = {"pad_token_id": bank.base.pad_id, "eos_token_ids": bank.end_ids.tolist()}
-        self._copy = AdapterBank(bank.base.model, size=bank.size, lora_config=bank.lora_config, **own)
-        self.sync(range(bank.size))
-
-    def sync(self, slots):
-        for slot in slots:
-            tensors, _ = self._bank.peft_files(slot)
-            state = self._copy.state(slot)
-            for target in self._copy.targets:
-                stem = f"base_model.model.{target.name}"
-                target.a(state["adapter"]).copy_(tensors[f"{stem}.lora_A.weight"])
-                target.b(state["adapter"]).copy_(tensors[f"{stem}.lora_B.weight"])
-            self._copy.load_state(slot, state)
-
-    def sample(self, rows, *, base=False, on_finished=None):
-        return self._copy.sample(rows, base=base)
-
-
-class TestSamplerWithCopies(SamplerTestCase):
-    uses_uniforms = False  # as engines that take no uniforms
-
-    def make_sampler(self, bank):
-        return Returned(bank)
 
 
 def test_rollouts_are_exact_in_float32_only():

@@ -12,7 +12,6 @@ from evogrpo.models.networks.architecture import (
     add_layer,
     morph,
     mutate_architecture,
-    remove_layer,
 )
 from evogrpo.models.networks.networks import DefaultNetwork
 from evogrpo.randomness import generator
@@ -40,18 +39,10 @@ def outputs_of(parameters, config, space=VECTOR):
     return network({name: value[None] for name, value in parameters.items()}, seen)[0]
 
 
-def test_lists_become_tuples():
-    config = NetworkConfig(hidden=[8], convolutions=[[4, 3, 1]])
-    assert config == NetworkConfig(hidden=(8,), convolutions=((4, 3, 1),))
-    assert hash(config) == hash(NetworkConfig(hidden=(8,), convolutions=((4, 3, 1),)))
-
-
 @pytest.mark.parametrize(
     "fields",
     [
         {"hidden": (8, 0)},
-        {"hidden": (8.5,)},
-        {"hidden": 64},
         {"hidden": "64"},
         {"activation": "gelu"},
         {"convolutions": ((8, 3),)},
@@ -82,16 +73,6 @@ def test_added_units_and_layers_preserve_the_function(activation, hidden, space)
             torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
     fresh = after["weights"]["hidden0.weight"][:, 7:]
     assert bool(fresh.any(0).all()), "a new unit without incoming weights would be dead under relu"
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_remove_layer_inverts_add_layer(activation):
-    config = NetworkConfig(hidden=HIDDEN, activation=activation)
-    before = random_parameters(config)
-    after = remove_layer(add_layer(before, 2, activation), 3)
-    for name in ("weights", "reference"):
-        for key, value in before[name].items():
-            torch.testing.assert_close(after[name][key], value)
 
 
 def test_units_with_the_largest_outgoing_weights_are_kept():
@@ -129,13 +110,6 @@ def test_moments_are_rescaled_with_weights():
     assert torch.equal(after["weights"]["output.weight"], 4 * before["weights"]["output.weight"])
     assert torch.equal(after["exp_avg"]["output.weight"], before["exp_avg"]["output.weight"] / 4)
     assert torch.equal(after["exp_avg_sq"]["output.weight"], before["exp_avg_sq"]["output.weight"] / 16)
-
-
-def test_changed_activation_keeps_all_values():
-    old, new = NetworkConfig(hidden=HIDDEN), NetworkConfig(hidden=HIDDEN, activation="relu")
-    before = random_parameters(old)
-    after = morph(before, old, new, generator(0, "test"))
-    assert all(torch.equal(after[n][key], value) for n, part in before.items() for key, value in part.items())
 
 
 @pytest.mark.parametrize(

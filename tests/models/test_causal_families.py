@@ -2,7 +2,6 @@
 
 import copy
 import json
-import math
 import warnings
 
 import pytest
@@ -16,7 +15,6 @@ from transformers import (
     BertForMaskedLM,
     LlamaConfig,
     LlamaForSequenceClassification,
-    LlamaModel,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -31,9 +29,9 @@ from tests.causal_families import FAMILIES, family_model
 from tests.tiny_batches import grpo_loss, lora, sampled_batch
 from tests.tiny_models import tiny_model
 
-# Experts beside dense and shared layers, an unsupported and a non-linear layer, modules named like experts, scaled
-# hidden states, and an inner model under another name.
-DIFFERENT = ["deepseek_v3", "laguna", "falcon_mamba", "phimoe", "beam", "minicpm3", "llama4_text"]
+# Experts beside dense and shared layers, an unsupported layer, modules named like experts, scaled hidden states, and an
+# inner model under another name.
+DIFFERENT = ["deepseek_v3", "laguna", "falcon_mamba", "beam", "minicpm3", "llama4_text"]
 NOT_CAUSAL = ["bert-generation", "xlm", "cpmant"]
 # Encoders under a causal head, models that left padding breaks, heads of several layers, and two others.
 REFUSED = {
@@ -112,20 +110,6 @@ def test_families_match_peft_or_raise(family, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "message"),
-    [
-        *((family, "is not causal") for family in NOT_CAUSAL),
-        ("reformer", "ReformerModelWithLMHead"),  # computes no gradient
-        ("modernbert-decoder", "vocabulary head"),
-        ("electra", "ElectraForCausalLM"),  # an encoder whose head has more layers
-    ],
-)
-def test_refused_families_raise(family, message):
-    with pytest.raises(ValueError, match=message):
-        different_members(family_model(family), 1)
-
-
-@pytest.mark.parametrize(
     ("family", "named", "message"),
     [
         (
@@ -155,13 +139,7 @@ def test_unsupported_modules_are_left_out_with_a_warning_or_raise_if_named(famil
             different_members(model, 1, lora_config=lora(target_modules=named))
 
 
-def test_unused_layers_are_adapted_if_named():
-    named = lora(target_modules=["x_proj", "dt_proj"])  # as a starting adapter may name them
-    bank = different_members(family_model("mamba"), 1, lora_config=named)
-    assert {target.name.split(".")[-1] for target in bank.targets} == {"x_proj", "dt_proj"}
-
-
-@pytest.mark.parametrize(("dtype", "cap"), [(torch.float32, 30.0), (torch.bfloat16, 50.0)])
+@pytest.mark.parametrize(("dtype", "cap"), [(torch.bfloat16, 50.0)])
 def test_soft_cap_is_found_in_every_precision(dtype, cap):
     """With small weights, the logits of a random model are far below the cap."""
     model = family_model("gemma2", final_logit_softcapping=cap)
@@ -177,21 +155,8 @@ def test_soft_cap_is_found_in_every_precision(dtype, cap):
     torch.testing.assert_close(values, capped, rtol=0.02, atol=0.02 * cap)
 
 
-@pytest.mark.parametrize("family", ["mamba", "beam", "gemma2", "minicpm3"])
-def test_half_precision_is_as_accurate_as_transformers(family):
-    """Mamba's hidden states and Beam's logits are in float32 even then."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        half, full = (
-            different_members(family_model(family).to(t), 1, std=0.02) for t in (torch.bfloat16, torch.float32)
-        )
-    batch = sampled_batch(full, tokens=4)
-    assert 1e-5 < float((half.log_probs(batch) - full.log_probs(batch)).abs().max()) < 0.1
-
-
 CHANGED_EXPORTS = {
     "other widths": ("llama", {}, {"intermediate_size": 40}),
-    "fewer layers": ("llama", {}, {"num_hidden_layers": 1}),
     "another scale": ("llama", {"alpha_pattern": {"q_proj": 99}}, {}),
     "from the future": ("llama", {"unheard_of": 1}, {}),
     "dense layers beside experts, named as modules": ("deepseek_v3", {"target_parameters": None}, {}),
@@ -240,18 +205,6 @@ def damaged():
     return model
 
 
-@pytest.mark.parametrize("part", [None, "lm_head"])
-def test_all_zero_logits_are_supported(part):
-    model = family_model("llama")
-    with torch.no_grad():
-        for weights in model.parameters() if part is None else model.get_submodule(part).parameters():
-            weights.zero_()
-    batch = sampled_batch(different_members(model, 1), tokens=3)
-    torch.testing.assert_close(
-        batch.sampler_log_probs[batch.present], torch.full_like(batch.sampler_log_probs[batch.present], -math.log(64))
-    )
-
-
 ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 
 
@@ -276,12 +229,7 @@ def test_context_limits_of_frequencies_and_of_temperature_tuning(family, changes
         bank.sample(make_rows([0], tokens=8, prompts=(longest,) * 3))
 
 
-@pytest.mark.parametrize("changes", [{"no_rope_layers": [1, 1]}, {"attn_temperature_tuning": False}], ids=str)
-def test_unused_floor_scale_sets_no_limit(changes):
-    assert different_members(family_model("llama4_text", floor_scale=25, **changes), 1).base.context == 128
-
-
-@pytest.mark.parametrize("rank", [0, -1, "8", None, 2.5, 100_000])
+@pytest.mark.parametrize("rank", [0, "8", None, 100_000])
 def test_invalid_rank_raises(rank):
     message = "at most 48, .* got 100000" if rank == 100_000 else "a whole number of at least 1, got"
     with pytest.raises(ValueError, match=rf"lora_config\.r must be {message}"):
@@ -293,12 +241,10 @@ LLAMA = LlamaConfig(**SMALL, pad_token_id=0)
 T5 = T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=64)
 UNSUPPORTED = {
     "BertForMaskedLM": lambda: BertForMaskedLM(BertConfig(**SMALL)),
-    "LlamaModel": lambda: LlamaModel(LLAMA),
     "LlamaForSequenceClassification": lambda: LlamaForSequenceClassification(LLAMA),
     "T5ForConditionalGeneration": lambda: T5ForConditionalGeneration(T5),
     "actor_network.*BaseModel": lambda: BaseModel(tiny_model(), None, "tiny"),
     "actor_network.*PeftModel": lambda: get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"])),
-    "actor_network.*OptimizedModule": lambda: torch.compile(tiny_model()),
     "actor_network.*DataParallel": lambda: nn.DataParallel(tiny_model()),
     "LlamaForCausalLM already has PEFT adapters": with_an_adapter,
     "LlamaForCausalLM contain NaN": damaged,
@@ -312,23 +258,9 @@ def test_unsupported_models_raise(message):
         GRPO(actor_network=UNSUPPORTED[message](), pad_token_id=0)
 
 
-@pytest.mark.parametrize("pad", ["0", -1, 0.5, True])
-def test_invalid_pad_token_raises(pad):
-    with pytest.raises(ValueError, match="pad_token_id"):
-        GRPO(actor_network=tiny_model(), pad_token_id=pad)
-
-
-@pytest.mark.parametrize("device", ["mps", "gpu", "cuda:99", "", 7.5])
-def test_unavailable_device_raises(device):
-    with pytest.raises(ValueError, match="device") as caught:
-        GRPO(actor_network=tiny_model(), pad_token_id=0, device=device)
-    assert len(str(caught.value)) < 200
-
-
-@pytest.mark.parametrize("context", [64, 512])
-def test_blockwise_attention_with_padding_raises(context):
+def test_blockwise_attention_with_padding_raises():
     """DeepSeek-V4 compresses blocks of 4 and of 128 tokens, counted from the first, padding included."""
-    model = family_model("deepseek_v4", num_hidden_layers=4, max_position_embeddings=context)
+    model = family_model("deepseek_v4", num_hidden_layers=4, max_position_embeddings=64)
     assert {4, 128} <= set(model.config.compress_rates.values())
     with pytest.raises(ValueError, match="Padding"):
         different_members(model, 1)

@@ -1,7 +1,5 @@
 """A bfloat16 base, mixed precision and members on an accelerator; the accelerator tests also run on the CPU."""
 
-from functools import partial
-
 import pytest
 import torch
 from accelerate import Accelerator
@@ -12,7 +10,7 @@ from evogrpo.testing.samplers import PROMPTS, as_batch, different_members, make_
 from tests.models.test_peft_oracle import END_IDS, MIN_NEW_TOKENS, reference_step
 from tests.oracles.peft_members import PeftMember
 from tests.rounding import LOG_PROB
-from tests.tiny_batches import grpo_loss, lora, off_policy, sampled_batch
+from tests.tiny_batches import grpo_loss, lora, off_policy, sampled_batch, tiny_bank
 from tests.tiny_models import tiny_model
 from tests.tiny_training import events_of, final_states, finish, resumed_run, tiny_run
 
@@ -46,21 +44,11 @@ def accelerators():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def in_bfloat16():
-    return Accelerator(mixed_precision="bf16", cpu=True).autocast
-
-
-def in_float16():
-    return partial(torch.autocast, "cpu", dtype=torch.float16)
-
-
-@pytest.mark.parametrize("precision", [in_bfloat16, in_float16])
 @pytest.mark.parametrize("prompts", [PROMPTS, ((3, 4, 5), (6, 7, 8))], ids=["ragged", "alike"])
-@pytest.mark.parametrize("size", [1, 3])
-def test_mixed_precision(size, prompts, precision, accelerators):
+def test_mixed_precision(prompts, accelerators):
     """Covers the three products: equal rows, ragged rows, gradients."""
-    mixed = different_members(tiny_model("llama"), size, std=0.05, autocast=precision())
-    exact = different_members(tiny_model("llama"), size, std=0.05)
+    size, in_bfloat16 = 3, Accelerator(mixed_precision="bf16", cpu=True).autocast
+    mixed, exact = tiny_bank(size, std=0.05, autocast=in_bfloat16), tiny_bank(size, std=0.05)
     rows = make_rows([0] * size, prompts=prompts)  # each slot as member 0: equally many rows
     for work in (rows, make_rows(range(size), prompts=prompts)):
         batch = as_batch(work, mixed.sample(work))
@@ -89,7 +77,7 @@ def test_learning_matches_separate_peft_models(device):
         for slot in range(3)
     ]
     bank = different_members(tiny_model("llama").to(device), 3, eos_token_ids=END_IDS, micro_batch_tokens=60)
-    rows = make_rows(range(3), tokens=5, min_new_tokens=MIN_NEW_TOKENS)
+    rows = make_rows(range(3), tokens=3, min_new_tokens=MIN_NEW_TOKENS, prompts=PROMPTS[:2])
     here = as_batch(rows, bank.sample(rows).to(torch.device("cpu")))
     batch = here.to(device)
     old, scored = off_policy(here.sampler_log_probs), bank.log_probs(batch).cpu()
@@ -103,8 +91,9 @@ def test_learning_matches_separate_peft_models(device):
     torch.testing.assert_close(scored, here.sampler_log_probs, rtol=LOG_PROB, atol=LOG_PROB)
 
 
-@ON_DEVICES
-def test_resumed_run_equals_uninterrupted_run(device, tmp_path):
+@pytest.mark.gpu
+def test_resumed_run_equals_uninterrupted_run(tmp_path):
+    device = "cuda"
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     lengths = {"generations": 2, "steps_per_generation": 1}
     given = {"micro_batch_tokens": 64}

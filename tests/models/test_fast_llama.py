@@ -27,7 +27,7 @@ from evogrpo.functional import matmul as products
 from evogrpo.models.fast_llama import attention, decode
 from evogrpo.models.language import sampling
 from evogrpo.testing.samplers import PROMPTS, as_batch, different_members, make_rows
-from tests.tiny_batches import assert_banks_agree, grpo_loss, lora
+from tests.tiny_batches import assert_banks_agree, grpo_loss, lora, tiny_bank
 from tests.tiny_models import COMMON, tiny_model
 
 SIZE = 3
@@ -44,26 +44,27 @@ MIXED = ["sliding_attention", "full_attention"]
 ROPE_PER_LAYER_TYPE = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e2}, "full_attention": YARN}
 
 SUPPORTED = {
-    "llama, tied": LlamaConfig(**COMMON, tie_word_embeddings=True),
-    "llama, biases everywhere": LlamaConfig(**COMMON, attention_bias=True, mlp_bias=True),
-    "llama, keys for every head": LlamaConfig(**COMMON | ONE_KEY_PER_HEAD),
-    "llama, wide heads": LlamaConfig(**COMMON | {"head_dim": 16, "num_key_value_heads": 1}),
-    "llama, linear": LlamaConfig(**COMMON, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
-    "llama, a window that it has not": LlamaConfig(**COMMON, sliding_window=3, layer_types=["sliding_attention"] * 2),
-    "llama 3": LlamaConfig(**COMMON, rope_parameters=LLAMA3),
+    "llama, tied": LlamaConfig(
+        **COMMON,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
+        rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+    ),
+    "llama 3, keys for every head": LlamaConfig(**COMMON | ONE_KEY_PER_HEAD, rope_parameters=LLAMA3),
+    "llama, wide heads, a window that it has not": LlamaConfig(
+        **COMMON | {"head_dim": 16, "num_key_value_heads": 1}, sliding_window=3, layer_types=["sliding_attention"] * 2
+    ),
     "mistral, window": MistralConfig(**COMMON, sliding_window=5),
     "mistral": MistralConfig(**COMMON, sliding_window=None),
-    "qwen2": Qwen2Config(**COMMON),
     "qwen2, some windows": Qwen2Config(**COMMON, use_sliding_window=True, sliding_window=5, max_window_layers=1),
-    "qwen2, yarn": Qwen2Config(**COMMON, rope_parameters=YARN),
-    "qwen3": Qwen3Config(**COMMON, tie_word_embeddings=True),
-    "qwen3, biases": Qwen3Config(**COMMON, attention_bias=True),
-    "olmo2": Olmo2Config(**COMMON),
-    "olmo2, biases": Olmo2Config(**COMMON, attention_bias=True),
+    "qwen2": Qwen2Config(**COMMON, rope_parameters=YARN),
+    "qwen3": Qwen3Config(**COMMON, attention_bias=True, tie_word_embeddings=True),
+    "olmo2": Olmo2Config(**COMMON, attention_bias=True),
     "gemma": GemmaConfig(**COMMON | {"head_dim": 16}),
+    "gemma, silu": GemmaConfig(**COMMON | {"head_dim": 8}, hidden_act="silu", tie_word_embeddings=False),
     "olmo3": Olmo3Config(**COMMON, sliding_window=5, layer_types=MIXED, rope_parameters=ROPE_PER_LAYER_TYPE),
     "gemma3": Gemma3TextConfig(**COMMON, sliding_window=5, layer_types=MIXED, rope_parameters=ROPE_PER_LAYER_TYPE),
-    "gemma, silu": GemmaConfig(**COMMON | {"head_dim": 8}, hidden_act="silu", tie_word_embeddings=False),
 }
 
 
@@ -107,23 +108,22 @@ IN_BLOCKS = [(attention, "BLOCK", 2), (attention, "FOLDED", 4)]
 FOLDED = [(attention, "BLOCK", 64), (attention, "FOLDED", 0)]
 BY_TORCH = [(attention, "BLOCK", 0), (attention, "_in_blocks", lambda *given: attention._by_torch(*given[:-1]))]
 GROWING = [(decode, "MIN_GROWTH", 2)]
+SEVEN = {"tokens": 7}
 CASES = [
-    *((architecture, {}, {"tokens": 7, "prompts": (*PROMPTS, (20,))}, []) for architecture in SUPPORTED),
+    *((architecture, {}, {"tokens": 6, "prompts": (*PROMPTS, (20,))}, []) for architecture in SUPPORTED),
     # Prompts that begin alike.
-    ("mistral, window", {"micro_batch_tokens": 270}, {"tokens": 7, "prompts": LATER}, []),
-    ("qwen2, yarn", {"micro_batch_tokens": 270}, {"tokens": 7, "prompts": LATER}, []),
+    ("mistral, window", {"micro_batch_tokens": 270}, {"tokens": 6, "prompts": LATER}, []),
     # Adapters on some layers.
-    ("qwen2", {"lora_config": lora(target_modules=["q_proj"])}, {}, []),
     ("qwen2", {"lora_config": lora(target_modules=["v_proj", "down_proj"])}, {}, []),
     ("qwen2", {"lora_config": lora(target_modules=["o_proj", "gate_proj"])}, {}, []),
     ("qwen2", {"lora_config": lora(target_modules=r".*layers\.1\.self_attn\.k_proj")}, {}, []),
     # Attention in blocks with recomputation, and as on other devices.
-    *((name, {}, {"tokens": 7}, IN_BLOCKS) for name in ("qwen2, some windows", "llama, keys for every head", "gemma3")),
-    *((name, {}, {"tokens": 7}, FOLDED) for name in ("qwen2, some windows", "gemma3")),
+    ("llama 3, keys for every head", {}, SEVEN, IN_BLOCKS),
+    ("gemma3", {}, SEVEN, IN_BLOCKS),
+    ("qwen2, some windows", {}, SEVEN, FOLDED),
     ("qwen2, some windows", {}, {}, BY_TORCH),
     # A KV cache that grows.
     ("qwen2, some windows", {}, {"tokens": 9}, GROWING),
-    ("qwen2", {}, {"tokens": 9}, GROWING),
 ]
 
 
@@ -135,18 +135,18 @@ def test_matches_transformers(architecture, settings, options, changes, fast_and
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
-@pytest.mark.parametrize(("architecture", "few"), [("llama, biases everywhere", 4), ("gemma3", 4), ("qwen2", 128)])
+@pytest.mark.parametrize(("architecture", "few"), [("llama, tied", 4), ("qwen2", 128)])
 def test_matches_transformers_with_onednn(architecture, few, fast_and_slow, monkeypatch):
     monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
     monkeypatch.setattr(products, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(products, "FEW_ROWS", few)  # rows of zeros are added in both cases
     fast, slow = fast_and_slow(built(SUPPORTED[architecture]))
     with OneDNNCalls() as calls:
-        assert_banks_agree(fast, slow, make_rows(range(SIZE), tokens=7, prompts=(*PROMPTS, (20,))))
+        assert_banks_agree(fast, slow, make_rows(range(SIZE), tokens=4, prompts=PROMPTS[:2]))
     assert calls.of_onednn
 
 
-@pytest.mark.parametrize("members", [(0, 0, 0), (0, 0, 1), (1, 0, 0)], ids=str)
+@pytest.mark.parametrize("members", [(0, 0, 0), (1, 0, 0)], ids=str)
 def test_members_with_equal_rows_share_products(members, fast_and_slow):
     targets = lora(target_modules=["k_proj", "v_proj", "up_proj"])
     fast, slow = fast_and_slow(built(SUPPORTED["qwen2"]), lora_config=targets)
@@ -178,10 +178,11 @@ class SynchronisingCalls(TorchDispatchMode):
 
 
 SETTINGS = {
-    "temperatures": {},
     "greedy": {"temperature": torch.zeros(27)},
-    "fast_and_slow": {"temperature": torch.arange(27) % 3 / 2},
-    "truncated": {"options": SamplingOptions(top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.2)},
+    "truncated": {
+        "temperature": torch.arange(27) % 3 / 2,
+        "options": SamplingOptions(top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.2),
+    },
 }
 
 
@@ -198,9 +199,8 @@ def test_decoding_does_not_synchronise_per_token(settings, monkeypatch):
     assert counts[0] == counts[1] > 0
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "gemma3"])
-def test_bfloat16_is_as_accurate_as_transformers(architecture, fast_and_slow):
-    model = built(SUPPORTED[architecture])
+def test_bfloat16_is_as_accurate_as_transformers(fast_and_slow):
+    model = built(SUPPORTED["gemma3"])
     exact, _ = fast_and_slow(copy.deepcopy(model), std=0.05)
     fast, slow = fast_and_slow(model.to(torch.bfloat16), std=0.05)
     rows = make_rows(range(SIZE))
@@ -260,21 +260,14 @@ def test_unsupported_models_use_transformers(config):
 @pytest.mark.parametrize("change", [custom_layer, custom_tensors, hooked, replaced])
 def test_user_hooks_run(change):
     model = tiny_model("llama")
-    assert uses_fast_llama(model)
     change(model)
     assert not uses_fast_llama(model)
 
 
-@pytest.mark.parametrize("hooked", ["model.layers.0", "lm_head"])
-def test_hooks_added_later_run(hooked):
-    model = tiny_model("llama")
-    bank, called = different_members(model, SIZE), []
-    handle = model.get_submodule(hooked).register_forward_hook(lambda *_: called.append(1))
-    rows = make_rows(range(SIZE), tokens=2)
-    batch = as_batch(rows, bank.sample(rows))
-    assert called
-    called.clear()
-    bank.log_probs(batch)
+def test_hooks_added_later_run():
+    bank, called = different_members(tiny_model("llama"), SIZE), []
+    handle = bank.base.model.model.layers[0].register_forward_hook(lambda *_: called.append(1))
+    bank.sample(make_rows(range(SIZE), tokens=2))
     assert called
     handle.remove()
     with bank.base.working():
@@ -292,7 +285,7 @@ def test_unused_layers_are_skipped(fast_and_slow):
 def test_autocast_uses_transformers():
     in_bfloat16 = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
     assert not uses_fast_llama(tiny_model("llama"), autocast=in_bfloat16)
-    bank = different_members(tiny_model("llama"), SIZE)
+    bank = tiny_bank()
     with in_bfloat16(), bank.base.working():
         assert not bank.base.uses_fast_llama
 
@@ -307,7 +300,7 @@ def test_mismatch_warns_and_uses_transformers():
         assert not bank.base.uses_fast_llama
 
 
-@pytest.mark.parametrize(("value", "direct"), [("1", False), ("0", True), ("", True)])
+@pytest.mark.parametrize(("value", "direct"), [("1", False), ("0", True)])
 def test_evogrpo_slow_disables_it(value, direct, monkeypatch):
     monkeypatch.setenv("EVOGRPO_SLOW", value)
     assert uses_fast_llama(tiny_model("llama")) is direct

@@ -46,11 +46,6 @@ def test_initial_weights_depend_on_seed_and_layer_only():
     assert torch.equal(deep["hidden1.weight"], shallow["hidden1.weight"])
 
 
-def test_initial_standard_deviation():
-    bank = StackedBank(VECTOR, spaces.Box(-3, 3, (2,)), size=1, network=NetworkConfig(log_std=-1.5))
-    assert bank.state(0)["weights"][-2:].tolist() == [-1.5, -1.5]
-
-
 def test_parts_of_observations_are_concatenated():
     encoder = ObservationEncoder(MIXED)
     seen = {
@@ -79,11 +74,6 @@ def test_image_channels_come_first(space, expected):
     assert tuple(pixels.shape[1:]) == expected
     pixel = seen[2].reshape(expected) if space.shape != (5, 7, 3) else seen[2].transpose(2, 0, 1)
     np.testing.assert_allclose(pixels[2].numpy(), pixel / 255, rtol=1e-6)
-
-
-def test_uint8_vectors_are_divided_by_255():
-    vector, _ = ObservationEncoder(spaces.Box(0, 255, (4,), np.uint8))(np.array([[0, 51, 102, 255]], np.uint8), "cpu")
-    torch.testing.assert_close(vector, torch.tensor([[0.0, 0.2, 0.4, 1.0]]))
 
 
 @pytest.mark.parametrize(

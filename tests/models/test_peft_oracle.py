@@ -20,14 +20,10 @@ from tests.tiny_models import ARCHITECTURES, DISTINCT, EOS, tiny_model
 MIN_NEW_TOKENS = 2
 END_IDS = (EOS, 9)
 LORA_CONFIGS = {
-    "list": lora(target_modules=["q_proj", "down_proj"]),
     "regex": lora(target_modules=r".*\.1\.(self_attn\.[qv]_proj|mlp\.gate_proj)"),
     "all-linear": lora(),
-    "excluded list": lora(exclude_modules=["o_proj", "up_proj"]),
-    "excluded regex": lora(exclude_modules=r".*layers\.0\..*"),
+    "excluded list": lora(exclude_modules=["o_proj", "up_proj"], use_rslora=True, r=4, lora_alpha=3),
     "list and excluded": lora(target_modules=["q_proj", "v_proj"], exclude_modules=r".*layers\.0\..*"),
-    "rank-stabilised": lora(use_rslora=True, r=4, lora_alpha=3),
-    "gaussian": lora(init_lora_weights="gaussian"),
 }
 
 
@@ -51,7 +47,7 @@ def test_exported_member_matches_peft(architecture, name, tmp_path):
     assert {
         name.removesuffix(".lora_A.default") for name, _ in loaded.named_modules() if name.endswith("A.default")
     } == {f"base_model.model.{target.name}" for target in bank.targets}
-    batch = sampled_batch(bank, tokens=5)
+    batch = sampled_batch(bank, tokens=4)
     own = batch.select_members([1])
     scored = bank.log_probs(own)
     for row in range(len(own)):
@@ -85,7 +81,7 @@ def reference_step(member, batch, old, slot, beta):
 
 @pytest.mark.parametrize("architecture", DISTINCT)
 def test_bank_equals_separate_peft_models(architecture):
-    """Rollouts are the bank's; losses, gradients, moments and weights over three steps are compared."""
+    """Rollouts are the bank's; losses, gradients, moments and weights over two steps are compared."""
     settings = Optimizer(weight_decay=0.05, betas=(0.9, 0.99), eps=1e-6)
     hyperparameters = {
         0: Hyperparameters(lr=5e-3, max_grad_norm=0.5),
@@ -105,8 +101,8 @@ def test_bank_equals_separate_peft_models(architecture):
         )
         for slot, member in enumerate(members)
     ]
-    for step in range(3):
-        batch = sampled_batch(bank, seed=step, tokens=5, min_new_tokens=MIN_NEW_TOKENS)
+    for step in range(2):
+        batch = sampled_batch(bank, seed=step, tokens=4, min_new_tokens=MIN_NEW_TOKENS)
         old = off_policy(batch.sampler_log_probs)
         reports = bank.update(batch, grpo_loss(batch, beta=0.1), hyperparameters).reports
         for slot, (member, optimizer) in enumerate(zip(members, optimizers, strict=True)):

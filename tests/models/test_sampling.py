@@ -29,19 +29,14 @@ from tests.models.test_devices import DEVICES
 from tests.models.test_kv_caches import ending, ends_that_occur
 from tests.oracles.peft_members import PeftMember
 from tests.rounding import LOG_PROB
-from tests.tiny_batches import lora, rows_run, sampled_batch
-from tests.tiny_models import ARCHITECTURES, EOS, PAD, VOCABULARY, tiny_model
+from tests.tiny_batches import lora, sampled_batch, tiny_bank
+from tests.tiny_models import EOS, PAD, VOCABULARY, tiny_model
 
-MODEL = tiny_model("llama")
 FIELDS = ("actions", "present", "truncated")
 
 
 OPTIONS = {
     "whole distribution": SamplingOptions(),
-    "top_k": SamplingOptions(top_k=5),
-    "top_p": SamplingOptions(top_p=0.6),
-    "min_p": SamplingOptions(min_p=0.2),
-    "repetition_penalty": SamplingOptions(repetition_penalty=1.8),
     "all": SamplingOptions(top_k=20, top_p=0.8, min_p=0.01, repetition_penalty=0.6),
 }
 
@@ -57,17 +52,6 @@ def one_prompt(prompt, uniforms, *, temperature=1.0, slot=0, **fields):
         uniforms=uniforms,
         **fields,
     )
-
-
-def test_remaining_rows_are_multiples_of_eight(monkeypatch):
-    monkeypatch.setattr(decode, "MAX_DISTINCT_SHARE", 0.0)  # each row is run by itself
-    bank = different_members(MODEL, 1)
-    counts = rows_run(bank, monkeypatch)
-    rollout = bank.sample(one_prompt(PROMPTS[0], torch.rand(45, 120, generator=torch.Generator().manual_seed(0))))
-    alive = [int(rollout.action_mask[:, step + 1].sum()) for step in range(len(counts))]
-    assert len(set(counts)) >= 3
-    assert set(counts) <= {45, 40, 32, 24, 16, *range(1, 9)}
-    assert all(living <= carried for carried, living in zip(counts, alive, strict=True))
 
 
 @torch.no_grad()
@@ -88,10 +72,10 @@ def chances(member, tokens, options, temperature):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_token_frequencies_match_transformers(name):
     """On a grid of uniforms, each token's frequency equals its probability: of the first token and of the next."""
-    options, bank, count = OPTIONS[name], different_members(MODEL, 2), 400
+    options, bank, count = OPTIONS[name], tiny_bank(2), 400
     grid = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     for slot, temperature, first in ((0, 1.0, None), (1, 0.6, 0.3)):
-        member = PeftMember(MODEL, lora(), bank.peft_files(slot)[0], [EOS])
+        member = PeftMember(bank.base.model, lora(), bank.peft_files(slot)[0], [EOS])
         uniforms = grid[:, None] if first is None else torch.stack([torch.full_like(grid, first), grid], 1)
         rows = one_prompt(PROMPTS[1], uniforms, temperature=temperature, slot=slot, options=options)
         drawn = bank.sample(rows)
@@ -105,21 +89,13 @@ def test_token_frequencies_match_transformers(name):
         torch.testing.assert_close(drawn.log_probs[:, -1].double(), expected[last].log(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_sampled_log_probs_equal_scored_ones(architecture):
-    bank = different_members(tiny_model(architecture), 3)
-    batch = sampled_batch(bank, tokens=8, min_new_tokens=3)
-    torch.testing.assert_close(bank.log_probs(batch), batch.sampler_log_probs, rtol=1e-4, atol=1e-4)
-    assert bool((batch.sampler_log_probs[batch.present] < 0).all())
-
-
 @pytest.mark.parametrize(
     ("architecture", "min_new_tokens", "penalty"),
-    [*((name, 0, 1.0) for name in ARCHITECTURES), ("llama", 4, 1.0), ("gpt2", 4, 1.0), ("llama", 0, 1.5)],
+    [("llama", 0, 1.0), ("gemma2", 0, 1.0), ("gpt2", 4, 1.0), ("llama", 0, 1.5)],
 )
 def test_greedy_decoding_equals_transformers_generate(architecture, min_new_tokens, penalty):
     """A penalty may change the most likely token; the other options never do."""
-    bank = different_members(tiny_model(architecture), 2, eos_token_ids=[EOS, 40])
+    bank = tiny_bank(2, architecture, eos_token_ids=[EOS, 40])
     rows = make_rows([0, 1], tokens=12, greedy=True, min_new_tokens=min_new_tokens)
     if penalty != 1.0:
         rows = replace(rows, options=SamplingOptions(repetition_penalty=penalty, top_k=3, top_p=0.5, min_p=0.3))
@@ -142,7 +118,7 @@ def test_greedy_decoding_equals_transformers_generate(architecture, min_new_toke
 
 
 def test_greedy_and_sampled_rows_in_one_batch():
-    bank = different_members(MODEL, 3)
+    bank = tiny_bank()
     greedy, sampled = make_rows(range(3), greedy=True), with_robust_uniforms(bank, make_rows(range(3)))
     cold = torch.arange(len(sampled.prompt_ids)) % 2 == 0
     mixed = bank.sample(replace(sampled, temperature=torch.where(cold, 0.0, sampled.temperature)))
@@ -151,10 +127,10 @@ def test_greedy_and_sampled_rows_in_one_batch():
 
 
 def test_decoding_stops_when_all_rows_ended():
-    bank = different_members(MODEL, 3, eos_token_ids=range(1, 40))  # most tokens end a completion
+    bank = tiny_bank(eos_token_ids=range(1, 40))  # most tokens end a completion
     rows = make_rows(range(3), tokens=40)
     calls = []
-    handle = MODEL.base_model.register_forward_hook(lambda *_: calls.append(1))
+    handle = bank.base.model.base_model.register_forward_hook(lambda *_: calls.append(1))
     rollout = bank.sample(rows)
     handle.remove()
     longest = int(rollout.present.sum(1).max())
@@ -164,8 +140,8 @@ def test_decoding_stops_when_all_rows_ended():
 
 def test_no_eos_before_min_new_tokens():
     """Forbidden end tokens raise the other probabilities in sampling and scoring."""
-    frequent = ends_that_occur(different_members(MODEL, 3))
-    bank = different_members(MODEL, 3, eos_token_ids=frequent)
+    frequent = ends_that_occur(tiny_bank())
+    bank = tiny_bank(eos_token_ids=frequent)
     batch = sampled_batch(bank, tokens=8, min_new_tokens=5)
     ends = torch.isin(batch.actions, torch.tensor(frequent)) & batch.present
     assert not ends[:, :5].any()
@@ -195,13 +171,12 @@ def test_results_do_not_depend_on_order_or_waves(architecture, shared, device, m
         torch.testing.assert_close(got.log_probs, expected.log_probs[some], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("every", [5, 100])
-def test_check_interval_does_not_change_completions(every, monkeypatch):
-    bank = different_members(MODEL, 3)
+def test_check_interval_does_not_change_completions(monkeypatch):
+    bank = tiny_bank()
     rows = with_robust_uniforms(bank, make_rows(range(3), tokens=9))
     expected = bank.sample(rows)
     assert 0 < int(expected.truncated.sum()) < len(rows)
-    monkeypatch.setitem(sampling.CHECK_EVERY, "cpu", every)
+    monkeypatch.setitem(sampling.CHECK_EVERY, "cpu", 5)
     actual = bank.sample(rows)
     for field in FIELDS:
         assert torch.equal(getattr(actual, field), getattr(expected, field))
@@ -209,7 +184,7 @@ def test_check_interval_does_not_change_completions(every, monkeypatch):
 
 
 def test_options_with_other_rows_and_further_turns():
-    bank, options = different_members(MODEL, 3), OPTIONS["all"]
+    bank, options = tiny_bank(), OPTIONS["all"]
     rows = with_robust_uniforms(bank, replace(make_rows(range(3), tokens=8), options=options))
     together = bank.sample(replace(rows, keep=True))
     for row in (0, 7, 20):
@@ -228,20 +203,6 @@ def test_options_with_other_rows_and_further_turns():
         assert float(kept.log_probs[row, 0]) == pytest.approx(float(expected[kept.actions[row, 0]].log()), abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("top_k", -1),
-        *(("top_p", value) for value in (0.0, 1.1, float("nan"), -0.5)),
-        *(("min_p", value) for value in (1.0, -0.1, float("nan"))),
-        *(("repetition_penalty", value) for value in (0.0, -1.0, float("inf"), float("nan"))),
-    ],
-)
-def test_options_out_of_range_raise(name, value):
-    with pytest.raises(ValueError, match=rf"^{name} must .*, got {value}: "):
-        SamplingOptions(**{name: value})
-
-
 def listen(bank, rows):
     """Return a rollout and its reports: row, tokens and progress."""
     told, parts = [], [0.0]
@@ -258,12 +219,12 @@ def tokens_of(rollout):
     return [row[present].tolist() for row, present in zip(rollout.actions, rollout.present, strict=True)]
 
 
-@pytest.mark.parametrize(("cached_tokens", "look_every"), [(sampling.CACHED_TOKENS, 1), (110, 8), (1, 1)])
+@pytest.mark.parametrize(("cached_tokens", "look_every"), [(sampling.CACHED_TOKENS, 1), (110, 8)])
 def test_every_row_is_reported_once_when_finished(cached_tokens, look_every, monkeypatch):
-    bank = ending(MODEL)
+    bank = ending()
     monkeypatch.setattr(sampling, "CACHED_TOKENS", cached_tokens)
-    monkeypatch.setattr("evogrpo.models.language.sampling.CHECK_EVERY", {"cpu": look_every})
-    rows = make_rows(range(3), tokens=12)
+    monkeypatch.setattr(sampling, "CHECK_EVERY", {"cpu": look_every})
+    rows = make_rows(range(3), tokens=8)
     rows = rows.select(torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)))
     alone = bank.sample(rows)
     got, told = listen(bank, rows)
@@ -273,11 +234,10 @@ def test_every_row_is_reported_once_when_finished(cached_tokens, look_every, mon
     assert min(part for *_, part in told) < max(part for *_, part in told) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("most", [0.0, 0.5], ids=["row by row", "from common beginnings"])
-@pytest.mark.parametrize("moment", [1, 9])
+@pytest.mark.parametrize(("moment", "most"), [(1, 0.0), (9, 0.5)], ids=["row by row", "from common beginnings"])
 def test_reported_rows_survive_out_of_memory(moment, most, monkeypatch):
     monkeypatch.setattr(decode, "MAX_DISTINCT_SHARE", most)
-    bank = ending(MODEL)
+    bank = ending()
     rows = make_rows(range(3), tokens=12)
     expected, head, calls = bank.sample(rows), bank.base.head, []
 

@@ -15,7 +15,7 @@ from evogrpo.models.fast_llama import decode
 from evogrpo.models.language.forward import micro_batches
 from evogrpo.testing.policy_banks import assert_gradients_agree
 from evogrpo.testing.samplers import PROMPTS, as_batch, different_members, make_rows, with_robust_uniforms
-from tests.tiny_batches import grpo_loss, rows_run
+from tests.tiny_batches import grpo_loss, rows_run, tiny_bank
 from tests.tiny_models import EOS, tiny_model
 
 SIZE = 3
@@ -63,7 +63,7 @@ def distinct(batch, *, of_base=False):
 
 @pytest.mark.parametrize(("architecture", "entropy_gradient"), [("llama", True), ("gemma2", False)])
 def test_matches_running_every_row(architecture, entropy_gradient, row_counts, monkeypatch):
-    bank = different_members(tiny_model(architecture), SIZE, micro_batch_tokens=70)
+    bank = tiny_bank(SIZE, architecture, micro_batch_tokens=70)
     batch = repeated(bank)
     loss, sizes = grpo_loss(batch), row_counts(bank)
 
@@ -92,7 +92,7 @@ def test_matches_running_every_row(architecture, entropy_gradient, row_counts, m
 
 
 def test_base_runs_identical_rows_of_members_once(row_counts):
-    bank = different_members(tiny_model("llama"), SIZE)
+    bank = tiny_bank(SIZE)
     batch = repeated(bank)
     alone = batch.select((batch.member_ids == 0).nonzero()[:, 0])
     every = replace(
@@ -126,11 +126,10 @@ def beginnings(rows, rollout, at):
 
 
 @pytest.mark.parametrize("ends", [[1], list(range(1, 12))])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_matches_separate_rows(architecture, ends, monkeypatch):
-    bank = different_members(tiny_model(architecture), SIZE, eos_token_ids=ends)
+def test_matches_separate_rows(ends, monkeypatch):
+    bank = tiny_bank(SIZE, eos_token_ids=ends)
     monkeypatch.setattr(decode, "MAX_DISTINCT_SHARE", 0.0)
-    rows = with_robust_uniforms(bank, alike(tokens=10, min_new_tokens=2, temperature=0.2))
+    rows = with_robust_uniforms(bank, alike(tokens=8, min_new_tokens=2, temperature=0.2))
     counts = rows_run(bank, monkeypatch)
     expected = bank.sample(rows)
     apart = list(counts)
@@ -147,7 +146,7 @@ def test_matches_separate_rows(architecture, ends, monkeypatch):
 
 
 def test_rows_separate_when_few_prefixes_are_equal(monkeypatch):
-    bank = different_members(tiny_model("llama"), SIZE)
+    bank = tiny_bank(SIZE)
     rows = with_robust_uniforms(bank, alike(tokens=12, temperature=0.7, min_new_tokens=12))
     counts = rows_run(bank, monkeypatch)
     got = bank.sample(rows)
@@ -161,16 +160,10 @@ def test_rows_separate_when_few_prefixes_are_equal(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        SamplingOptions(),
-        SamplingOptions(repetition_penalty=1.3),
-        SamplingOptions(top_k=5),
-        SamplingOptions(top_p=0.7, min_p=0.05),
-    ],
+    "options", [SamplingOptions(), SamplingOptions(top_k=5, top_p=0.7, min_p=0.05, repetition_penalty=1.3)]
 )
 def test_matches_with_all_options_and_different_temperatures(options, monkeypatch):
-    bank, rows = different_members(tiny_model("llama"), SIZE), alike(tokens=8, min_new_tokens=8)
+    bank, rows = tiny_bank(SIZE), alike(tokens=8, min_new_tokens=8)
     heat = rows.temperature + 0.1 * (torch.arange(len(rows)) % 2)
     rows = with_robust_uniforms(bank, replace(rows, options=options, temperature=heat))
     got = bank.sample(rows)
@@ -181,7 +174,7 @@ def test_matches_with_all_options_and_different_temperatures(options, monkeypatc
 
 
 def test_greedy_rows_never_separate(monkeypatch):
-    bank = different_members(tiny_model("llama"), SIZE)
+    bank = tiny_bank(SIZE)
     rows = alike(tokens=8, min_new_tokens=8, temperature=0.0)
     counts = rows_run(bank, monkeypatch)
     bank.sample(rows)
@@ -194,7 +187,7 @@ def test_greedy_rows_never_separate(monkeypatch):
 
 
 def test_further_turns_resume_from_shared_prefixes(monkeypatch):
-    bank = different_members(tiny_model("llama"), SIZE)
+    bank = tiny_bank(SIZE)
     rows = with_robust_uniforms(bank, replace(alike(tokens=8, min_new_tokens=8, temperature=0.2), keep=True))
     turns = []
     for most in (1.0, 0.0):

@@ -9,7 +9,10 @@ import pytest
 from torch.utils import backend_registration
 
 ROOT = Path(__file__).parents[2]
-SELECTION = "simulated and (waves or separate or devices_agree)"
+SELECTIONS = [
+    ("separate or devices_agree and some", 2),
+    pytest.param("waves or separate or devices_agree", 10, marks=pytest.mark.slow),
+]
 PROGRAM = """
 import sys
 
@@ -36,10 +39,11 @@ sys.exit(pytest.main(sys.argv[1:]))
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
     reason="devices that are written in Python came with a later torch",
 )
-def test_accelerator_tests_pass_on_a_simulated_device():
+@pytest.mark.parametrize(("selection", "count"), SELECTIONS)
+def test_accelerator_tests_pass_on_a_simulated_device(selection, count):
     files = [f"tests/models/test_{name}.py" for name in ("devices", "sampling", "stacked_bank")]
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "-q", "-p", "no:cacheprovider", "-k", SELECTION, *files],
+        [sys.executable, "-c", PROGRAM, "-q", "-p", "no:cacheprovider", "-k", f"simulated and ({selection})", *files],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -47,4 +51,4 @@ def test_accelerator_tests_pass_on_a_simulated_device():
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "10 passed" in done.stdout
+    assert f"{count} passed" in done.stdout

@@ -26,10 +26,6 @@ class StackedBankTestCase(PolicyBankTestCase):
         return acted_batch(self.case, bank, members, seed=seed, nudge=nudge, equal_shapes=equal_shapes, base=base)
 
 
-class TestArchitectures(StackedBankTestCase):
-    case = CASES["architectures"]
-
-
 class TestSomeAlike(StackedBankTestCase):
     case = CASES["some alike"]
 
@@ -52,7 +48,7 @@ def ask(case, bank, member_ids, *, seed=0, **settings):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("member_ids", [[1, 1, 2], [0, 1, 2] * 3, [0] + [1] * 30 + [2] * 2])
+@pytest.mark.parametrize("member_ids", [[1, 1, 2], [0] + [1] * 30 + [2] * 2])
 def test_rows_act_independently_of_other_members(name, member_ids):
     """With missing members, ragged and unsorted rows, each row acts as in a bank of its member alone."""
     case = CASES[name]
@@ -65,22 +61,6 @@ def test_rows_act_independently_of_other_members(name, member_ids):
         of_member = np.array(member_ids) == slot
         np.testing.assert_allclose(acted.actions[of_member], apart.actions[of_member], rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(acted.log_probs[of_member], apart.log_probs[of_member], rtol=1e-4, atol=1e-4)
-
-
-def test_shapes_and_dtypes_of_actions():
-    expected = {
-        "discrete": ((), np.int64),
-        "architectures": ((2, 2), np.int64),
-        "box": ((2,), np.float64),
-        "images": ((2, 2), np.int8),
-    }
-    for name, (shape, dtype) in expected.items():
-        case = CASES[name]
-        acted = ask(case, case.bank(2), [0, 0, 1])
-        assert (acted.actions.shape, acted.actions.dtype) == ((3, *shape), dtype)
-        assert (acted.log_probs.shape, acted.log_probs.dtype) == ((3,), np.float32)
-        greedy = ask(case, case.bank(2), [0, 0, 1], uniforms=None)
-        assert (greedy.actions.shape, greedy.actions.dtype) == ((3, *shape), dtype)
 
 
 def test_acting_uses_current_weights():
@@ -103,21 +83,6 @@ def test_acting_uses_current_weights():
     np.testing.assert_allclose(ask(case, bank, rows).log_probs, third.log_probs, rtol=1e-4, atol=1e-5)
     bank.load_state(0, case.bank(3).state(2))
     assert (ask(case, bank, rows).log_probs[:20] != third.log_probs[:20]).any()
-
-
-@pytest.mark.parametrize("name", ["architectures", "images", "box"])
-def test_policy_module_matches_acting(name):
-    case = CASES[name]
-    bank = case.bank(3)
-    rngs = [generator(0, "test rows", row) for row in range(4)]
-    seen = stacked([observe(case.observations, rng) for rng in rngs])
-    for slot in range(3):
-        outputs = bank.outputs(slot, seen)
-        assert not outputs.requires_grad
-        expected = bank.act(seen, np.full(4, slot), uniforms=None)
-        actions, log_probs = bank.distribution.sample(outputs.numpy(), None, None, None)
-        np.testing.assert_allclose(actions, expected.actions, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(log_probs, expected.log_probs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)

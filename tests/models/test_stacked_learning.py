@@ -1,7 +1,5 @@
 """StackedBank: learning against separate torch.optim.AdamW runs and finite differences, passes and references."""
 
-import math
-
 import pytest
 import torch
 from gymnasium import spaces
@@ -11,7 +9,6 @@ from evogrpo.models.networks import train_states
 from evogrpo.models.networks.architecture import NetworkConfig
 from evogrpo.testing.policy_banks import assert_gradients_agree, assert_weights_agree
 from tests.oracles.torch_members import TorchMember
-from tests.tiny_batches import same_state
 from tests.tiny_networks import CASES, Case, acted_batch
 
 SIZE = 4
@@ -30,9 +27,12 @@ def surrogate(log_probs, old, advantages, entropies, clip, entropy_coef):
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages) - entropy_coef * entropies
 
 
-@pytest.mark.parametrize("architectures", [(), DIFFERENT], ids=["alike", "different"])
+@pytest.mark.parametrize(
+    ("architectures", "short"),
+    [((), 0), ((), train_states.MAX_STACKED_STEP), (DIFFERENT, 0)],
+    ids=["one by one", "together", "different"],
+)
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
-@pytest.mark.parametrize("short", [0, train_states.MAX_STACKED_STEP], ids=["one by one", "together"])
 def test_learning_matches_separate_torch_optimizers(space, architectures, short, monkeypatch):
     """Members differ in learning rate, clip norm, clip coefficient, rows and epochs."""
     monkeypatch.setattr(train_states, "MAX_STACKED_STEP", short)
@@ -91,7 +91,7 @@ def test_learning_matches_separate_torch_optimizers(space, architectures, short,
     assert clipped == {True, False}, "the test needs gradients on both sides of the bound"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["architectures", "images", "module"])
 def test_gradients_match_finite_differences(name):
     """For all kinds of observations and networks, along a direction."""
     case = CASES[name]
@@ -123,12 +123,12 @@ def test_gradients_match_finite_differences(name):
         assert slope == pytest.approx(float(gradient @ along), rel=2e-2, abs=2e-3 * float(gradient.norm()))
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("passes", [3, 27])
-def test_any_split_into_passes_gives_the_same_gradient(name, passes):
+@pytest.mark.parametrize("name", ["some alike", "images"])
+def test_any_split_into_passes_gives_the_same_gradient(name):
     case = CASES[name]
     whole = case.bank(3, memory=1 << 40)
     batch = acted_batch(case, whole, range(3))
+    passes = 27
     needed = 4 * max(stack.network.values_per_observation for stack in whole.stacks) * int(batch.action_mask.sum())
     split = case.bank(3, memory=-(-needed // passes))
     calls = []
@@ -149,28 +149,6 @@ def test_any_split_into_passes_gives_the_same_gradient(name, passes):
         assert reports[0][slot].grad_norm == pytest.approx(reports[1][slot].grad_norm, rel=1e-3)
         one, other = whole.state(slot)["exp_avg"], split.state(slot)["exp_avg"]
         assert_gradients_agree(one, other)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_non_finite_weights_are_reported_and_do_not_affect_others(bad):
-    """The gradient is finite, but the weights after the step are not."""
-    case = CASES["discrete"]
-    one, other = case.bank(3), case.bank(3)
-    state = other.state(1)
-    state["weights"][3] = bad
-    other.load_state(1, state)
-    batch = acted_batch(case, one, range(3))
-
-    def loss_fn(rows, log_probs, entropies):
-        values = (batch.rewards[rows][:, None] * log_probs).sum(1)
-        return torch.where(batch.member_ids[rows] == 1, 0.0, values)
-
-    named = dict.fromkeys(range(3), Hyperparameters(lr=1e-2))
-    expected, got = one.update(batch, loss_fn, named).reports, other.update(batch, loss_fn, named).reports
-    assert math.isnan(got[1].grad_norm)
-    for slot in (0, 2):
-        assert expected[slot] == got[slot]
-        assert same_state(one.state(slot), other.state(slot))
 
 
 def test_out_of_memory_halves_the_pass(monkeypatch):
