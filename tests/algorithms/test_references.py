@@ -182,7 +182,7 @@ def test_running_statistics_cover_all_rewards():
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     """With running statistics, an adaptive KL factor, references that follow and step sizes that are searched."""
-    objective = Objective(**RUNNING, **ADAPTIVE, reference="snapshot", reference_sync_steps=3)
+    objective = Objective(**RUNNING, **ADAPTIVE, reference="snapshot", reference_sync_steps=2)
     options = {"beta": 0.05, "target_kl": 0.005, "objective": objective}
     schedule = {"size": 2, "generations": 2, "steps_per_generation": 1, "options": options}
     finish(tiny_run(tmp_path / "whole", **schedule))
