@@ -231,7 +231,7 @@ class PolicyBankTestCase(ABC):
 
     # ---- members do not affect each other
 
-    @pytest.mark.parametrize("changed_slot", (0, SIZE - 1))
+    @pytest.mark.parametrize("changed_slot", [0, SIZE - 1])
     def test_nan_of_one_member_never_reaches_another(self, changed_slot: int) -> None:
         clean, dirty = self.make_bank(SIZE), self.make_bank(SIZE)
         state = dirty.state(changed_slot)

@@ -326,7 +326,7 @@ class StrategyTestCase(ABC):
             for (_, plan), (_, twin) in zip(*simulated, strict=True):
                 assert plan == twin
 
-    @pytest.mark.parametrize("split", (1, GENERATIONS - 2))
+    @pytest.mark.parametrize("split", [1, GENERATIONS - 2])
     def test_resuming_gives_the_same_plans(self, split: int) -> None:
         for situation, whole in zip(WITH_FAILURES, _plans_of(type(self)), strict=True):
             strategy, population = self.make_strategy(), SimulatedPopulation(*situation)
