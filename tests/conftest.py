@@ -17,7 +17,12 @@ if TYPE_CHECKING:
     from tests.stored_runs import StoredRun
 
 settings.register_profile(  # a busy machine is not a fault
-    "suite", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+    "suite",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=50,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("suite")
 

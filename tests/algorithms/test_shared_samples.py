@@ -23,6 +23,8 @@ def prompts(size=3, **options):
 
 
 def episodes(size=3, **options):
+    options = {"batch_size": 64} | options
+    options["batch_size"] *= 4  # it counts actions
     env = cart_pole(max_episode_steps=12)
     return step_population(size, env, **options), env
 
@@ -147,7 +149,7 @@ def test_effective_sample_size_and_gain_are_those_of_the_two_policies(make):
 
 @pytest.mark.parametrize("make", [prompts, episodes])
 def test_shared_samples_do_not_add_optimizer_steps(make):
-    options = {"update_epochs": 2, "batch_size": 3 if make is prompts else 20, "target_kl": None}
+    options = {"update_epochs": 2, "batch_size": 3 if make is prompts else 5, "target_kl": None}
     (one, env), (other, _) = (make(**options) for _ in range(2))
     experience = collected(one, env)
     alone = other.learn(experience, step=0)
