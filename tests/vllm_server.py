@@ -28,6 +28,8 @@ Fault = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any] | tuple[int, b
 """(request, answer) -> another answer, (status, content), or None to close the connection without an answer."""
 
 
+BASE = "models/base"
+"""Name of the base model, with a slash as those of hubs."""
 RANK_3 = LoraConfig(r=3, lora_alpha=6, target_modules="all-linear")
 
 
@@ -40,6 +42,7 @@ class VLLMServer:
         max_lora_rank: Largest rank.
         processed: Log-probabilities after temperature and truncation; False = raw ones.
         runtime_updates: Adapters can be loaded.
+        sees_files: The server sees the folder of the adapters.
         lora_config: LoRA settings of all adapters.
 
     Attributes:
@@ -56,10 +59,11 @@ class VLLMServer:
         max_lora_rank: int = 16,
         processed: bool = True,
         runtime_updates: bool = True,
+        sees_files: bool = True,
         lora_config: LoraConfig = RANK_3,
     ) -> None:
         self.model, self.max_loras, self.max_lora_rank = model, max_loras, max_lora_rank
-        self.processed, self.runtime_updates = processed, runtime_updates
+        self.processed, self.runtime_updates, self.sees_files = processed, runtime_updates, sees_files
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.fault: Fault | None = None
         self.delay = 0.0
@@ -77,7 +81,7 @@ class VLLMServer:
     def start(self) -> None:
         """Serve, without adapters; after `stop` on the same port."""
         server = self
-        self.adapters, self._banks = {}, {}
+        self.adapters, self._banks, self._has_sampled = {}, {}, False
 
         class Handler(BaseHTTPRequestHandler):
             def log_message(self, *args: Any) -> None:
@@ -124,10 +128,11 @@ class VLLMServer:
             return 200, b""
         if path == "/metrics":
             labels = f'max_lora="{self.max_loras}",running_lora_adapters="",waiting_lora_adapters=""'
-            return 200, f"# TYPE vllm:lora_requests_info gauge\nvllm:lora_requests_info{{{labels}}} 1.0\n".encode()
+            line = f"vllm:lora_requests_info{{{labels}}} 1.0\n" if self._has_sampled else ""
+            return 200, f"# TYPE vllm:lora_requests_info gauge\n{line}".encode()
         if path == "/v1/models":
-            cards = [{"id": "base", "root": "base", "parent": None, "max_model_len": 128}]
-            cards += [{"id": name, "root": folder, "parent": "base"} for name, folder in self.adapters.items()]
+            cards = [{"id": BASE, "root": BASE, "parent": None, "max_model_len": 128}]
+            cards += [{"id": name, "root": folder, "parent": BASE} for name, folder in self.adapters.items()]
             return 200, json.dumps({"object": "list", "data": cards}).encode()
         return 404, b'{"detail":"Not Found"}'
 
@@ -142,10 +147,14 @@ class VLLMServer:
             del self._banks[body["lora_name"]]
             return 200, b"Success"
         assert path == "/v1/completions"
-        if body["model"] != "base" and body["model"] not in self.adapters:
+        if body["model"] != BASE and body["model"] not in self.adapters:
             return _error(404, f"The model `{body['model']}` does not exist.")
+        salt = body["cache_salt"]
+        if not 1 <= len(salt) <= 128 or set(salt) & set("@/\\\0"):
+            return _error(400, "Parameter 'cache_salt' must be at most 128 characters and must not contain '@', '/'.")
         with self._lock:
             answer = self._complete(body)
+        self._has_sampled = True
         time.sleep(self.delay)
         if self.fault is not None:
             changed = self.fault(body, answer)
@@ -155,6 +164,8 @@ class VLLMServer:
         return 200, json.dumps(answer).encode()
 
     def _load(self, name: str, folder: str) -> tuple[int, bytes]:
+        if not self.sees_files or not os.path.isdir(folder):
+            return _error(404, f"Loading lora {name} failed: No adapter found for {folder}")
         if name in self.adapters:
             return _error(400, f"The lora adapter '{name}' has already been loaded.")
         adapter = read_adapter(folder)
@@ -180,7 +191,7 @@ class VLLMServer:
             min_new_tokens=body["min_tokens"],
             options=SamplingOptions(**{name: body[name] for name in ("top_k", "top_p", "min_p", "repetition_penalty")}),
         )
-        base = body["model"] == "base"
+        base = body["model"] == BASE
         rollout = bank.sample(rows, base=base)
         log_probs = rollout.log_probs
         # 2. vLLM gives greedy tokens their log-probability at temperature 1, and so all tokens in raw mode.
@@ -233,32 +244,45 @@ class RealServer:
 
     Args:
         command: Printed by `evogrpo vllm-command`.
+
+    Attributes:
+        group: Process group of the server and its workers.
     """
 
     def __init__(self, command: str) -> None:
+        assert "VLLM_PYTHON" in os.environ, "VLLM_PYTHON is not set: run make test-vllm"
         variable, _, *words = shlex.split(command)
         name, _, value = variable.partition("=")
         self._words = [os.environ["VLLM_PYTHON"], *words, "--enforce-eager"]
-        self._environment = {**os.environ, name: value, "VLLM_CPU_KVCACHE_SPACE": "1"}
+        # PYTHONPATH is for this interpreter. Compiling a few small functions would take longer than all tests.
+        self._environment = {key: each for key, each in os.environ.items() if key != "PYTHONPATH"}
+        self._environment |= {name: value, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        self._environment |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
         self.url = f"http://127.0.0.1:{words[words.index('--port') + 1]}"
         self.start()
 
     def start(self) -> None:
         """Start the process, and wait until it answers."""
         self._process = subprocess.Popen(self._words, env=self._environment, start_new_session=True)
-        for _ in range(600):
-            assert self._process.poll() is None, "vLLM ended at the start"
+        self.group = self._process.pid
+        deadline = time.monotonic() + 1200
+        while time.monotonic() < deadline:
+            status = self._process.poll()
+            assert status is None, (
+                f"vLLM ended at the start with status {status}; its output is above. vllm-cpu needs a CPU with AVX2."
+            )
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=5):
                     return
             except OSError:
                 time.sleep(1)
-        raise AssertionError("vLLM did not start")
+        self.stop()
+        raise AssertionError("vLLM did not start within 20 minutes")
 
-    def kill(self) -> None:
+    def stop(self) -> None:
         """Kill the server and its workers."""
         if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.group, signal.SIGKILL)
             self._process.wait()
 
 

@@ -44,7 +44,7 @@ from evogrpo.text import (
 )
 from evogrpo.training.configuration.reading import load_config
 from evogrpo.training.configuration.sections import Config
-from evogrpo.training.configuration.user_code import strategy_record, user_line
+from evogrpo.training.configuration.user_code import VLLM, strategy_record, user_line
 from evogrpo.training.console import (
     clean_warnings,
     command,
@@ -100,6 +100,9 @@ def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
             show_forecast(console, prepared, skip_memory_check=args.skip_memory_check)
             with working(console, "checking the run"):
                 dry_run(prepared)
+            if config.sampler is not None and config.sampler["name"] == VLLM:
+                for line in _vllm_commands(prepared):
+                    show_command(console, "vLLM server", line)
             console.print("Dry run: nothing was trained. Remove --dry-run to start.")
             return OK
         need = prepared.forecast().need
@@ -152,26 +155,33 @@ def print_vllm_commands(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides)
     if config.model is None:
         raise ValueError(f"{args.config} trains small networks. vLLM serves language models.")
-    from evogrpo.models.language.loading import PACKAGES, loadable_name
-    from evogrpo.models.language.vllm_sampler import vllm_command
-    from evogrpo.training.task_types.language import prepare
-
-    prepared = prepare(config)
+    prepared = task_type_of(config.task).prepare(config)
     with closing(prepared.env):
-        size, precision = prepared.config.population.size, prepared.config.precision
-        urls = (config.sampler or {}).get("url", "http://127.0.0.1:8000")
-        urls = [urls] if isinstance(urls, str) else list(urls)
-        for number, url in enumerate(urls):
-            members = len(range(number, size, len(urls)))  # as VLLMSampler deals them out
-            line = vllm_command(
-                loadable_name(prepared.outline.model) or prepared.model,
-                members=max(1, members),
-                rank=prepared.lora.r,
-                dtype="bfloat16" if precision in PACKAGES else precision,
-                url=url,
-            )
+        for line in _vllm_commands(prepared):
             print(line)
     return OK
+
+
+def _vllm_commands(prepared: PreparedRun) -> list[str]:
+    """Return the command of each vLLM server of a run of language models."""
+    from evogrpo.models.language.loading import PACKAGES, loadable_name
+    from evogrpo.models.language.vllm_sampler import vllm_command
+    from evogrpo.training.task_types.language import PreparedLanguage
+
+    assert isinstance(prepared, PreparedLanguage)
+    size, precision = prepared.config.population.size, prepared.config.precision
+    urls = (prepared.config.sampler or {}).get("url", "http://127.0.0.1:8000")
+    urls = [urls] if isinstance(urls, str) else list(urls)
+    return [
+        vllm_command(
+            loadable_name(prepared.outline.model) or prepared.model,
+            members=max(1, len(range(number, size, len(urls)))),  # as VLLMSampler deals them out
+            rank=prepared.lora.r,
+            dtype="bfloat16" if precision in PACKAGES else precision,
+            url=url,
+        )
+        for number, url in enumerate(urls)
+    ]
 
 
 def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Namespace) -> int:

@@ -39,6 +39,10 @@ def test_the_command_of_each_server_is_printed(project, capsys):
         assert line[line.index("--model") + 1] == str((project / "model").resolve())
         assert line[line.index("--dtype") + 1] == "float32"
         assert line[line.index("--logprobs-mode") + 1] == "processed_logprobs"
+    # The dry run prints the same commands, without servers.
+    assert main(["train", *arguments[1:], "--dry-run"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [shlex.split(line)[2:] for line in printed if line.startswith("vLLM server")] == lines
 
 
 def test_small_networks_have_no_server(tmp_path, capsys):
@@ -64,7 +68,7 @@ def test_the_folder_of_adapters_is_relative_to_the_configuration(tmp_path):
 
 @pytest.mark.usefixtures("workdir")
 def test_a_run_is_saved_if_its_server_dies_and_resumes(project, server, capsys):
-    sampler = f"sampler={{vllm: {server.url}, adapters_dir: adapters, timeout: 1.0}}"
+    sampler = f"sampler={{vllm: {server.url}, adapters_dir: adapters, timeout: 3.0}}"
     arguments = ["train", str(project / "tiny.yaml"), "--run-dir", "run", sampler, "population.size=2"]
     # 1. A server that does not answer at the start: nothing is written.
     server.stop()
@@ -95,34 +99,32 @@ def steps(folder):
 
 @pytest.mark.vllm
 def test_a_run_is_saved_if_vllm_is_killed_and_resumes(workdir, capsys):
-    url, path = "http://127.0.0.1:8038", str(write_project(workdir))
-    Path(path).write_text(
-        yaml.safe_dump(
-            {
-                **CONFIG,
-                "model": "smollm2-135m",
-                "precision": "float32",
-                "sampler": {"vllm": url, "adapters_dir": "adapters", "timeout": 5.0},
-                "agent": {"max_output_tokens": 8, "objective": {"importance_correction": "token_truncate"}},
-            }
-        )
-    )
-    assert main(["vllm-command", path]) == 0
+    url, path = "http://127.0.0.1:8038", write_project(workdir)
+    sampler = {"vllm": url, "adapters_dir": "adapters", "timeout": 240}
+    schedule = {"generations": 2, "steps_per_generation": 1, "samples_per_step": 8}
+    agent = {"max_output_tokens": 4, "objective": {"importance_correction": "token_truncate"}}
+    task = {**CONFIG["task"], "validation_size": 8, "test_size": 8}
+    changes = {"model": "smollm2-135m", "precision": "float32", "sampler": sampler, "schedule": schedule}
+    path.write_text(yaml.safe_dump({**CONFIG, **changes, "agent": agent, "task": task}))
+    assert main(["vllm-command", str(path)]) == 0
     server = RealServer(capsys.readouterr().out.strip())
     killer = threading.Thread(target=kill_after_a_step, args=(server,))
     try:
         killer.start()
-        assert main(["train", path, "--run-dir", "run"]) == 1
-        assert "resume run" in capsys.readouterr().out
+        assert main(["train", str(path), "--run-dir", "run"]) == 1
+        output = capsys.readouterr()
+        assert url in output.err
+        assert "resume run" in output.out
         killer.join()
         server.start()
         assert main(["resume", "run"]) == 0
     finally:
-        server.kill()
+        server.stop()
     assert read_journal("run/journal.jsonl")[-1]["event"] == "ended"
+    assert [event["step"] for event in steps("run")] == [0, 1]
 
 
 def kill_after_a_step(server):
     while not steps("run"):
         time.sleep(0.1)
-    server.kill()
+    server.stop()

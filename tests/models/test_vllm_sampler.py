@@ -15,13 +15,23 @@ from evogrpo.interruption import Interrupted, Stop
 from evogrpo.models.language import vllm_sampler
 from evogrpo.models.language.loading import loadable_name
 from evogrpo.models.language.vllm_sampler import VLLMError, VLLMSampler, vllm_command
-from evogrpo.testing.samplers import PROMPTS, SamplerTestCase, as_batch, different_members, make_rows, tiny_llama
+from evogrpo.testing.samplers import (
+    EOS,
+    PROMPTS,
+    SamplerTestCase,
+    as_batch,
+    different_members,
+    make_rows,
+    tiny_llama,
+)
 from tests.tiny_batches import tiny_bank
 from tests.tiny_models import tiny_model
 from tests.tiny_training import tiny_env, tiny_population
 from tests.vllm_server import RealServer, VLLMServer
 
 SIZE = 3
+TIMEOUT = 900
+"""Of requests to vLLM on a CPU, in seconds."""
 
 
 @contextmanager
@@ -167,6 +177,7 @@ def other_base():
         ({"max_loras": 2}, "2 LoRA slots"),
         ({"max_lora_rank": 2}, "max_lora_rank"),
         ({"runtime_updates": False}, "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
+        ({"sees_files": False}, "No adapter found"),
     ],
 )
 def test_servers_with_wrong_settings_are_refused_with_the_right_command(settings, reason, bank, tmp_path):
@@ -357,51 +368,80 @@ def test_members_of_a_population_learn_and_stay_marked_until_they_are_loaded(tmp
 
 @pytest.fixture(scope="module")
 def smollm2():
-    """Return a bank on the demo's model and the command of its server."""
-    model = load_base("smollm2-135m", dtype=torch.float32).model
-    bank = different_members(model, SIZE, std=0.01, lora_config=LoraConfig(r=16, target_modules="all-linear"))
-    return bank, vllm_command(loadable_name(model), members=SIZE, rank=16, url="http://127.0.0.1:8037")
+    return load_base("smollm2-135m", dtype=torch.float32).model
+
+
+@pytest.fixture(scope="module")
+def vllm(smollm2):
+    """Start vLLM with the printed command."""
+    server = RealServer(vllm_command(loadable_name(smollm2), members=SIZE, rank=16, url="http://127.0.0.1:8037"))
+    yield server
+    server.stop()
+
+
+def smollm2_members(model, size=SIZE, rank=16, **settings):
+    return different_members(
+        model, size, std=0.08, lora_config=LoraConfig(r=rank, target_modules="all-linear"), **settings
+    )
 
 
 @pytest.mark.vllm
-def test_vllm_samples_with_current_weights_and_survives_a_kill(smollm2, tmp_path):
-    bank, command = smollm2
-    server = RealServer(command)
-    try:
-        sampler = VLLMSampler(server.url, tmp_path, timeout=600)
-        sampler.connect(bank)
-        prompt = tuple(range(400, 464))  # several blocks of the prefix cache
-        rows = replace(make_rows(range(SIZE), prompts=(prompt,), tokens=16), uniforms=None, max_new_tokens=16)
+class TestVLLMSamplerWithVLLM(SamplerTestCase):
+    uses_uniforms = False
+    tolerance = 1e-2
 
-        def check():
-            for base in (False, True):
-                rollout = sampler.sample(rows, base=base)
-                expected = bank.log_probs(as_batch(rows, rollout), base=base)
-                torch.testing.assert_close(rollout.log_probs, expected, rtol=0, atol=1e-2)
+    @pytest.fixture(autouse=True)
+    def _serve(self, smollm2, vllm, tmp_path):
+        self.model, self.server, self.folder = smollm2, vllm, tmp_path
 
-        check()
-        # A prefix that was cached with old weights would change the first log-probabilities by tenths.
-        bank.inherit([1, 2, 0])
-        sampler.sync(range(SIZE))
-        check()
-        greedy = replace(rows, temperature=torch.zeros(len(rows)))
-        assert torch.equal(sampler.sample(greedy).actions[:, 0], bank.sample(greedy).actions[:, 0])
-        # A killed server that is started again gets all adapters.
-        server.kill()
-        timer = threading.Timer(1.0, server.start)
-        timer.start()
-        check()
-        timer.join()
-    finally:
-        server.kill()
+    def make_bank(self):
+        # For `min_tokens`, vLLM rules out the model's own end of sequence too.
+        own = self.model.config.eos_token_id
+        return smollm2_members(self.model, eos_token_ids=[EOS, own, *range(50, 58)])
+
+    def make_sampler(self, bank):
+        return connected(bank, self.folder, self.server, timeout=TIMEOUT)
+
+
+@pytest.mark.vllm
+def test_vllm_samples_with_current_weights_and_survives_a_kill(smollm2, vllm, tmp_path):
+    bank = smollm2_members(smollm2)
+    sampler = connected(bank, tmp_path, vllm, timeout=TIMEOUT)
+    prompt = tuple(range(400, 464))  # several blocks of the prefix cache
+    rows = replace(make_rows(range(SIZE), prompts=(prompt,), tokens=8), uniforms=None, max_new_tokens=8)
+
+    def check():
+        for base in (False, True):
+            rollout = sampler.sample(rows, base=base)
+            expected = bank.log_probs(as_batch(rows, rollout), base=base)
+            torch.testing.assert_close(rollout.log_probs, expected, rtol=0, atol=1e-2)
+
+    check()
+    # A prefix that was cached with old weights would change the first log-probabilities by tenths.
+    bank.inherit([1, 2, 0])
+    sampler.sync(range(SIZE))
+    check()
+    greedy = replace(rows, temperature=torch.zeros(len(rows)))
+    assert torch.equal(sampler.sample(greedy).actions[:, 0], bank.sample(greedy).actions[:, 0])
+    # A killed server that is started again gets all adapters.
+    vllm.stop()
+    vllm.start()
+    check()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("changes", "reason"), [({"size": 4}, "3 LoRA slots"), ({"rank": 32}, "max_lora_rank")])
+def test_vllm_for_fewer_or_smaller_members_is_refused(changes, reason, smollm2, vllm, tmp_path):
+    with pytest.raises(VLLMError, match=reason):
+        connected(smollm2_members(smollm2, **changes), tmp_path, vllm, timeout=TIMEOUT)
 
 
 @pytest.mark.vllm
 def test_vllm_with_raw_log_probabilities_is_refused(smollm2, tmp_path):
-    bank, command = smollm2
+    command = vllm_command(loadable_name(smollm2), members=SIZE, rank=16, url="http://127.0.0.1:8039")
     server = RealServer(command.replace("processed_logprobs", "raw_logprobs"))
     try:
         with pytest.raises(VLLMError, match="--logprobs-mode"):
-            VLLMSampler(server.url, tmp_path).connect(bank)
+            connected(smollm2_members(smollm2), tmp_path, server, timeout=TIMEOUT)
     finally:
-        server.kill()
+        server.stop()

@@ -365,7 +365,8 @@ class VLLMSampler:
             "stop_token_ids": ends,
             "logprobs": 0,  # of the sampled tokens only
             "return_token_ids": True,
-            "cache_salt": f"{self._id}-{name}",  # a prefix cached with old weights is never used
+            # A prefix cached with old weights is never used. vLLM refuses salts with a slash, as names of bases have.
+            "cache_salt": self._id if slot is None else name,
         }
         length = sum(map(len, prompts)) + len(prompts) * rows.max_new_tokens
         limit = LARGEST_ANSWER + BYTES_PER_TOKEN * length
