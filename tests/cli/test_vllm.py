@@ -1,7 +1,7 @@
 """Runs that sample with vLLM servers: the printed command, a server that dies, and resume."""
 
 import shlex
-import threading
+import signal
 import time
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from evogrpo.cli import main
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import load_config
-from tests.cli.project import CONFIG, write_project
+from tests.cli.project import CONFIG, command, write_project
 from tests.vllm_server import RealServer, VLLMServer
 
 
@@ -98,33 +98,29 @@ def steps(folder):
 
 
 @pytest.mark.vllm
-def test_a_run_is_saved_if_vllm_is_killed_and_resumes(workdir, capsys):
+def test_a_run_that_is_killed_with_its_vllm_server_resumes(workdir, capsys):
     url, path = "http://127.0.0.1:8038", write_project(workdir)
-    sampler = {"vllm": url, "adapters_dir": "adapters", "timeout": 240}
+    sampler = {"vllm": url, "adapters_dir": "adapters", "timeout": 1800}
     schedule = {"generations": 2, "steps_per_generation": 1, "samples_per_step": 8}
-    agent = {"max_output_tokens": 4, "objective": {"importance_correction": "token_truncate"}}
+    agent = {"max_output_tokens": 2, "objective": {"importance_correction": "token_truncate"}}
     task = {**CONFIG["task"], "validation_size": 8, "test_size": 8}
     changes = {"model": "smollm2-135m", "precision": "float32", "sampler": sampler, "schedule": schedule}
     path.write_text(yaml.safe_dump({**CONFIG, **changes, "agent": agent, "task": task}))
     assert main(["vllm-command", str(path)]) == 0
     server = RealServer(capsys.readouterr().out.strip())
-    killer = threading.Thread(target=kill_after_a_step, args=(server,))
+    run = command("train", path, "--run-dir", "run", cwd=workdir)
     try:
-        killer.start()
-        assert main(["train", str(path), "--run-dir", "run"]) == 1
-        output = capsys.readouterr()
-        assert url in output.err
-        assert "resume run" in output.out
-        killer.join()
+        while len(steps("run")) < 2:  # the second step begins after the first checkpoint
+            assert run.returncode is None, run.communicate(timeout=60)
+            time.sleep(0.1)
+        run.send_signal(signal.SIGKILL)
+        server.stop()
+        assert run.wait(timeout=60) == -signal.SIGKILL
         server.start()
         assert main(["resume", "run"]) == 0
     finally:
         server.stop()
+        if run.returncode is None:
+            run.send_signal(signal.SIGKILL)
     assert read_journal("run/journal.jsonl")[-1]["event"] == "ended"
     assert [event["step"] for event in steps("run")] == [0, 1]
-
-
-def kill_after_a_step(server):
-    while not steps("run"):
-        time.sleep(0.1)
-    server.stop()
