@@ -275,6 +275,9 @@ class RealServer:
                         return
                 except OSError:
                     time.sleep(1)
+                except KeyboardInterrupt:
+                    self.stop()
+                    raise
             status = self._process.poll()
             self.stop()
             output.seek(0)
