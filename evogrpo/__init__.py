@@ -47,10 +47,10 @@ _MODULES = {
     "models.language.loading": ("load_base",),
     "models.language.vllm_sampler": ("VLLMSampler",),
     "models.networks.architecture": ("ArchitectureLimits", "NetworkConfig"),
-    "reporting.data_frames": ("read_run",),
+    "reporting.exports": ("read_run",),
     "reporting.lineage": ("best_hyperparameters",),
     "reporting.report": ("report",),
-    "training.loop.trainer": ("Callback",),
+    "training.trainer": ("Callback",),
     "training.evolve": ("evolve", "resume"),
     "training.replay": ("replay",),
     "training.train": ("EvalCallback", "train"),
@@ -84,13 +84,13 @@ if TYPE_CHECKING:
     from evogrpo.models.language.loading import load_base
     from evogrpo.models.language.vllm_sampler import VLLMSampler
     from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
-    from evogrpo.reporting.data_frames import read_run
+    from evogrpo.reporting.exports import read_run
     from evogrpo.reporting.lineage import best_hyperparameters
     from evogrpo.reporting.report import report
     from evogrpo.training.evolve import evolve, resume
-    from evogrpo.training.loop.trainer import Callback
     from evogrpo.training.replay import replay
     from evogrpo.training.train import EvalCallback, train
+    from evogrpo.training.trainer import Callback
     from evogrpo.training.video import record_video
 else:  # hidden from type checkers, which would otherwise accept any misspelt name
 

@@ -119,22 +119,14 @@ class SamplingBatch:
 
     def select(self, rows: Tensor) -> "SamplingBatch":
         """Return rows by index; all prompts stay."""
-
-        def some(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[rows]
-
-        kept_rows = some(self.kept_rows)
-        if self.kept is not None and kept_rows is None:
-            kept_rows = rows
-        return replace(
-            self,
-            prompt_ids=self.prompt_ids[rows],
-            member_ids=self.member_ids[rows],
-            temperature=self.temperature[rows],
-            uniforms=some(self.uniforms),
-            history=None if self.history is None else tuple(self.history[row] for row in rows.tolist()),
-            kept_rows=kept_rows,
-        )
+        fields: dict[str, Any] = {
+            name: values[rows] for name, values in vars(self).items() if isinstance(values, Tensor)
+        }
+        if self.kept is not None:
+            fields.setdefault("kept_rows", rows)
+        if self.history is not None:
+            fields["history"] = tuple(self.history[row] for row in rows.tolist())
+        return replace(self, **fields)
 
 
 @dataclass(frozen=True, kw_only=True)

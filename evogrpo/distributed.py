@@ -9,7 +9,8 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -213,6 +214,40 @@ class Processes:
                 f"did not answer for {timeout_minutes():g} minutes (EVOGRPO_TIMEOUT_MINUTES): {error}. Start all "
                 "processes again to resume from the last checkpoint."
             ) from error
+
+
+class RunStop(Stop):
+    """Stop request of a run; a request on one rank stops all of them.
+
+    Args:
+        processes: Ranks of the run.
+    """
+
+    def __init__(self, processes: Processes) -> None:
+        super().__init__(lambda: processes.interruptible)
+        self._processes = processes
+
+    def agree(self) -> bool:
+        """Return True if a stop was requested on any rank, and take over its reason. A collective."""
+        if self._processes.size > 1:
+            requests = self._processes.all_gather(None if self.reason is None else (self.reason, self.signal))
+            first = next((each for each in requests if each is not None), None)
+            if first is None:  # a request since the exchange counts the next time
+                return False
+            self.reason, self.signal = first
+        return self.reason is not None
+
+    def check_all_ranks(self) -> None:
+        """Raise `Interrupted` on all ranks if a stop was requested on any. A collective."""
+        if self.agree():
+            raise Interrupted
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Check on all ranks, then let a signal handler interrupt the block."""
+        self.check_all_ranks()
+        with super().interruptible():
+            yield
 
 
 FAILED, INTERRUPTED, OUT_OF_MEMORY = range(3)

@@ -1,11 +1,13 @@
-"""Stop requests and progress of long work, and exits that user code asks for during a run."""
+"""Stop requests by call or by signal, progress of long work, and exits that user code asks for during a run."""
 
+import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Literal, NoReturn
 
 Activity = Literal["writing", "playing", "rewarding", "scoring", "learning"]
@@ -89,12 +91,6 @@ class Stop:
         if self._interruptible:
             self.check()
 
-    @contextmanager
-    def still_interruptible(self) -> Iterator[bool]:
-        """Yield True if the main thread is in an interruptible block, which it cannot leave inside this block."""
-        with self._exit_lock:
-            yield self._interruptible
-
 
 NEVER = Stop()
 """Stop of work outside of a run: it is never requested and has no listener."""
@@ -120,6 +116,93 @@ class ProgressCounter:
             self._done = min(amount, self._count)
             part = self._done / self._count if self._count else 1.0
             self._listener(ProgressUpdate(self._activity, self._count, self._noun, part))
+
+
+# ---- stop requests by signal
+
+STOPPED = "stopped by the user"
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
+"""Signals that stop a run: Ctrl-C, and those that schedulers send before they kill."""
+
+PATIENCE_SECONDS = 5.0
+"""Seconds after a signal until blocking code is broken off."""
+
+RETRY_SECONDS, RETRIES = 1.0, 4
+"""Interval and number of attempts to break off blocking code before the process ends."""
+
+
+@contextmanager
+def stopping_on_signals(stop: Stop, announce: Callable[[], None] = lambda: None) -> Iterator[Sequence[int]]:
+    """Turn the first signal into a stop request, and a later Ctrl-C into an abort; yield the list of received signals.
+
+    A scheduler's signal may arrive twice, as launchers forward signals that their processes have also received.
+
+    User code that blocks, such as a reward function that waits, is interrupted a few seconds after the first signal,
+    repeatedly. If it catches that, the process ends within ten seconds of the signal, except for Ctrl-C. Signals that
+    the program handles or ignores are left alone, and so are all signals outside of the main thread.
+
+    Args:
+        stop: Receives the request.
+        announce: Called at the first signal.
+
+    Raises:
+        KeyboardInterrupt: At the second Ctrl-C.
+    """
+    received: list[int] = []
+    interrupting, over = threading.Event(), threading.Event()
+
+    def handle(number: int, _: FrameType | None) -> None:
+        if interrupting.is_set():
+            interrupting.clear()
+            stop.interrupt()
+            return
+        received.append(number)
+        if len(received) > 1:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return
+        stop.request(stop_reason(number), number)
+        announce()
+        threading.Thread(target=_interrupt_user_code, args=(stop, number, interrupting, over), daemon=True).start()
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                before[number] = signal.signal(number, handle)
+    try:
+        yield received
+    finally:
+        over.set()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt_user_code(stop: Stop, number: int, interrupting: threading.Event, over: threading.Event) -> None:
+    """Interrupt blocking user code from another thread, repeatedly, until the run has stopped."""
+    patience = PATIENCE_SECONDS
+    for _ in range(RETRIES):
+        if over.wait(patience):
+            return
+        interrupting.set()
+        if hasattr(signal, "pthread_kill"):  # only a real signal ends a wait
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+        patience = RETRY_SECONDS
+    if not over.wait(patience) and number != signal.SIGINT:
+        with stop._exit_lock:  # the main thread cannot leave an interruptible block meanwhile
+            if stop._interruptible:
+                name = signal.Signals(number).name
+                os.write(2, f"{name}: process ended because user code did not return.\n".encode())
+                os._exit(128 + number)
+
+
+def stop_reason(number: int) -> str:
+    """Return the reason that the journal gives for a stop by a signal."""
+    return STOPPED if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
+
+
+# ---- exits of user code
 
 
 class ProgramEndError(RuntimeError):

@@ -139,6 +139,15 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings by dotted name; an empty mapping is a value."""
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        result |= flat(value, f"{path}.") if isinstance(value, Mapping) and value else {path: value}
+    return result
+
+
 def json_schema(kind: Any) -> dict[str, Any]:
     """Return the JSON schema of a type."""
     return _adapter(kind).json_schema()
@@ -317,21 +326,23 @@ def refuse_unknown(kind: str, names: Iterable[object], valid: Iterable[str]) -> 
 
 def finite_number(what: str, value: object) -> float:
     """Return `value` as a plain int or float, or raise ValueError if it is not a finite real number."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ValueError(f"{what} must be a number, got {value!r:.80} ({type(value).__name__})")
-    if isinstance(value, numbers.Integral):
-        return whole_number(what, value)
-    if not math.isfinite(value):
+    try:
+        number = _real(value)
+    except PydanticKnownError:
+        raise ValueError(f"{what} must be a number, got {value!r:.80} ({type(value).__name__})") from None
+    if isinstance(number, int):
+        return whole_number(what, number)
+    if not math.isfinite(number):
         raise ValueError(f"{what} must be finite, got {value}")
-    return float(value)
+    return number
 
 
 def whole_number(what: str, value: object) -> int:
     """Return an integer or a whole float such as 1e4 as a plain int; raise ValueError for any other value."""
-    is_integral = isinstance(value, numbers.Integral) or (isinstance(value, numbers.Real) and float(value).is_integer())
-    if isinstance(value, bool) or not is_integral:
-        raise ValueError(f"{what} must be an integer, got {value!r:.80} ({type(value).__name__})")
-    number: int = int(value)  # type: ignore[call-overload]  # a real number
+    try:
+        number = _whole(value)
+    except PydanticKnownError:
+        raise ValueError(f"{what} must be an integer, got {value!r:.80} ({type(value).__name__})") from None
     if abs(number) > _MAX_WHOLE:
         raise ValueError(f"{what} must be at most 10**300 in size, got {number.bit_length()} bits")
     return number

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from evogrpo.storage.journal import read_journal
-from evogrpo.training.loop.trainer import Trainer
+from evogrpo.training.trainer import Trainer
 from tests.tiny_steps import step_run
 from tests.tiny_teams import team_run
 from tests.tiny_training import finish, tiny_run

@@ -12,9 +12,9 @@ from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution import FitnessConfig, SharedExperience, Strategy
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.training.configuration.sections import LoggingConfig
-from evogrpo.training.loop.trainer import Trainer
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
+from evogrpo.training.trainer import Trainer
 
 STEP_SPACE = HyperparameterConfig(
     lr=RLParameter(min=1e-3, max=3e-2, scale="log"),

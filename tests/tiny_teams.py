@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from evogrpo import HyperparameterConfig, MultiAgentGRPO, NetworkConfig, PettingZooGroups, Population, RLParameter
-from evogrpo.training.loop.trainer import Trainer
+from evogrpo.training.trainer import Trainer
 from tests.envs import joint_probes
 from tests.tiny_steps import start_run
 

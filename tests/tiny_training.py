@@ -26,8 +26,8 @@ from evogrpo.randomness import generator
 from evogrpo.reporting.records import StepReport
 from evogrpo.storage.checkpoint import CheckpointError, read_checkpoint
 from evogrpo.storage.journal import latest_generations, read_journal
-from evogrpo.training.loop.trainer import Trainer
 from evogrpo.training.run_dir import open_run
+from evogrpo.training.trainer import Trainer
 from tests.oracles.peft_members import PeftMember
 from tests.tiny_batches import lora
 from tests.tiny_models import EOS, PAD, tiny_model, tiny_tokenizer

@@ -160,7 +160,7 @@ assert SHORT or gains[early].max() < gains[~early].max() / 2, "gains are small e
 
 
 # %%
-def test_of(run: "evogrpo.training.loop.run.Run") -> float:
+def test_of(run: "evogrpo.training.evolve.Run") -> float:
     """Mean return on the 100 test starts, which neither learning nor selection ever used."""
     return run.result.test.after.mean
 

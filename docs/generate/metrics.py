@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from evogrpo.algorithms.learning.metrics import NAMES, PER_POLICY
-from evogrpo.reporting.data_frames import COLUMNS, FLAG, REAL, TEXT, WHOLE
+from evogrpo.reporting.exports import COLUMNS, FLAG, REAL, TEXT, WHOLE
 
 CURVES: Mapping[str, str] = {
     "fitness": "fitness used for selection: mean raw reward per held-out question, or as `fitness:` sets",

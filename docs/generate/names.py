@@ -27,14 +27,14 @@ PACKAGES = (
 """The packages and modules with an `__all__`, in the order in which a name that several have is described."""
 
 INTERFACES = {
-    "evogrpo.training.loop.run": ("Run",),
+    "evogrpo.training.evolve": ("Run",),
     "evogrpo.reporting.records": (
         *("GenerationReport", "MemberReport", "BaselineReport", "TestReport"),
         *("StepReport", "MemberStep", "Example", "Estimate", "EvaluationCost"),
         *("Result", "BestMember"),
     ),
     "evogrpo.reporting.report": ("RunReport",),
-    "evogrpo.reporting.data_frames": ("RunFrames",),
+    "evogrpo.reporting.exports": ("RunFrames",),
     "evogrpo.training.schedule": ("Schedule",),
     "evogrpo.algorithms.agent": ("Agent",),
     "evogrpo.algorithms.factory": ("CommonOptions", "Options", "MultiAgentOptions"),
@@ -43,7 +43,6 @@ INTERFACES = {
     "evogrpo.models.bank": ("Sampler", "PolicyBank"),
     "evogrpo.envs.protocol": ("SupportsFingerprint", "SupportsPreflight", "SupportsProgress"),
     "evogrpo.algorithms.policies.policy_set": ("PolicySet",),
-    "evogrpo.training.task_types": ("TaskType",),
 }  # fmt: skip
 """What is reached through public names, or plugged in by users, and has a home of its own."""
 

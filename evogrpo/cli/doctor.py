@@ -100,20 +100,15 @@ def check_torch() -> Iterator[Finding]:
     torch = importlib.import_module("torch")
     device = "cpu"
     if torch.cuda.is_available():
-        device = (
-            f"cuda ({torch.cuda.get_device_name()}, {torch.cuda.get_device_properties(0).total_memory / 1e9:.0f} GB)"
-        )
+        memory = torch.cuda.get_device_properties(0).total_memory
+        device = f"cuda ({torch.cuda.get_device_name()}, {memory / 1e9:.0f} GB)"
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
     yield Finding(name="torch", state="ok", detail=f"{torch.__version__}, device {device}, {threads} threads")
-    local_processes = max(
-        1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
-    )  # torchrun gives each process one thread
-    if device == "cpu" and threads * local_processes < cores and "OMP_NUM_THREADS" in os.environ:
-        change = "unset OMP_NUM_THREADS" if local_processes == 1 else f"set OMP_NUM_THREADS={cores // local_processes}"
-        remedy = f"{change} for faster runs of language models"
-        yield Finding(
-            name="threads", state="note", detail=f"{threads * local_processes} of {cores} cores are used", remedy=remedy
-        )
+    local = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))  # torchrun gives each process one thread
+    if device == "cpu" and threads * local < cores and "OMP_NUM_THREADS" in os.environ:
+        change = "unset OMP_NUM_THREADS" if local == 1 else f"set OMP_NUM_THREADS={cores // local}"
+        detail, remedy = f"{threads * local} of {cores} cores are used", f"{change} for faster runs of language models"
+        yield Finding(name="threads", state="note", detail=detail, remedy=remedy)
 
 
 def check_processes() -> Iterator[Finding]:
@@ -171,15 +166,14 @@ def check_model() -> Iterator[Finding]:
         yield Finding(name="demo model", state="problem", detail=f"{DEMO_WHEEL} is not installed", remedy=remedy)
         return
     models = cache_folder() / "models"
-    converted = sorted(path.name for path in models.glob("SmolLM2-*")) if models.is_dir() else []
-    if converted:
-        detail = f"{DEMO_MODEL} from {DEMO_WHEEL} {wheel}, converted in {models}"
-        yield Finding(name="demo model", state="ok", detail=detail)
-    elif importlib.util.find_spec("gguf") is None:
+    converted = any(models.glob("SmolLM2-*"))
+    if not converted and importlib.util.find_spec("gguf") is None:
         detail = f"{DEMO_WHEEL} {wheel} is installed, but its reader gguf is not"
         yield Finding(name="demo model", state="problem", detail=detail, remedy=package_command("gguf"))
     else:
-        detail = f"{DEMO_MODEL} from {DEMO_WHEEL} {wheel}, converted on first use into {models}"
+        detail = (
+            f"{DEMO_MODEL} from {DEMO_WHEEL} {wheel}, converted {'in' if converted else 'on first use into'} {models}"
+        )
         yield Finding(name="demo model", state="ok", detail=detail)
 
 
@@ -204,12 +198,9 @@ def check_folders() -> Iterator[Finding]:
             detail = f"{folder.absolute()} is not writable: {error.strerror or error}"
             yield Finding(name=name, state="problem", detail=detail, remedy=remedy)
             continue
-        detail = f"{folder.absolute()}, {free / 1e9:.1f} GB free"
-        if free < DEMO_DISK:
-            remedy = f"free {DEMO_DISK / 1e9:.0f} GB"
-            yield Finding(name=name, state="problem", detail=detail, remedy=remedy)
-        else:
-            yield Finding(name=name, state="ok", detail=detail)
+        detail, remedy = f"{folder.absolute()}, {free / 1e9:.1f} GB free", f"free {DEMO_DISK / 1e9:.0f} GB"
+        enough = free >= DEMO_DISK
+        yield Finding(name=name, state="ok" if enough else "problem", detail=detail, remedy="" if enough else remedy)
 
 
 def check_extras() -> Iterator[Finding]:

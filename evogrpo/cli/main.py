@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,13 @@ _EXIT_CODES = (
     "Exit codes: 0 success, 1 failure, 2 invalid arguments or settings, 130 Ctrl-C. A run stopped by signal N exits "
     "with 128 + N."
 )
+_QUIET = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Environment variables that turn off progress bars and advice of libraries, read when these are imported."""
 _EXAMPLE = "schedule.generations=8 hyperparameters.lr=1e-4; `evogrpo schema` prints all of them"
 _OVERRIDES = f"settings, e.g. {_EXAMPLE}"
 _WRONG_CHOICE = re.compile(r"argument COMMAND: invalid choice: '?(.*?)'? \(choose from (.*)\)$", re.DOTALL)
@@ -45,16 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest:
         args.overrides = [*args.overrides, *rest]
     # Imported here so that `--help` stays fast.
-    from evogrpo.training.console import (
-        clean_warnings,
-        enduring_output,
-        quieten_libraries,
-        say_error,
-        tolerate_old_encodings,
-    )
+    from evogrpo.training.console import clean_warnings, enduring_output, say_error
 
-    tolerate_old_encodings()
-    quieten_libraries()
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # replace characters that its encoding cannot represent
+            stream.reconfigure(errors="replace")
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
     if args.runs_user_code:
         sys.path.append(str(Path.cwd()))  # last, so that the user's modules shadow nothing
     module, name = args.command.split(":")
@@ -136,8 +141,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"evogrpo {evogrpo.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_training_commands(commands)
-    _add_resume_and_replay(commands)
-    _add_vllm_command(commands)
+    _add_other_running_commands(commands)
     _add_reading_commands(commands)
     _add_other_commands(commands)
     return parser
@@ -207,8 +211,8 @@ def _add_training_commands(commands: Commands) -> None:
     _add_overrides(train, f"a YAML file, then settings that override it, e.g. {_EXAMPLE}", metavar="CONFIG KEY=VALUE")
 
 
-def _add_resume_and_replay(commands: Commands) -> None:
-    """Declare `resume` and `replay`."""
+def _add_other_running_commands(commands: Commands) -> None:
+    """Declare `resume`, `replay` and `vllm-command`."""
     resume = _add_command(
         commands,
         "resume",
@@ -252,9 +256,6 @@ def _add_resume_and_replay(commands: Commands) -> None:
     _add_start_options(replay)
     _add_overrides(replay, "such as seed=1")
 
-
-def _add_vllm_command(commands: Commands) -> None:
-    """Declare `vllm-command`."""
     vllm = _add_command(
         commands,
         "vllm-command",

@@ -13,16 +13,24 @@ from rich.text import Text
 from evogrpo.cli.main import OK, check_folder
 from evogrpo.evolution.history import MemberRecord
 from evogrpo.extras import missing
-from evogrpo.reporting.compare import ComparedRun, TestDifference, WinnerReport, compare_runs, interval, read_winner
-from evogrpo.reporting.lineage import LineageTree, TreeLine, fitness_estimate, lineage_tree, tree_lines
+from evogrpo.reporting.compare import ComparedRun, TestDifference, best_json, compare_runs, interval, test_json
+from evogrpo.reporting.lineage import (
+    LineageTree,
+    TreeLine,
+    best_schedule,
+    fitness_estimate,
+    lineage_tree,
+    tree_lines,
+)
 from evogrpo.reporting.records import MemberReport, terms_of
 from evogrpo.reporting.report import report as run_report
 from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.safe_parsing import dump_json, read_yaml_file
 from evogrpo.storage.journal import read_journal
-from evogrpo.text import changes_text, count_text, duration_text, number_text, pluralize, printable, score_text
+from evogrpo.text import changes_text, count_text, duration_text, number_text, pluralize, printable, score_text, shorten
 from evogrpo.training.configuration.sections import CONFIG_FILE
 from evogrpo.training.console import command, make_console, print_rows, show_command, working
+from evogrpo.validation import dump
 
 _MIN_LINE_WIDTH = 30
 """Minimum width of a line of the tree, in characters."""
@@ -46,15 +54,47 @@ def lineage(args: argparse.Namespace) -> int:
 
 def best(args: argparse.Namespace) -> int:
     """Print a run's best member: fitness, test and hyperparameters."""
-    console, winner = make_console(), read_winner(args.run_dir)
+    console, summary = make_console(), summarise(read_journal(args.run_dir / "journal.jsonl"))
+    schedule = best_schedule(summary)
+    member, stages, stored = schedule.member, schedule.stages, args.run_dir / "best"
+    values = member.hyperparameters.to_json()
     if args.as_json:
-        return _print_json(console, winner.to_json())
-    print_rows(console, _winner_rows(winner))
-    table = _table("from step", "steps", "samples per step", *_changing_hyperparameters(winner))
+        facts = {name: summary.facts[name] for name in ("run_id", "task", "model", "seed") if name in summary.facts}
+        result = {
+            **facts,
+            **best_json(member),
+            "measured": {name: estimate.to_json() for name, estimate in member.measured.items()},
+            "hyperparameters": values,
+            "schedule": [dump(stage) for stage in stages],
+            "test": None if summary.test is None else test_json(summary.test),
+            "stopped": summary.stopped,
+            "stored": str(stored) if stored.is_dir() else None,
+        }
+        return _print_json(console, result)
+    # 1. Facts. A member may have other fitness measures, such as training rewards.
+    fitness, untrained = fitness_estimate(member), summary.baseline and {summary.terms.untrained: summary.baseline}
+    others = [f"{name} {estimate}" for name, estimate in member.measured.items() if estimate != fitness]
+    rows = {
+        "run": summary.title,
+        "best member": f"#{member.index}, as it was after generation {member.generation}",
+        "fitness": "; ".join([f"{_fitness_score(member)}, {summary.terms.fitness}", *others]),
+        **{name: str(baseline.fitness) for name, baseline in (untrained or {}).items()},
+        "test": _test_text(summary),
+        "stored in": str(stored) if stored.is_dir() else "missing (no folder best)",
+        "ended": summary.ending,
+        "hyperparameters": ", ".join(
+            f"{name} {number_text(value)}" for name, value in values.items() if value is not None
+        ),
+    }
+    print_rows(console, rows)
+    # 2. The stages of its lineage, with the hyperparameters that evolve or differ between stages.
+    stage_values = [stage.hyperparameters.to_json() for stage in stages]
+    changing = [name for name in values if name in summary.evolvable or len({own[name] for own in stage_values}) > 1]
+    table = _table("from step", "steps", "samples per step", *changing)
     first_step = 0
-    for stage in winner.stages:
-        values = (number_text(getattr(stage.hyperparameters, name)) for name in _changing_hyperparameters(winner))
-        table.add_row(str(first_step), str(stage.steps), str(stage.samples_per_step), *map(Text, values))
+    for stage, own in zip(stages, stage_values, strict=True):
+        numbers = (Text(number_text(own[name])) for name in changing)
+        table.add_row(str(first_step), str(stage.steps), str(stage.samples_per_step), *numbers)
         first_step += stage.steps
     console.print(Text("\nHyperparameters of its lineage", "bold"))
     console.print(table)
@@ -175,61 +215,15 @@ def _lifetime_text(winner: MemberReport | None, reports: Sequence[MemberReport])
     """Describe a member's generations and last fitness; for the winner of the run, its best fitness."""
     if not reports:
         return "not evaluated"
-    first, last = reports[0].generation, reports[-1].generation
-    span = f"generation {first}" if first == last else f"generations {first}–{last}"
     if winner is not None:
         return f"{_fitness_score(winner)} in generation {winner.generation}, the best member"
-    if last_failed := reports[-1].failed:
-        return f"failed in {span}: {printable(last_failed)}"
-    return f"{_fitness_score(reports[-1])} after {span}"
+    first, last = reports[0].generation, reports[-1].generation
+    span = f"generation {first}" if first == last else f"generations {first}–{last}"
+    failed = reports[-1].failed
+    return f"failed in {span}: {printable(failed)}" if failed else f"{_fitness_score(reports[-1])} after {span}"
 
 
 # ---- the winner
-
-
-def _winner_rows(winner: WinnerReport) -> dict[str, str]:
-    """Return names and values of the facts about the best member."""
-    member, summary = winner.member, winner.summary
-    rows = {
-        "run": summary.title,
-        "best member": f"#{member.index}, as it was after generation {member.generation}",
-        "fitness": _fitness_text(member, summary),
-    }
-    if summary.baseline is not None:
-        rows[summary.terms.untrained] = str(summary.baseline.fitness)
-    values = member.hyperparameters.to_json()
-    return {
-        **rows,
-        "test": _test_text(summary),
-        "stored in": "missing (no folder best)" if winner.stored is None else str(winner.stored),
-        "ended": summary.ending,
-        "hyperparameters": ", ".join(
-            f"{name} {number_text(value)}" for name, value in values.items() if value is not None
-        ),
-    }
-
-
-def _fitness_text(member: MemberReport, summary: RunSummary) -> str:
-    """Describe a member's fitness; add its other fitness measures, such as training rewards, if there are any."""
-    fitness = fitness_estimate(member)
-    others = (
-        f"{name} {score_text(estimate.mean, estimate.standard_error)}"
-        for name, estimate in member.measured.items()
-        if estimate != fitness
-    )
-    return "; ".join([f"{_fitness_score(member)}, {summary.terms.fitness}", *others])
-
-
-def _changing_hyperparameters(winner: WinnerReport) -> list[str]:
-    """Return the hyperparameters that evolve or differ between stages."""
-    first = winner.stages[0].hyperparameters.to_json()
-    differing = {
-        name
-        for stage in winner.stages
-        for name, value in stage.hyperparameters.to_json().items()
-        if value != first[name]
-    }
-    return [name for name in first if name in winner.summary.evolvable or name in differing]
 
 
 def _test_text(summary: RunSummary) -> str:
@@ -281,11 +275,9 @@ def _difference_text(difference: TestDifference) -> Text:
 
 
 def _setting_text(value: Any) -> str:
-    if isinstance(value, list):
-        value = ", ".join(map(str, value))
+    value = ", ".join(map(str, value)) if isinstance(value, list) else value
     is_number = isinstance(value, int | float | None) and not isinstance(value, bool)
-    text = printable(number_text(value) if is_number else str(value))
-    return text if len(text) <= _MAX_VALUE_WIDTH else f"{text[: _MAX_VALUE_WIDTH - 1]}…"
+    return shorten(printable(number_text(value) if is_number else str(value)), _MAX_VALUE_WIDTH)
 
 
 def _table(*heads: str) -> Table:
@@ -331,7 +323,7 @@ def export(args: argparse.Namespace) -> int:
 
 def _study(args: argparse.Namespace, storage: str) -> None:
     """Write the run to an Optuna storage."""
-    from evogrpo.reporting.optuna_study import export_study
+    from evogrpo.reporting.exports import export_study
 
     console = make_console()
     with working(console, "writing the study"):

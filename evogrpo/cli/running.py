@@ -22,11 +22,11 @@ from evogrpo.distributed import ProcessError, processes, was_restarted
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.extras import missing
-from evogrpo.interruption import ProgramEndError
+from evogrpo.interruption import ProgramEndError, stopping_on_signals
 from evogrpo.models.bank import SamplerError
 from evogrpo.models.devices import single_threaded
 from evogrpo.reporting.lineage import ancestors, best_member
-from evogrpo.reporting.records import MemberReport, terms_of
+from evogrpo.reporting.records import terms_of
 from evogrpo.reporting.report import report
 from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.storage.checkpoint import latest_checkpoint
@@ -58,11 +58,10 @@ from evogrpo.training.console import (
 from evogrpo.training.display import RunDisplay
 from evogrpo.training.forecast import check_memory, gigabytes, possible
 from evogrpo.training.launch import dry_run, free_run_dirs, locked_run_dir, read_resumable, resume, start
-from evogrpo.training.loop.stopping import stopping_on_signals
-from evogrpo.training.loop.trainer import AllFailedError, StrategyError, Trainer
 from evogrpo.training.run_dir import JOURNAL, RunDir
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types import TASK_TYPES, PreparedRun, task_type_of
+from evogrpo.training.trainer import AllFailedError, StrategyError, Trainer
 
 
 def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
@@ -133,10 +132,8 @@ def resume_run(args: argparse.Namespace) -> int:
         return OK
     with working(console, "checking the configuration"):
         prepared = task_type_of(resumable.config.task).prepare(resumable.config)
-    console.print(
-        f"Resuming {run_dir} after generation {state.generation}, learning step {state.step}",
-        soft_wrap=True,
-    )
+    where = f"after generation {state.generation}, learning step {state.step}"
+    console.print(f"Resuming {run_dir} {where}", soft_wrap=True)
     with closing(prepared.env):
         need = prepared.forecast().need
         check_memory(need, allowed=args.skip_memory_check, remedy="--skip-memory-check")
@@ -192,9 +189,15 @@ def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Nam
     trainer.callbacks.append(display)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as shells start jobs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def announce_stop() -> None:
+        if not sys.stdout.isatty():  # a live display announces it itself
+            # A signal handler must not use the console, which may be writing.
+            os.write(2, b"Stopping and saving. Press Ctrl-C again to abort without saving.\n")
+
     # 1. Train; after an error, print how to continue.
     try:
-        with stopping_on_signals(trainer.stop_request, _announce_stop), display, clean_warnings(console):
+        with stopping_on_signals(trainer.stop_request, announce_stop), display, clean_warnings(console):
             deque(trainer.reports(), maxlen=0)
     except KeyboardInterrupt:
         say_error("Aborted. Training since the last checkpoint is lost.")
@@ -237,13 +240,6 @@ def _show_resume(console: Console, run_dir: Path, when: str = "resume") -> None:
     """Print the command that resumes the run, if it has a checkpoint."""
     if latest_checkpoint(run_dir) is not None:
         show_command(console, when, command("resume", run_dir))
-
-
-def _announce_stop() -> None:
-    """Announce a requested stop where no live display does."""
-    if not sys.stdout.isatty():
-        # A signal handler must not use the console, which may be writing.
-        os.write(2, b"Stopping and saving. Press Ctrl-C again to abort without saving.\n")
 
 
 def show_plan(console: Console, prepared: PreparedRun, run_dir: Path, *, preset: bool = False) -> None:
@@ -351,17 +347,15 @@ def _range_text(parameter: RLParameter) -> str:
 
 def _schedule_text(config: Config) -> str:
     """Describe the limits that end the run."""
-    schedule, ends = config.schedule, []
-    if schedule.generations is not None:
-        ends.append(pluralize(schedule.generations, "generation"))
-    if schedule.max_timesteps is not None:
-        ends.append(f"{count_text(schedule.max_timesteps)} environment steps")
-    if schedule.max_tokens is not None:
-        ends.append(f"{count_text(schedule.max_tokens)} {terms_of(task_type_of(config.task).word).tokens}")
-    if schedule.max_seconds is not None:
-        ends.append(duration_text(schedule.max_seconds))
-    if schedule.target_fitness is not None:
-        ends.append(f"fitness {number_text(schedule.target_fitness)}")
+    schedule = config.schedule
+    limits = {
+        "generations": pluralize(schedule.generations or 0, "generation"),
+        "max_timesteps": f"{count_text(schedule.max_timesteps)} environment steps",
+        "max_tokens": f"{count_text(schedule.max_tokens)} {terms_of(task_type_of(config.task).word).tokens}",
+        "max_seconds": duration_text(schedule.max_seconds),
+        "target_fitness": f"fitness {number_text(schedule.target_fitness)}",
+    }
+    ends = [text for name, text in limits.items() if getattr(schedule, name) is not None]
     return f"until {' or '.join(ends)}, {pluralize(schedule.steps_per_generation, 'learning step')} per generation"
 
 
@@ -372,28 +366,24 @@ _OTHER_LIMITS = ("max_timesteps", "max_tokens", "max_seconds", "target_fitness")
 
 
 def show_lineage(console: Console, summary: RunSummary) -> None:
-    """Print the best member's ancestors with the hyperparameters that changed at each birth."""
+    """Print the best member's ancestors: origin, changes, and the last fitness before the next birth."""
     best = best_member(summary.generations)
     if best is None:
         return
     console.print(Text(f"Lineage of member #{best.index}", "bold"))
     for ancestor in ancestors(summary, best):
-        console.print(_ancestor_text(ancestor, summary))
+        if ancestor.parent is None:
+            step_size = "lr" if ancestor.hyperparameters.target_kl is None else "target_kl"
+            names = list(summary.evolvable) or [step_size, "clip_coef", "group_size"]
+            values = ", ".join(f"{name} {number_text(getattr(ancestor.hyperparameters, name))}" for name in names)
+            origin = f"founder with {values}"
+        else:
+            changes = changes_text(ancestor.changes)
+            origin = origin_text(ancestor.parent) + (f" with {changes}" if changes else ", unchanged")
+        score = f"{score_text(ancestor.fitness, ancestor.standard_error)} after generation {ancestor.generation}"
+        head = (f"  #{ancestor.index}", "bold")
+        console.print(Text.assemble(head, f" {printable(origin)}", (f"\n     {score}", "dim")))
     console.print()
-
-
-def _ancestor_text(ancestor: MemberReport, summary: RunSummary) -> Text:
-    """Describe an ancestor: its origin, its changes and its last fitness before the next birth."""
-    if ancestor.parent is None:
-        step_size = "lr" if ancestor.hyperparameters.target_kl is None else "target_kl"
-        names = list(summary.evolvable) or [step_size, "clip_coef", "group_size"]
-        values = ", ".join(f"{name} {number_text(getattr(ancestor.hyperparameters, name))}" for name in names)
-        origin = f"founder with {values}"
-    else:
-        changes = changes_text(ancestor.changes)
-        origin = origin_text(ancestor.parent) + (f" with {changes}" if changes else ", unchanged")
-    score = f"{score_text(ancestor.fitness, ancestor.standard_error)} after generation {ancestor.generation}"
-    return Text.assemble((f"  #{ancestor.index}", "bold"), f" {printable(origin)}", (f"\n     {score}", "dim"))
 
 
 def show_files(console: Console, run_dir: Path, kind: object) -> None:
@@ -417,10 +407,9 @@ def show_files(console: Console, run_dir: Path, kind: object) -> None:
         console.print(Text.assemble((f"{name:<14} ", "dim"), printable(str(value))), soft_wrap=True)
     task_type = TASK_TYPES.get(str(kind))  # None for a kind that this version does not have
     if best.is_dir() and task_type is not None:
-        for purpose, expression in task_type.uses(best).items():
-            show_command(console, purpose, expression)
-        for purpose, words in task_type.commands(run_dir).items():
-            show_command(console, purpose, command(*words))
+        show_command(console, "use it", task_type.usage(best))
+        purpose, words = task_type.next_command(run_dir)
+        show_command(console, purpose, command(*words))
 
 
 def show_ending(console: Console, run_dir: Path, generations: int, schedule: Schedule) -> None:

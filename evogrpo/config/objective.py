@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -444,16 +443,16 @@ class Imported:
 
         settings, hyperparameters = reader.arguments["settings"], reader.arguments["hyperparameters"]
         sampling = {field.name for field in dataclasses.fields(SamplingOptions)} & settings.keys()
-        records: list[Callable[[], Any]] = [
-            partial(Objective, **reader.arguments["objective"]),
-            partial(Optimizer, **reader.arguments["optimizer"]),
-            partial(SamplingOptions, **{name: settings[name] for name in sampling}),
-            *(partial(Hyperparameters, **{name: value}) for name, value in hyperparameters.items()),
+        records: list[tuple[Callable[..., Any], Mapping[str, Any]]] = [
+            (Objective, reader.arguments["objective"]),
+            (Optimizer, reader.arguments["optimizer"]),
+            (SamplingOptions, {name: settings[name] for name in sampling}),
+            *((Hyperparameters, {name: value}) for name, value in hyperparameters.items()),
         ]
         built, problems = [], list(dict.fromkeys(reader.refused))
-        for record in records:
+        for record, arguments in records:
             try:
-                built.append(record())
+                built.append(record(**arguments))
             except ValueError as error:
                 problems.append(str(error))
         if problems:
@@ -474,14 +473,10 @@ class Imported:
         """Return sections of a configuration of `evogrpo train`, without model, task and limits."""
         sections: dict[str, dict[str, Any]] = {"agent": {"objective": vars(self.objective).copy()}}
         sections["agent"]["optimizer"] = {**vars(self.optimizer), "betas": list(self.optimizer.betas)}
-        top: dict[str, Any] = {"hyperparameters": dict(self.hyperparameters)}
+        sections["hyperparameters"] = dict(self.hyperparameters)
         for name, value in self.settings.items():
-            section = SETTINGS[name]
-            if section == "run":
-                top[name] = value
-            else:
-                sections.setdefault(section, {})[name] = value
-        return {**top, **sections}
+            sections.setdefault(SETTINGS[name], {})[name] = value
+        return {**sections.pop("run", {}), **sections}
 
 
 # ---- hyperparameters that evolve by default, and those that evolve without effect
@@ -524,9 +519,7 @@ def default_space(
 
 def drop_single_group_size(space: HyperparameterConfig, samples_per_step: int | None) -> HyperparameterConfig:
     """Return the space without group_size if its range holds fewer than two divisors of `samples_per_step`."""
-    if "group_size" not in space:
-        return space
-    low, high = space["group_size"].bounds
+    low, high = space["group_size"].bounds if "group_size" in space else (0, 0)
     sizes = () if samples_per_step is None else feasible_group_sizes(samples_per_step)
     if sum(low <= size <= high for size in sizes) > 1:
         return space

@@ -191,10 +191,7 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> SettingsReader:
         **_advantage(roll),
     }
     if in_reward:
-        objective |= {
-            "kl_placement": "reward",
-            "kl_estimator": KLS[roll["kl_penalty"]],
-        }
+        objective |= {"kl_placement": "reward", "kl_estimator": KLS[roll["kl_penalty"]]}
         if roll["target_kl"] is not None:
             objective |= {"kl_target": roll["target_kl"], "kl_horizon": roll["kl_horizon"]}
     for switch, used, names in (

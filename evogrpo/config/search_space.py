@@ -17,7 +17,7 @@ from evogrpo.config.hyperparameters import (
     checked_value,
     is_categorical,
 )
-from evogrpo.validation import FLOAT32_LIMIT, REAL, Number, Text, refuse_unknown, settings, whole_between
+from evogrpo.validation import FLOAT32_LIMIT, REAL, Number, Text, plain, refuse_unknown, settings, whole_between
 
 __all__ = [
     "DEFAULT_SEARCHED",
@@ -137,16 +137,10 @@ class RLParameter:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields that describe this range or these choices."""
-        optional = {
-            "factor": self.factor,
-            "founders": None if self.founders is None else list(self.founders),
-            "when": None if self.when is None else {name: list(values) for name, values in self.condition.items()},
-        }
+        fields = {name: value for name, value in plain(self).items() if value is not None}
         if self.choices is not None:
-            fields: dict[str, Any] = {"choices": list(self.choices)}
-        else:
-            fields = {"min": self.min, "max": self.max, "scale": self.scale}
-        return fields | {name: value for name, value in optional.items() if value is not None}
+            del fields["scale"]
+        return fields
 
 
 def checked_condition(when: object) -> dict[str, tuple[Value, ...]]:
@@ -275,7 +269,11 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
             name: parameter.condition for name, parameter in self._parameters.items() if parameter.condition
         }
         self._check_conditions()
-        self._ordered = tuple(sorted(self._parameters, key=lambda name: (self._depth(name), name)))
+
+        def depth(name: str) -> int:
+            return 1 + max(map(depth, self._conditions.get(name, ())), default=0)
+
+        self._ordered = tuple(sorted(self._parameters, key=lambda name: (depth(name), name)))
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
@@ -311,8 +309,8 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
         for name, parameter in self.items():
             dependencies = [name]
             for other in dependencies:  # grows during the loop
-                dependencies += [needed for needed in self._condition(other) if needed not in dependencies]
-                if name in self._condition(other):
+                dependencies += [needed for needed in self._conditions.get(other, ()) if needed not in dependencies]
+                if name in self._conditions.get(other, ()):
                     raise ValueError(f"The conditions of {name} and {other} are circular. Remove one `when`.")
             for other, values in parameter.condition.items():
                 controller = self.get(other)
@@ -323,12 +321,6 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
                         f"{name} would never have an effect: it needs {other} in {list(values)}, got "
                         f"{controller.extent}. Change the condition or {other}."
                     )
-
-    def _condition(self, name: str) -> Mapping[str, tuple[Value, ...]]:
-        return self._conditions.get(name, {})
-
-    def _depth(self, name: str) -> int:
-        return 1 + max((self._depth(other) for other in self._condition(name)), default=0)
 
     @property
     def ordered(self) -> tuple[str, ...]:
@@ -385,9 +377,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
             if value is None or (is_categorical(name) and name not in chosen):
                 continue
             closest = parameter.closest(value)
-            if closest == value:
-                continue
-            if name in chosen:
+            if closest != value and name in chosen:
                 raise ValueError(
                     f"{name} must start in its {parameter.extent}, got {value!r}. Change it, or widen its search space."
                 )

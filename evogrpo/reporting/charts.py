@@ -1,6 +1,5 @@
 """Charts of a run as plain data, which the figure and the page draw."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,26 +17,6 @@ _SLOTS = ("#0A7CC4", "#009E73", "#CC79A7", "#56B4E9", "#D99A00", "#8C8C8C", "#94
 _CROWD = "#7B93AD"
 _MAX_MARKED = 80  # generations; above it, markers would cover the lines
 _MAX_POINTS = 6000  # points of one chart of learning steps; above it, neighbouring steps are averaged
-
-MEANINGS: Mapping[str, str] = {
-    "lr": "AdamW step size",
-    "clip_coef": "half-width of trust region",
-    "group_size": "completions per prompt",
-    "beta": "weight of reference KL",
-    "temperature": "divides the logits",
-    "update_epochs": "passes per learning step",
-    "max_grad_norm": "bound on gradient norm",
-    "batch_size": "samples per optimizer step",
-    "clip_low": "trust region below 1",
-    "clip_high": "trust region above 1",
-    "entropy_coef": "weight of entropy bonus",
-    "advantage_clip": "bound on advantages",
-    "gamma": "discount per action",
-    "target_kl": "KL of a learning step",
-    "loss_type": "loss",
-    "advantage": "advantage estimator",
-}
-"""Short description of each hyperparameter."""
 
 
 class Point(NamedTuple):
@@ -326,26 +305,23 @@ def _measure_chart(name: str, steps: Sequence[StepRecord], styles: _Styles) -> C
             if value is not None and member.slot in styles.slots:
                 points = curves.setdefault((member.index, member.slot), [])
                 points.append(Point(step.step + 1, value, step.generation))
-    stride = -(-sum(map(len, curves.values())) // _MAX_POINTS)
+    stride = max(1, -(-sum(map(len, curves.values())) // _MAX_POINTS))
     values = [point.y for points in curves.values() for point in points] or [0.0]
     log = name == "learning_rate" and min(values) > 0
-    limits = _limits(values, log=log)
+
+    def averaged(points: Sequence[Point]) -> list[Point]:
+        windows = [points[start : start + stride] for start in range(0, len(points), stride)]
+        return [each[-1]._replace(y=sum(point.y for point in each) / len(each)) for each in windows]
+
     return Chart(
         title=title,
         unit=unit,
-        limits=limits,
-        lines=styles.lines((index, slot, _averaged(points, stride)) for (index, slot), points in curves.items()),
+        limits=_limits(values, log=log),
+        lines=styles.lines((index, slot, averaged(points)) for (index, slot), points in curves.items()),
         x_title="learning step",
         log=log,
-        ticks=tuple(_log_ticks(*limits)) if log else (),
         marked=len(steps) <= _MAX_MARKED,
     )
-
-
-def _averaged(points: Sequence[Point], stride: int) -> list[Point]:
-    """Return the mean of each `stride` neighbours."""
-    windows = [points[start : start + stride] for start in range(0, len(points), stride)]
-    return [each[-1]._replace(y=sum(point.y for point in each) / len(each)) for each in windows]
 
 
 def _hyperparameter_chart(
@@ -385,11 +361,9 @@ def _hyperparameter_chart(
         limits, ticks = (-0.5, len(names) - 0.5), list(range(len(names)))
     else:
         limits = _limits([*numbers, *(tick for tick in ticks if not log or tick > 0)], log=log)
-        if log and not ticks:
-            ticks = _log_ticks(*limits)
     return Chart(
         title=name,
-        unit=MEANINGS.get(name, "value"),
+        unit="",
         limits=limits,
         lines=styles.lines(stretches),
         births=styles.lines(births),
@@ -397,13 +371,6 @@ def _hyperparameter_chart(
         ticks=tuple(ticks) if 2 <= len(ticks) <= 10 else (),
         names=tuple(names),
     )
-
-
-def _log_ticks(low: float, high: float) -> list[float]:
-    """Return 1, 2 and 5 times the powers of ten within the limits; powers only, if there are many."""
-    steps = (1, 2, 5) if high < 1000 * low else (1,)
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
-    return [step * 10.0**power for power in powers for step in steps if low <= step * 10.0**power <= high]
 
 
 def _value(result: MemberReport, name: str) -> float | str | None:

@@ -1,69 +1,20 @@
 """Comparison of runs: best members, settings, costs and tests."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from evogrpo.evolution.fitness import Fitness, paired_difference
-from evogrpo.evolution.strategies import ScheduleStage
-from evogrpo.reporting.lineage import best_member, best_schedule, fitness_estimate
+from evogrpo.reporting.lineage import best_member, fitness_estimate
 from evogrpo.reporting.records import Estimate, MemberReport, TestReport
 from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.storage.journal import read_journal
-from evogrpo.validation import dump
+from evogrpo.validation import flat
 
 CONFIDENT = 1.96
 """Half-width of a 95 % confidence interval in standard errors, for normal errors."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WinnerReport:
-    """Best member of a run.
-
-    Attributes:
-        summary: The run.
-        member: Its report when it became the best.
-        stages: Hyperparameter schedule of its lineage.
-        stored: Folder of its state, or None if missing.
-    """
-
-    summary: RunSummary
-    member: MemberReport
-    stages: Sequence[ScheduleStage]
-    stored: Path | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        member, facts, test = self.member, self.summary.facts, self.summary.test
-        return {
-            **{name: facts[name] for name in ("run_id", "task", "model", "seed") if name in facts},
-            **_best_json(member),
-            "measured": {name: estimate.to_json() for name, estimate in member.measured.items()},
-            "hyperparameters": member.hyperparameters.to_json(),
-            "schedule": [dump(stage) for stage in self.stages],
-            "test": None if test is None else test_json(test),
-            "stopped": self.summary.stopped,
-            "stored": None if self.stored is None else str(self.stored),
-        }
-
-
-def read_winner(run_dir: Path) -> WinnerReport:
-    """Read the best member of a run from its journal.
-
-    Raises:
-        ValueError: If there is no run, no member was evaluated, or a value is invalid.
-    """
-    summary = summarise(read_journal(run_dir / "journal.jsonl"))
-    schedule = best_schedule(summary)
-    best_folder = run_dir / "best"
-    return WinnerReport(
-        summary=summary,
-        member=schedule.member,
-        stages=schedule.stages,
-        stored=best_folder if best_folder.is_dir() else None,
-    )
 
 
 def interval(estimate: Estimate) -> tuple[float, float]:
@@ -166,7 +117,7 @@ class Comparison:
                     "stopped": run.summary.stopped,
                     "changed_data": list(run.summary.changed_data),
                     "cost": run.cost,
-                    "best": None if run.best is None else _best_json(run.best),
+                    "best": None if run.best is None else best_json(run.best),
                     "test": None if run.summary.test is None else test_json(run.summary.test),
                     "against_the_first": None if difference is None else difference.to_json(),
                 }
@@ -196,7 +147,7 @@ def compare_runs(folders: Sequence[Path], configurations: Sequence[Mapping[str, 
             path=folder,
             summary=summary,
             best=best_member(summary.generations),
-            settings=dict(_flat({name: value for name, value in values.items() if name not in _NO_SETTINGS})),
+            settings=flat({name: value for name, value in values.items() if name not in _NO_SETTINGS}),
         )
         for folder, summary, values in zip(folders, summaries, settings_of_runs, strict=True)
     )
@@ -227,50 +178,26 @@ def difference_of_tests(run: RunSummary, first: RunSummary) -> TestDifference:
         str(name) for name in (*data, *reference) if data.get(name) != reference.get(name)
     }  # names such as "seed", "test questions" or "reward score"
     changed = run.changed_data or first.changed_data
-    other_task = sorted(name for name in differs if not _identifies_questions(name))
+    other_task = sorted(
+        name for name in differs if not (name in ("seed", "prompts") or name.endswith((" starts", " questions")))
+    )
     if other_task or changed:
         reason = ", ".join(other_task) or "data changed when a run was resumed"
         return TestDifference(gain=None, why=f"not the same task: {reason}")
-    if differs - _parts_without_effect_on_test(data):
-        return _unpaired(test, first_test, f"different test questions: {', '.join(sorted(differs))}")
+    # Datasets have a fingerprint per split; starts sampled from a seed depend on the seed and on all sizes.
+    same_test = {"seed", "prompts", "train questions", "validation questions"} if "test questions" in data else set()
+    if differs - same_test:
+        standard_error = math.hypot(test.after.standard_error, first_test.after.standard_error)
+        gain = Estimate(mean=test.after.mean - first_test.after.mean, standard_error=standard_error)
+        return TestDifference(gain=gain, why=f"different test questions: {', '.join(sorted(differs))}")
     count = min(len(test.scores), len(first_test.scores))
     pairs = Fitness.from_scores(test.scores[:count]), Fitness.from_scores(first_test.scores[:count])
     mean, standard_error = paired_difference(*pairs)
     return TestDifference(gain=Estimate(mean=mean, standard_error=standard_error), paired=True, questions=count)
 
 
-def _best_json(member: MemberReport) -> dict[str, Any]:
+def best_json(member: MemberReport) -> dict[str, Any]:
+    """Return a member and its fitness as plain JSON values."""
     fitness = fitness_estimate(member)
     fitness_values = {"fitness": None, "standard_error": None} if fitness is None else fitness.to_json()
     return {"member": member.index, "generation": member.generation, **fitness_values}
-
-
-def _unpaired(test: TestReport, first_test: TestReport, why: str) -> TestDifference:
-    standard_error = math.hypot(test.after.standard_error, first_test.after.standard_error)
-    gain = Estimate(mean=test.after.mean - first_test.after.mean, standard_error=standard_error)
-    return TestDifference(gain=gain, why=why)
-
-
-def _identifies_questions(name: str) -> bool:
-    """Return True if a part of a fingerprint identifies questions or starts, not the task."""
-    return name in ("seed", "prompts") or name.endswith((" starts", " questions"))
-
-
-def _parts_without_effect_on_test(data: Mapping[str, Any]) -> frozenset[str]:
-    """Return the parts of a fingerprint that may differ while the test questions are the same.
-
-    Datasets have a fingerprint per split; starts sampled from a seed depend on the seed and on all sizes.
-    """
-    is_dataset = "test questions" in data
-    others = ("seed", "prompts", "train questions", "validation questions")
-    return frozenset(others) if is_dataset else frozenset()
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted names and plain values."""
-    for name, value in values.items():
-        path = f"{prefix}.{name}" if prefix else str(name)
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, path)
-        else:
-            yield path, value

@@ -98,7 +98,7 @@ def _figure(run: RunCharts) -> "Figure":
 
 def draw_chart(axes: "Axes", chart: Chart, run: RunCharts) -> None:
     """Plot the lines of a chart; the lineage of the best member is highlighted."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     # 1. Lines of equal colour are one line with gaps, since thousands of single lines take minutes.
     for colour in dict.fromkeys(line.colour for line in chart.lines):
@@ -125,6 +125,8 @@ def draw_chart(axes: "Axes", chart: Chart, run: RunCharts) -> None:
     axes.set_ylim(*chart.limits)
     if chart.ticks:
         axes.yaxis.set_major_locator(FixedLocator(list(chart.ticks)))
+    elif chart.log:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     else:
         axes.yaxis.set_major_locator(MaxNLocator(8 if chart is run.fitness else 5, steps=[1, 2, 2.5, 5, 10]))
     names = chart.names

@@ -195,24 +195,6 @@ def member_histories(summary: RunSummary) -> tuple[MemberHistory, ...]:
     return tuple(histories.values())
 
 
-def fitness_before(summary: RunSummary) -> dict[tuple[int, int], float | None]:
-    """Return the fitness of the state with which every member began each of its generations.
-
-    Returns:
-        By index and generation: its own of the previous generation; in its first one, its parent's before its birth, or
-        the untrained baseline's for a founder; None where unknown.
-    """
-    baseline = None if summary.start is None else summary.start.mean
-    fitness: dict[tuple[int, int], float | None] = {}
-    for history in member_histories(summary):
-        founder = history.results[0].parent is None
-        before = history.origin.fitness if history.origin is not None else baseline if founder else None
-        for result in history.results:
-            fitness[result.index, result.generation] = before
-            before = result.fitness
-    return fitness
-
-
 def ancestors(summary: RunSummary, member: MemberReport | None) -> tuple[MemberReport, ...]:
     """Return the last report of each ancestor of a member: the one that its child started from.
 

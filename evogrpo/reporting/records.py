@@ -1,7 +1,7 @@
 """Records of a run: its reports, which the journal stores, its result, and the terms that describe them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
@@ -9,9 +9,9 @@ from pydantic import ConfigDict, Field
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.evolution.fitness import Fitness
-from evogrpo.evolution.history import Changes
+from evogrpo.evolution.history import Changes, MemberRecord
 from evogrpo.evolution.plan import Plan
-from evogrpo.text import count_text, duration_text, number_text, score_text, short_repr
+from evogrpo.text import count_text, number_text, score_text, short_repr
 from evogrpo.validation import Real, Record, Whole, dump, validate
 
 
@@ -252,6 +252,11 @@ class MemberReport(JournalRecord):
     evaluation: EvaluationCost
     scores: Mapping[str, Fitness] = field(default_factory=dict, compare=False)
 
+    def record(self) -> MemberRecord:
+        """Return the member as strategies see it."""
+        names = [each.name for each in fields(MemberRecord) if each.name != "architecture"]
+        return MemberRecord(**{name: getattr(self, name) for name in names})
+
     def __repr__(self) -> str:
         score = f"failed={self.failed!r}" if self.failed else f"fitness={score_text(self.fitness, self.standard_error)}"
         return f"MemberReport(index={self.index}, slot={self.slot}, generation={self.generation}, {score})"
@@ -477,15 +482,7 @@ NETWORKS = Terms(
     fitness="mean return per validation start",
     best="best member",
 )
-
-TEAM = Terms(
-    untrained="untrained team",
-    questions="starts",
-    tokens="transitions",
-    fitness="mean score per validation start",
-    best="best member",
-)
-
+TEAM = replace(NETWORKS, untrained="untrained team", fitness="mean score per validation start")
 TERMS: Mapping[str, Terms] = {"language": LANGUAGE, "networks": NETWORKS, "joint": TEAM}
 """Terms by kind of members, the `kind` of a journal's run event."""
 
@@ -499,26 +496,6 @@ def processed(report: GenerationReport, terms: Terms) -> str:
     """Describe the work of a run so far: environment steps, where there are any, and tokens."""
     played = "" if report.timesteps is None else f"{count_text(report.timesteps)} environment steps, "
     return f"{played}{count_text(report.tokens)} {terms.tokens} processed"
-
-
-def evaluated(result: Result, terms: Terms) -> list[str]:
-    """Describe the cost of all evaluations and their share of the work; empty without evaluations."""
-    cost = result.evaluation
-    if not cost.tokens:
-        return []
-    learned = result.tokens if result.timesteps is None else result.timesteps
-    what = terms.tokens if result.timesteps is None else "steps"
-    share = f" ({cost.tokens / (cost.tokens + learned):.0%} of all {what})" if learned else ""
-    return [f"Evaluations: {duration_text(cost.seconds)}, {count_text(cost.tokens)} {what}{share}"]
-
-
-def second_set_lines(result: Result, terms: Terms) -> list[str]:
-    """Describe the best member's fitness when selected and on the second set; empty without one."""
-    best = result.best
-    if best is None or best.second is None:
-        return []
-    chosen, second = (score_text(each.mean, each.standard_error) for each in (best.fitness, best.second))
-    return [f"Member #{best.index}: fitness {chosen} at selection, {second} on unseen {terms.questions}"]
 
 
 def verdict(test: TestReport, terms: Terms) -> str | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from evogrpo.extras import missing
 from evogrpo.reporting.charts import BASE, BEST, Chart, Line, RunCharts, run_charts
 from evogrpo.reporting.figure import figure_png, run_figure
-from evogrpo.reporting.lineage import MemberHistory, ancestors, best_member, fitness_estimate, member_histories
+from evogrpo.reporting.lineage import ancestors, best_member, fitness_estimate
 from evogrpo.reporting.records import Estimate, Example, GenerationReport, MemberReport, processed, verdict
 from evogrpo.reporting.summary import MEASURES, PHASES, RunSummary, changed_budgets, retired_members, summarise
 from evogrpo.storage.atomic_files import replace_file
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from plotly.graph_objects import Figure as PlotlyFigure
 
-_MAX_ROWS = 600  # rows of the table of members, and of all tables of generations
+_MAX_ROWS = 600  # rows of all tables of generations
 _MAX_TEXT = 4000  # characters of one prompt or completion
 _MAX_TOTAL_TEXT = 100_000  # characters of all texts; above it, each is cut shorter
 _MAX_NAMED = 60  # members in the lineage chart; above it, births have no labels
@@ -115,7 +115,6 @@ def html_page(summary: RunSummary) -> str:
         _costs(summary),
         _finalists(summary),
         _ancestry(summary),
-        _members(summary),
         _generations(summary),
         _completions(summary),
         _facts(summary),
@@ -159,23 +158,19 @@ def _charts(summary: RunSummary) -> tuple[str, list[str]]:
         title: {f"{title.split()[0]}-{place}": _chart_figure(chart, run, {}) for place, chart in enumerate(charts)}
         for title, charts in (("Hyperparameters", run.hyperparameters), ("Learning steps", run.measures))
     }
-    lead = (
-        f"Bands: ± one standard error. {run.hidden and run.hidden + '. '}In the lineage, a line from another slot is "
-    )
-    lead += "a birth. Hover or tap to see a member."
-    parts = [_chart_section("Fitness and lineage", lead, whole)]
-    parts += [_chart_section(title, "", figures) for title, figures in small.items() if figures]
+    lead = f"Bands: ± one standard error. {run.hidden and run.hidden + '. '}"
+    lead += "In the lineage, a line from another slot is a birth. Hover or tap to see a member."
+    parts = []
+    for title, group in {"Fitness and lineage": whole, **small}.items():
+        kind = "chart whole" if group is whole else "chart"
+        places = "".join(f'<div class="{kind}" id="{name}"></div>' for name in group)  # where the script draws
+        if group:
+            parts.append(_section(title, lead if group is whole else "", f'<div class="charts">{places}</div>'))
     figures = {name: figure for group in (whole, *small.values()) for name, figure in group.items()}
     data = _embedded({name: figure.to_plotly_json() for name, figure in figures.items()})
     parts.append(f'<script type="application/json" id="charts">{data}</script>')
     without = "<noscript><p>Charts need JavaScript. The tables contain the same values.</p></noscript>"
     return "\n".join([without, *parts]), [get_plotlyjs(), _DRAW]
-
-
-def _chart_section(title: str, lead: str, names: Iterable[str]) -> str:
-    """Return a section with places for charts, which a script draws."""
-    places = "".join(f'<div class="chart{"" if "-" in name else " whole"}" id="{name}"></div>' for name in names)
-    return _section(title, lead, f'<div class="charts">{places}</div>')
 
 
 def _hover_text(result: MemberReport, summary: RunSummary) -> str:
@@ -265,7 +260,7 @@ def _chart_figure(chart: Chart, run: RunCharts, details: Mapping[tuple[int, int]
     whole_numbers = {"dtick": 1} if max(ends) - min(ends) < 9 else {"nticks": 9}
     limits = [math.log10(limit) if chart.log else limit for limit in chart.limits]
     grid = {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False}
-    ticks: dict[str, Any] = {"nticks": 6}
+    ticks: dict[str, Any] = {"dtick": "D2"} if chart.log else {"nticks": 6}
     if chart.ticks:
         ticks = {"tickvals": chart.ticks, "ticktext": chart.names or [number_text(tick) for tick in chart.ticks]}
     figure.update_layout(
@@ -436,53 +431,13 @@ def _ancestry(summary: RunSummary) -> str:
         return ""
     rows = [
         ("best" if ancestor.index == best.index else "",
-         [f"#{ancestor.index}", _parent_text(ancestor.parent), _span_text(ancestor.born + 1, ancestor.generation),
+         [f"#{ancestor.index}", _parent_text(ancestor.parent), f"{ancestor.born + 1} to {ancestor.generation}",
           changes_text(ancestor.changes) or "–", *_values(ancestor, summary),
           score_text(ancestor.fitness, ancestor.standard_error), ancestor.reason])
         for ancestor in ancestors(summary, best)
     ]  # fmt: skip
     heads = ["member", "parent", "generations", "changed at birth", *summary.evolvable, "fitness at the end", "reason"]
     return _section(f"Lineage of member #{best.index}", "", _table(heads, rows))
-
-
-def _members(summary: RunSummary) -> str:
-    """Return the table of all members; if there are too many, of the latest."""
-    histories = member_histories(summary)
-    if not histories:
-        return ""
-    best = best_member(summary.generations)
-    retired = {index for generation in summary.generations for index in retired_members(generation).values()}
-    rows = [
-        ("best" if best is not None and history.index == best.index else "", _member_cells(history, summary, retired))
-        for history in histories[-_MAX_ROWS:]
-    ]
-    heads = ["member", "slot", "parent", "generations", *summary.evolvable]
-    heads += ["first fitness", "last fitness", "ended", "reason of birth"]
-    omitted = len(histories) - len(rows)
-    lead = f"{len(histories)} members in total."
-    lead += f" The {omitted} oldest are only in the chart and the journal." if omitted else ""
-    return _section("Members", lead, _folded("All members", _table(heads, rows), opened=len(rows) <= 40))
-
-
-def _member_cells(history: MemberHistory, summary: RunSummary, retired: set[int]) -> list[Any]:
-    """Return the cells of a member's row in the table of members."""
-    first, last = history.results[0], history.results[-1]
-    ending = "" if last.generation == summary.generations[-1].generation else "replaced"
-    if history.index in retired:
-        ending = "retired"
-    if last.failed is not None:
-        ending = f"failed: {last.failed}"
-    return [
-        f"#{history.index}",
-        first.slot,
-        _parent_text(first.parent),
-        _span_text(first.generation, last.generation),
-        *_values(first, summary),
-        score_text(first.fitness, first.standard_error),
-        score_text(last.fitness, last.standard_error),
-        ending,
-        first.reason,
-    ]
 
 
 def _generations(summary: RunSummary) -> str:
@@ -498,16 +453,11 @@ def _generations(summary: RunSummary) -> str:
     tables = [_generation_table(summary, each) for each in shown]
     lead = f"Members are listed for the last {len(shown)} generations." if len(shown) < len(summary.generations) else ""
     heads = ["", "best", "fitness ± SE", "mean", "retired", "new budgets", "time so far"]
-    rows = [("", cells) for cells in _overview(summary)]
-    return _section("Generations", lead, _folded("All generations", _table(heads, rows), opened=True), *tables)
-
-
-def _overview(summary: RunSummary) -> Iterator[list[Any]]:
-    """Yield the cells of each row of the table of generations."""
+    rows = []
     for generation in summary.generations:
         best = generation.best
         scores = [member.fitness for member in generation.members if member.fitness is not None]
-        yield [
+        cells = [
             generation.generation,
             f"#{best.index}",
             score_text(best.fitness, best.standard_error),
@@ -516,6 +466,8 @@ def _overview(summary: RunSummary) -> Iterator[list[Any]]:
             ", ".join(changed_budgets(generation.plan)),
             duration_text(generation.seconds),
         ]
+        rows.append(("", cells))
+    return _section("Generations", lead, _folded("All generations", _table(heads, rows), opened=True), *tables)
 
 
 def _generation_table(summary: RunSummary, generation: GenerationReport) -> str:
@@ -559,10 +511,6 @@ def _values(result: MemberReport, summary: RunSummary) -> Iterator[str]:
 
 def _parent_text(parent: int | None) -> str:
     return "founder" if parent is None else f"#{parent}"
-
-
-def _span_text(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first} to {last}"
 
 
 def _facts(summary: RunSummary) -> str:

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
@@ -12,7 +13,6 @@ from evogrpo.evolution.plan import Plan
 from evogrpo.reporting.records import (
     BaselineReport,
     Estimate,
-    EvaluationCost,
     FinalistsReport,
     GenerationReport,
     StepRecord,
@@ -96,25 +96,14 @@ def run_costs(
     costs = [
         *(Cost(name=name, tokens=None, seconds=phases[name]) for name in PHASES[:-1] if phases[name]),
         Cost(name=PHASES[-1], tokens=played, seconds=phases[PHASES[-1]]),
-        _of("evaluations", last.evaluation),
+        Cost(name="evaluations", tokens=last.evaluation.tokens, seconds=last.evaluation.seconds),
     ]
     rest = last.seconds - math.fsum(each.seconds for each in costs)
     if rest > 0:
         costs.append(Cost(name="everything else", tokens=None, seconds=rest))
-    costs += [_of(name, each.cost) for name, each in (("finalists", finalists), ("test", test)) if each is not None]
+    last_reports = [report for report in (finalists, test) if report is not None]
+    costs += [Cost(name=each.event, tokens=each.cost.tokens, seconds=each.cost.seconds) for each in last_reports]
     return tuple(costs)
-
-
-def rank_waiting(steps: Sequence[StepRecord]) -> tuple[float, ...]:
-    """Return the share of the learning steps' time that each rank waited; empty for one process."""
-    seconds = math.fsum(step.seconds for step in steps)
-    waited = [step.waiting for step in steps]
-    ranks = max(map(len, waited), default=0)  # a resumed run may have another number of ranks
-    return tuple(math.fsum(each[rank] for each in waited if rank < len(each)) / (seconds or 1) for rank in range(ranks))
-
-
-def _of(name: str, cost: EvaluationCost) -> Cost:
-    return Cost(name=name, tokens=cost.tokens, seconds=cost.seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,9 +190,6 @@ class RunSummary:
         return " · ".join(str(self.facts[name]) for name in ("task", "model") if self.facts.get(name)) or "run"
 
 
-_GOES_ON = ("step", "generation", "resumed")
-
-
 def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
     """Summarise a run from its journal.
 
@@ -226,7 +212,8 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
     run = validate(_RunRecord, runs[0], "journal, run event")
     refuse_unknown("hyperparameter in evolvable of the run event", run.evolvable, HYPERPARAMETER_NAMES)
     # A test and an end are of the whole run only if the run did not go on.
-    went_on = max((n for n, event in enumerate(events) if event["event"] in _GOES_ON), default=-1)
+    names = [event["event"] for event in events]
+    went_on = max((n for n, name in enumerate(names) if name in ("step", "generation", "resumed")), default=-1)
     ending = {event["event"]: event for event in events[went_on + 1 :]}
     reasons = [event for event in ending.values() if event["event"] in ("stopped", "ended")]
     generations = tuple(map(GenerationReport.from_json, latest_generations(events)))
@@ -237,18 +224,25 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
         for step in [validate(StepRecord, event, "journal, step event")]
     }
     ordered_steps = tuple(steps[number] for number in sorted(steps))
-    finalists = FinalistsReport.from_json(last["finalists"]) if _later("finalists", "generation", events) else None
+    waited, time = [step.waiting for step in ordered_steps], math.fsum(step.seconds for step in ordered_steps) or 1.0
+    evaluated = [name for name in names if name in ("generation", "finalists")]
+    finalists = FinalistsReport.from_json(last["finalists"]) if evaluated[-1:] == ["finalists"] else None
     test = TestReport.from_json(ending["test"]) if "test" in ending else None
     stopped = validate(str, reasons[-1].get("reason"), "journal, reason of the end") if reasons else None
     if stopped is None and test is not None:  # killed between the test and the last event
         stopped = "the test is done"
     resumed = [event for event in events if event["event"] == "resumed"]
+    births = list(run.lineage)  # a birth may also be in generations and plans
+    for generation in generations:
+        births += [member.record() for member in generation.members]
+        births += () if generation.plan is None else generation.plan.children
+    by_index = {birth.index: birth for birth in reversed(births)}
     return RunSummary(
         facts={name: value for name, value in runs[0].items() if name != "event"},
         evolvable=run.evolvable,
         baseline=BaselineReport.from_json(last["baseline"]) if "baseline" in last else None,
         generations=generations,
-        births=tuple(_births(run.lineage, generations)),
+        births=tuple(by_index[index] for index in sorted(by_index)),
         steps=ordered_steps,
         test=test,
         resumes=len(resumed),
@@ -259,7 +253,7 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
             for change in validate(tuple[str, ...], event.get("changed_data", []), "journal, changed_data")
         ),
         costs=run_costs(ordered_steps, generations, finalists, test),
-        waiting=rank_waiting(ordered_steps),
+        waiting=tuple(math.fsum(seconds) / time for seconds in zip_longest(*waited, fillvalue=0.0)),
         finalists=finalists,
     )
 
@@ -269,18 +263,3 @@ class _RunRecord(Record):
 
     evolvable: dict[str, dict[str, Any]]
     lineage: tuple[MemberRecord, ...] = ()
-
-
-def _births(lineage: Sequence[MemberRecord], generations: Sequence[GenerationReport]) -> list[MemberRecord]:
-    """Return every birth by index, from the run event, the generations and the plans; each occurs in several."""
-    births, names = list(lineage), [each.name for each in fields(MemberRecord) if each.name != "architecture"]
-    for generation in generations:
-        births += [MemberRecord(**{name: getattr(each, name) for name in names}) for each in generation.members]
-        births += () if generation.plan is None else generation.plan.children
-    by_index = {birth.index: birth for birth in reversed(births)}
-    return [by_index[index] for index in sorted(by_index)]
-
-
-def _later(event: str, other: str, events: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if the last of these events is the first kind."""
-    return next((each["event"] for each in reversed(events) if each["event"] in (event, other)), other) == event

@@ -96,13 +96,11 @@ LEAST_ROOM = 1 << 26
 """Free bytes required for a new run."""
 
 
-def check_new_folder(folder: Path, what: str, *, room: int = LEAST_ROOM, left_over: Collection[str] = ()) -> None:
-    """Check that a folder can take new files, without creating it.
+def check_new_folder(folder: Path, *, left_over: Collection[str] = ()) -> None:
+    """Check that a folder can take a new run, without creating it.
 
     Args:
         folder: Folder that does not exist or has only hidden files.
-        what: Noun for messages.
-        room: Bytes that must be free.
         left_over: File names that are allowed in it.
 
     Raises:
@@ -110,14 +108,16 @@ def check_new_folder(folder: Path, what: str, *, room: int = LEAST_ROOM, left_ov
     """
     existing = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
     if not existing.is_dir():
-        raise ValueError(f"{existing} is not a folder. Choose another {what} than {folder}.")
+        raise ValueError(f"{existing} is not a folder. Choose another run directory than {folder}.")
     try:
         if existing == folder:
-            names = sorted(path.name for path in folder.iterdir() if not (_hidden(path) or path.name in left_over))
+            names = sorted(
+                path.name for path in folder.iterdir() if not path.name.startswith(".") and path.name not in left_over
+            )
             if names:
                 listed = f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''}"
                 raise ValueError(
-                    f"{folder} must be empty for a new {what}, but holds {listed}. Empty it, or choose another."
+                    f"{folder} must be empty for a new run, but holds {listed}. Empty it, or choose another."
                 )
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"\0")
@@ -126,19 +126,10 @@ def check_new_folder(folder: Path, what: str, *, room: int = LEAST_ROOM, left_ov
     except OSError as error:
         reason = error.strerror or error
         raise ValueError(
-            f"{existing} cannot be written into ({reason}). Choose another {what} than {folder}."
+            f"{existing} cannot be written into ({reason}). Choose another run directory than {folder}."
         ) from error
-    if free < room:
+    if free < LEAST_ROOM:
         raise ValueError(
-            f"A {what} needs at least {room / 1e6:.0f} MB, but {folder} has {free / 1e6:.0f} MB free. Free some space, "
-            "or choose another."
+            f"A run directory needs at least {LEAST_ROOM / 1e6:.0f} MB, but {folder} has {free / 1e6:.0f} MB free. "
+            "Free some space, or choose another."
         )
-
-
-def has_only_hidden_files(folder: Path) -> bool:
-    """Return True if a folder has only hidden files, as killed writes leave."""
-    return folder.is_dir() and all(map(_hidden, folder.iterdir()))
-
-
-def _hidden(path: Path) -> bool:
-    return path.name.startswith(".")

@@ -47,6 +47,7 @@ _KIND = re.compile(r"(?!manifest$)[a-z][a-z0-9_]{0,49}")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _TEMPORARY = re.compile(r"\.(.+)\.temporary-[0-9a-f]{32}")
 _PREVIOUS = re.compile(r"\.(.+)\.previous")
+_OTHER_HASH = "has another SHA-256 than in the manifest"
 _GENERATION = re.compile(r"generation-(\d{4,})")
 
 
@@ -249,27 +250,22 @@ def write_checkpoint(
 def _tensor_files(kind: str, tensors: Mapping[str, Tensor], file_bytes: int) -> Iterator[tuple[str, bytes]]:
     """Yield names and contents of the tensor files; each tensor is read when its file is filled."""
     held: dict[str, Tensor] = {}
-    number = 1
+    file_name, number = f"{kind}.safetensors", 1
     for name in list(tensors):
         if held and sum(tensor.nbytes for tensor in held.values()) >= file_bytes:
-            yield _tensor_name(kind, number), _serialise(held)
+            yield file_name, _serialise(held)
             held.clear()
             number += 1
-        held[name] = _storable(name, tensors[name])
-    yield _tensor_name(kind, number), _serialise(held)
-
-
-def _tensor_name(kind: str, number: int) -> str:
-    return f"{kind}.safetensors" if number == 1 else f"{kind}-{number:05d}.safetensors"
-
-
-def _storable(name: str, tensor: Tensor) -> Tensor:
-    if not isinstance(name, str) or name == "__metadata__":
-        raise ValueError(f"the name of a tensor must be text other than '__metadata__', got {name!r}.")
-    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise ValueError(f"{name!r} must be a dense tensor. Convert it, or leave it out.")
-    # safetensors refuses tensors that share memory, and would write all of the storage behind a view.
-    return tensor.detach().resolve_conj().resolve_neg().to("cpu").clone(memory_format=torch.contiguous_format)
+            file_name = f"{kind}-{number:05d}.safetensors"
+        if not isinstance(name, str) or name == "__metadata__":
+            raise ValueError(f"the name of a tensor must be text other than '__metadata__', got {name!r}.")
+        tensor = tensors[name]
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+            raise ValueError(f"{name!r} must be a dense tensor. Convert it, or leave it out.")
+        # safetensors refuses tensors that share memory, and would write all of the storage behind a view.
+        whole = tensor.detach().resolve_conj().resolve_neg().to("cpu")
+        held[name] = whole.clone(memory_format=torch.contiguous_format)
+    yield file_name, _serialise(held)
 
 
 def _serialise(tensors: dict[str, Tensor]) -> bytes:
@@ -300,17 +296,13 @@ def _check_overwrite(folder: Path, *, kind: str, replace: bool, written: Set[str
 
 def checkpoint_path(folder: Path) -> Path:
     """Return the path of a checkpoint: its folder, or the previous one if a replacement was killed between renames."""
-    previous = _previous(folder)
+    previous = folder.with_name(f".{folder.name}.previous")
     return previous if previous.is_dir() and not os.path.lexists(folder) else folder
-
-
-def _previous(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.previous")
 
 
 def _move_into_place(temporary: Path, folder: Path) -> None:
     """Rename a complete, synced folder to its final name, replacing an existing one."""
-    previous = _previous(folder)
+    previous = folder.with_name(f".{folder.name}.previous")
     replacing = os.path.lexists(folder)
     if replacing:
         folder.rename(previous)
@@ -435,20 +427,17 @@ def _verify_files(folder: Path, manifest: Manifest, *, besides: Collection[str] 
     for name, entry in manifest.files.items():
         if name not in besides:
             with _opened(folder / name, entry) as file:
-                _check_hash(folder / name, entry, hashlib.file_digest(file, "sha256").hexdigest())
+                if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
+                    raise damaged_error(folder / name, _OTHER_HASH)
 
 
 def _read_verified(path: Path, entry: FileEntry) -> bytes:
     """Return the bytes of a file, after checking those very bytes against the manifest."""
     with _opened(path, entry) as file:
         content = file.read()
-    _check_hash(path, entry, hashlib.sha256(content).hexdigest())
+    if hashlib.sha256(content).hexdigest() != entry.sha256:
+        raise damaged_error(path, _OTHER_HASH)
     return content
-
-
-def _check_hash(path: Path, entry: FileEntry, found: str) -> None:
-    if found != entry.sha256:
-        raise damaged_error(path, "has another SHA-256 than in the manifest")
 
 
 @contextmanager

@@ -165,14 +165,6 @@ class PolicyBankTestCase(ABC):
         return replace(own, member_ids=torch.zeros_like(own.member_ids))
 
     @staticmethod
-    def assert_same_actions(one: Tensor, other: Tensor) -> None:
-        """Check that actions are equal, up to rounding if they are real numbers."""
-        if one.is_floating_point():
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-        else:
-            assert torch.equal(one, other)
-
-    @staticmethod
     def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         """Check that two train states are bit-equal; NaN equals NaN."""
         assert set(one) == set(other)
@@ -190,21 +182,28 @@ class PolicyBankTestCase(ABC):
         for slot in range(SIZE):
             apart = self.act(self.bank_of(bank.state(slot)), [slot], seed=seed)
             own = together.select_members([slot])
-            self.assert_same_actions(own.actions, apart.actions)
+            if own.actions.is_floating_point():
+                torch.testing.assert_close(own.actions, apart.actions, rtol=1e-4, atol=1e-4)
+            else:
+                assert torch.equal(own.actions, apart.actions)
             assert torch.equal(own.present, apart.present)
             assert own.sampler_log_probs is not None
             assert apart.sampler_log_probs is not None
             torch.testing.assert_close(own.sampler_log_probs, apart.sampler_log_probs, rtol=1e-4, atol=1e-4)
 
-    def test_log_probs_together_equal_log_probs_alone(self) -> None:
+    def test_log_probs_and_entropies_together_equal_those_alone(self) -> None:
         bank = self.make_bank(SIZE)
         batch = self.act(bank, range(SIZE))
-        scored, reference = bank.log_probs(batch), bank.reference_log_probs(batch)
+        entropies = bank.entropies(batch)
+        assert entropies.shape == batch.action_mask.shape
+        assert not entropies[~batch.action_mask].any()
+        assert bool((entropies[batch.action_mask] != 0).all())
+        together = (bank.log_probs(batch), bank.reference_log_probs(batch), entropies)
         for slot in range(SIZE):
             own, apart = self.alone(batch, slot), self.bank_of(bank.state(slot))
-            mine = batch.member_ids == slot
-            torch.testing.assert_close(scored[mine], apart.log_probs(own), rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(reference[mine], apart.reference_log_probs(own), rtol=1e-4, atol=1e-4)
+            alone = (apart.log_probs(own), apart.reference_log_probs(own), apart.entropies(own))
+            for all_members, one in zip(together, alone, strict=True):
+                torch.testing.assert_close(all_members[batch.member_ids == slot], one, rtol=1e-4, atol=1e-4)
 
     def test_learning_together_equals_learning_alone(self) -> None:
         bank = self.make_bank(SIZE)
@@ -351,17 +350,6 @@ class PolicyBankTestCase(ABC):
         assert len(seen) == len(set(seen))
         torch.testing.assert_close(update.log_probs, scored, rtol=1e-4, atol=1e-4)
 
-    def test_entropies_together_equal_entropies_alone(self) -> None:
-        bank = self.make_bank(SIZE)
-        batch = self.act(bank, range(SIZE))
-        entropies = bank.entropies(batch)
-        assert entropies.shape == batch.action_mask.shape
-        assert not entropies[~batch.action_mask].any()
-        assert bool((entropies[batch.action_mask] != 0).all())
-        for slot in range(SIZE):
-            alone = self.bank_of(bank.state(slot)).entropies(self.alone(batch, slot))
-            torch.testing.assert_close(entropies[batch.member_ids == slot], alone, rtol=1e-4, atol=1e-4)
-
     @pytest.mark.parametrize("differentiable", [True, False])
     def test_the_loss_gets_entropies_with_or_without_a_gradient(self, differentiable: bool) -> None:
         bank = self.make_bank(SIZE)
@@ -461,22 +449,6 @@ class PolicyBankTestCase(ABC):
         self.assert_same(bank.state(0), before[2])
         self.assert_same(bank.state(1), fresh.state(1))
         self.assert_same(bank.state(2), before[0])
-
-    def test_a_child_continues_from_its_parents_train_state(self) -> None:
-        bank = self.make_bank(2)
-        self.learn(bank, self.act(bank, [0, 1]))
-        control = self.bank_of(*self.states(bank))
-        batch = self.act(bank, [0, 1], seed=1)
-        bank.inherit([0, 0])
-        parent = bank.state(0)
-        swapped = replace(batch, member_ids=1 - batch.member_ids)
-        same_clip = (0.2, 0.2)
-        bank.update(swapped, self.loss(swapped, same_clip), {1: HYPERPARAMETERS[0]})
-        control.update(batch, self.loss(batch, same_clip), {0: HYPERPARAMETERS[0]})
-        assert_states_agree(bank.state(1), control.state(0), lr=HYPERPARAMETERS[0].lr)
-        self.assert_same(bank.state(0), parent)
-        with pytest.raises(AssertionError):
-            self.assert_same(bank.state(0), bank.state(1))
 
     @pytest.mark.parametrize("parents", [(0, 1), (0, 1, 3), (0, -1, 2)])
     def test_parents_that_do_not_exist_raise(self, parents: tuple[int, ...]) -> None:

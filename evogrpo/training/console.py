@@ -143,14 +143,6 @@ def say_warning(message: str, console: Console | None = None) -> None:
     console.print(Text.assemble(("warning: ", "bold yellow"), printable(message)), soft_wrap=not console.is_terminal)
 
 
-def tolerate_old_encodings() -> None:
-    """Replace characters that the output's encoding cannot represent."""
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(errors="replace")
-
-
 class _Enduring:
     """Stream that ignores output once the wrapped stream cannot be written, so that the program continues."""
 
@@ -192,14 +184,6 @@ def enduring_output() -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = before
-
-
-def quieten_libraries() -> None:
-    """Turn off progress bars and advice of libraries. Call before they are imported."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 @contextmanager

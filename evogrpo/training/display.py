@@ -14,8 +14,6 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from evogrpo.config.hyperparameters import Value
-from evogrpo.evolution.fitness import Fitness, FitnessConfig
 from evogrpo.interruption import ProgressUpdate
 from evogrpo.reporting.records import (
     Example,
@@ -24,9 +22,7 @@ from evogrpo.reporting.records import (
     Result,
     StepReport,
     Terms,
-    evaluated,
     processed,
-    second_set_lines,
     terms_of,
     verdict,
 )
@@ -43,7 +39,7 @@ from evogrpo.text import (
     score_text,
 )
 from evogrpo.training.console import HangingIndent, VisibleConsole
-from evogrpo.training.loop.trainer import Callback, Trainer
+from evogrpo.training.trainer import Callback, Trainer
 
 
 class TimeEstimate:
@@ -167,10 +163,6 @@ class RunDisplay(Callback):
         self._refresh: Callable[[], None] = lambda: None
         self._region = ExitStack()
 
-    def of(self, trainer: Trainer) -> Self:
-        """Return a display of another run on the same console."""
-        return type(self)(self._console, trainer)
-
     def __enter__(self) -> Self:
         if self._console.is_jupyter:
             self._refresh = self._region.enter_context(notebook_region(self._console, self))
@@ -196,8 +188,11 @@ class RunDisplay(Callback):
         """Show a learning step."""
         self._show_baseline()
         self._step = report
-        for text in calibration_lines(report):
-            self._console.print(text)
+        for member in report.learned.values():
+            if "calibrated_lr" in member.metrics:
+                passes = pluralize(int(member.metrics["step_passes"] or 0), "pass", "es")
+                lr = number_text(member.metrics["calibrated_lr"])
+                self._console.print(f"#{member.index}: lr calibrated to {lr} in {passes}")
         if self._live:
             return
         # A log gets at most one line a second, and always the last step of a generation.
@@ -206,7 +201,8 @@ class RunDisplay(Callback):
         if last or time.monotonic() - self._logged >= SECONDS_BETWEEN_LINES:
             total = "" if schedule.generations is None else f"/{state.step + self._estimate.steps_left()}"
             left = self._estimate.seconds_left()
-            line = step_text(report, f"{report.step + 1}{total}")
+            line = Text.assemble(("step ", "dim"), f"{report.step + 1}{total}", ("  mean reward ", "dim"))
+            line.append_text(rewards_text(report)).append(f"  {report.seconds:.1f} s", "dim")
             self._console.print(line.append("" if left is None else f"  {_about(left)} left", "dim"), soft_wrap=True)
             self._logged = time.monotonic()
 
@@ -242,15 +238,29 @@ class RunDisplay(Callback):
             kept = "no run directory, so nothing was saved" if result.run_dir is None else "the run is saved"
             console.print(Text(f"{result.reason} after learning step {result.steps}; {kept}", "yellow"))
             return
-        lines: list[RenderableType] = [*outcome_lines(result.test, self.terms), ""] if result.test else []
-        lines += [*second_set_lines(result, self.terms), *evaluated(result, self.terms)]
+        best, cost, terms = result.best, result.evaluation, self.terms
+        lines: list[RenderableType] = [*outcome_lines(result.test, terms), ""] if result.test else []
+        if best is not None and best.second is not None:
+            chosen, second = (score_text(each.mean, each.standard_error) for each in (best.fitness, best.second))
+            lines.append(f"Member #{best.index}: fitness {chosen} at selection, {second} on unseen {terms.questions}")
+        if cost.tokens:
+            learned, what = (result.tokens, terms.tokens) if result.timesteps is None else (result.timesteps, "steps")
+            share = f" ({cost.tokens / (cost.tokens + learned):.0%} of all {what})" if learned else ""
+            lines.append(f"Evaluations: {duration_text(cost.seconds)}, {count_text(cost.tokens)} {what}{share}")
         console.print(Group(*lines, f"Finished: {result.reason}."))
 
     def _show_baseline(self) -> None:
         baseline = self._trainer.run_state.baseline
-        if not self._baseline_shown and baseline is not None:
-            self._console.print(f"{baseline_text(baseline, self._trainer.fitness, self.terms)}\n")
-            self._baseline_shown = True
+        if self._baseline_shown or baseline is None:
+            return
+        config, terms, count = self._trainer.fitness, self.terms, len(baseline.scores)
+        score = score_text(baseline.mean, baseline.standard_error)
+        text = f"before training: mean reward {score} on the {count} {terms.questions} of the first learning step"
+        if config.uses_validation:
+            sampled = ", sampled" if config.sampled else ""
+            text = f"{terms.untrained}: fitness {score} on {count} validation {terms.questions}{sampled}"
+        self._console.print(f"{text}\n")
+        self._baseline_shown = True
 
     # ---- the live region
 
@@ -273,7 +283,9 @@ class RunDisplay(Callback):
         lines: list[RenderableType] = [row]
         work = self._estimate.work
         if work is not None:
-            lines.append(work_text(work))
+            part = "" if work.activity == "rewarding" else f" · {work.part:.0%}"  # rewards report no progress
+            doing = "learning from" if work.activity == "learning" else work.activity
+            lines.append(Text(f"  {doing} {count_text(work.count)} {work.noun}{part}", "dim"))
         if self._step is not None:
             head = f"  mean reward in step {self._step.step + 1}"
             rewards = Text.assemble((head, "dim"), rewards_text(self._step))
@@ -290,29 +302,13 @@ class RunDisplay(Callback):
         if not progress.begun and trainer.fitness.uses_validation:
             return Text(f"measuring the {self.terms.untrained}")
         if trainer.limits.finished():
-            return Text(f"testing on {self._trainer.limits.questions('test')} {self.terms.questions}")
+            return Text(f"testing on {self._trainer.questions('test')} {self.terms.questions}")
         if progress.step_in_generation >= progress.steps_per_generation:
             # The generation is counted before it is recorded.
             number = progress.generation + (0 if progress.unplanned else 1)
             return Text(f"generation {number}{total} · validating")
         where = f"generation {progress.generation + 1}{total}"
         return Text(f"{where} · step {progress.step_in_generation + 1}/{progress.steps_per_generation}")
-
-
-def baseline_text(baseline: Fitness, config: FitnessConfig, terms: Terms) -> str:
-    """Return the text on the fitness before training."""
-    score, count = score_text(baseline.mean, baseline.standard_error), len(baseline.scores)
-    if not config.uses_validation:
-        return f"before training: mean reward {score} on the {count} {terms.questions} of the first learning step"
-    sampled = ", sampled" if config.sampled else ""
-    return f"{terms.untrained}: fitness {score} on {count} validation {terms.questions}{sampled}"
-
-
-def work_text(work: ProgressUpdate) -> Text:
-    """Return the text on the work under way."""
-    part = "" if work.activity == "rewarding" else f" · {work.part:.0%}"  # rewards report no progress
-    doing = "learning from" if work.activity == "learning" else work.activity
-    return Text(f"  {doing} {count_text(work.count)} {work.noun}{part}", "dim")
 
 
 def _about(seconds: float) -> str:
@@ -322,15 +318,10 @@ def _about(seconds: float) -> str:
     return f"about {round(seconds / 60)} min" if seconds < 5400 else f"about {duration_text(60 * round(seconds / 60))}"
 
 
-def _colour(report: TestOutcome) -> str:
-    if not report.beyond_noise:
-        return "bold"
-    return "bold green" if report.after.mean > report.before.mean else "bold red"
-
-
 def outcome_lines(report: TestOutcome, terms: Terms) -> list[Text]:
     """Return the lines on the test: before training, after, and the difference."""
     before, after, gain = report.before, report.after, report.gain
+    colour = "" if not report.beyond_noise else " green" if after.mean > before.mean else " red"
     lines = [
         Text(f"Test: {report.questions} {terms.questions} that neither training nor selection saw", "bold"),
         Text(f"  {terms.untrained:<17}  {score_text(before.mean, before.standard_error)}"),
@@ -338,7 +329,7 @@ def outcome_lines(report: TestOutcome, terms: Terms) -> list[Text]:
             f"  {f'member #{report.index}':<17}  ",
             (score_text(after.mean, after.standard_error), "bold"),
             "   ",
-            (f"{'+' if gain.mean > 0 else ''}{score_text(gain.mean, gain.standard_error)}", _colour(report)),
+            (f"{'+' if gain.mean > 0 else ''}{score_text(gain.mean, gain.standard_error)}", f"bold{colour}"),
         ),
     ]
     remark = verdict(report, terms)
@@ -362,14 +353,19 @@ def completions_table(examples: Sequence[Example], best: int, width: int) -> Tab
     Returns:
         The table; None without examples.
     """
-    shown = _chosen(examples, best)
-    if not shown:
+    # The best member's, then those with other rewards, then those with its reward.
+    first = [example for example in examples if example.index == best] or list(examples[:1])
+    if not first:
         return None
+    others = [example for example in examples if example not in first]
+    others.sort(key=lambda example: example.reward == first[0].reward)
+    shown = [*first, *others][:SHOWN]
     # With a single reward function its values are the rewards, unless it has a weight.
     names = list(shown[0].rewards) if len(shown[0].rewards) > 1 else []
     numbers = {name: [number_text(each.rewards.get(name)) for each in shown] for name in names}
     numbers |= {"reward": [number_text(each.reward) for each in shown]}
-    numbers |= {"advantage": [_signed(each.advantage) for each in shown]}
+    advantages = [each.advantage for each in shown]
+    numbers |= {"advantage": [f"{value:+.3g}" if value else number_text(value) for value in advantages]}
     members = [f"#{each.index}" for each in shown]
     head = f"step {shown[0].step + 1}"
     columns = {head: members, **numbers}
@@ -391,14 +387,6 @@ def completions_table(examples: Sequence[Example], best: int, width: int) -> Tab
     return table
 
 
-def _chosen(examples: Sequence[Example], best: int) -> list[Example]:
-    """Return at most `SHOWN` examples: the best member's, then those with other rewards, then those with its reward."""
-    first = [example for example in examples if example.index == best] or list(examples[:1])
-    others = [example for example in examples if example not in first]
-    others.sort(key=lambda example: example.reward == (first[0].reward if first else None))
-    return [*first, *others][:SHOWN]
-
-
 def one_line(text: str) -> str:
     """Return an untrusted text on one line, with control characters escaped and empty lines removed."""
     lines = (line.strip() for line in printable(text.expandtabs(1)).split("\n"))
@@ -413,30 +401,8 @@ def shortened(text: str, most: int) -> str:
     return f"{text[: most - tail - 1]}…{text[-tail:]}"
 
 
-def _signed(value: float | None) -> str:
-    return number_text(value) if value is None or value == 0 else f"{value:+.3g}"
-
-
 NARROW = 100  # columns below which columns are left out that the report page also shows
 EQUAL_GROUPS = "frac_reward_zero_std"  # 1 if all rewards within each group were equal
-_ARROWS = {True: "↑", False: "↓"}
-
-
-def step_text(report: StepReport, position: str) -> Text:
-    """Return a learning step as one line: position, mean rewards, duration."""
-    text = Text.assemble(("step ", "dim"), position, ("  mean reward ", "dim"))
-    text.append_text(rewards_text(report))
-    return text.append(f"  {report.seconds:.1f} s", "dim")
-
-
-def calibration_lines(report: StepReport) -> list[str]:
-    """Return a line for each member that has found its learning rate in this step."""
-    return [
-        f"#{member.index}: lr calibrated to {number_text(member.metrics['calibrated_lr'])} "
-        f"in {pluralize(int(member.metrics['step_passes'] or 0), 'pass', 'es')}"
-        for member in report.learned.values()
-        if "calibrated_lr" in member.metrics
-    ]
 
 
 def rewards_text(report: StepReport) -> Text:
@@ -480,22 +446,18 @@ def generation_table(
             str(member.slot),
             f"#{member.index}",
             "–" if member.parent is None else f"#{member.parent}",
-            *(_value(member, name) for name in evolving),
+            *(
+                Text(number_text(getattr(member.hyperparameters, name)), "bold cyan" if name in member.changes else "")
+                for name in evolving
+            ),
             Text("failed", "red") if member.fitness is None else score_text(member.fitness, member.standard_error),
         ]
-        costs = [_short_count(member.tokens), *([_short_time(member.seconds)] if wide else [])]
+        seconds = f"{member.seconds:.0f} s" if member.seconds < 100 else duration_text(member.seconds)
+        costs = [_short_count(member.tokens), *([seconds] if wide else [])]
         table.add_row(
             *row, *costs, member_note(member, report, short=short, kept=kept), style="bold green" if best else ""
         )
     return table
-
-
-def _value(member: MemberReport, name: str) -> Text:
-    """Return a hyperparameter as text, highlighted if it changed at the member's birth."""
-    text = Text(number_text(getattr(member.hyperparameters, name)))
-    if name in member.changes:
-        text.stylize("bold cyan")
-    return text
 
 
 def member_note(member: MemberReport, report: GenerationReport, *, short: bool, kept: bool = True) -> Text:
@@ -506,19 +468,17 @@ def member_note(member: MemberReport, report: GenerationReport, *, short: bool, 
     if member.index == report.best.index:
         notes.append(("★" if short else "★ best so far") if kept else "best" if short else "best of this generation")
     if member.parent is not None and member.born == report.generation - 1:
-        moves = ", ".join(f"{name} {_move(old, new)}" for name, (old, new) in member.changes.items())
+        moves = ", ".join(
+            f"{name} {'↑' if new > old else '↓'}"
+            if isinstance(old, int | float) and isinstance(new, int | float)
+            else f"{name} → {number_text(new)}"
+            for name, (old, new) in member.changes.items()
+        )
         # The lines on selection below the table also show the changes.
         notes.append("new" if short else f"{origin_text(member.parent)}{f': {moves}' if moves else ''}")
     if member.metrics.get(EQUAL_GROUPS) == 1.0:
         notes.append("no signal" if short else "no learning signal")
     return Text((" " if short else " · ").join(notes))
-
-
-def _move(old: Value, new: Value) -> str:
-    """Return a change as text: an arrow for numbers, the new value for names and None."""
-    if isinstance(old, str) or isinstance(new, str) or old is None or new is None:
-        return f"→ {number_text(new)}"
-    return _ARROWS[new > old]
 
 
 def plan_lines(report: GenerationReport) -> list[Text]:
@@ -557,7 +517,3 @@ def _short_count(count: int) -> str:
         if rounded >= size:
             return f"{rounded / size:.3g}{unit}" if rounded < 1000 * size else f"{count_text(count / size)}{unit}"
     return str(count)
-
-
-def _short_time(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else duration_text(seconds)

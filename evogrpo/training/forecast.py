@@ -12,51 +12,21 @@ from evogrpo.text import count_text, pluralize
 from evogrpo.training.configuration.sections import Config
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rounds:
-    """Numbers of groups, learning steps and evaluations.
-
-    Attributes:
-        groups: Groups per learning step and member, for each possible group size.
-        learning_steps: Learning steps of the run; None if no number of generations is given.
-        evaluated: Completions or episodes on held-out starts; None if no number of generations is given.
-        validation: Validation starts per evaluation of a member.
-    """
-
-    groups: dict[int, int]
-    learning_steps: int | None
-    evaluated: int | None
-    validation: int
-
-    @classmethod
-    def of(cls, config: Config, env: GroupEnvironment) -> "Rounds":
-        """Compute the numbers of a configured run."""
-        schedule, size = config.schedule, config.population.size
+def round_rows(config: Config, env: GroupEnvironment, held_out: str) -> dict[str, str]:
+    """Return the rows on groups, learning steps and evaluations; `held_out` names what evaluations count."""
+    schedule, size, generations = config.schedule, config.population.size, config.schedule.generations
+    groups = ", ".join(
+        f"{pluralize(schedule.samples_per_step // group, 'group')} of {group}"
+        for group in possible(config, "group_size")
+    )
+    steps = "until a limit of the schedule is reached"
+    if generations is not None:
+        each, whole = schedule.steps_per_generation, pluralize(generations, "generation")
         validation = limited(env.size("validation"), schedule.validation_questions)
-        test = limited(env.size("test"), schedule.test_questions)
-        generations = schedule.generations
-        return cls(
-            groups={group: schedule.samples_per_step // group for group in possible(config, "group_size")},
-            learning_steps=None if generations is None else generations * schedule.steps_per_generation,
-            evaluated=None if generations is None else validation * (1 + size * generations) + 2 * test,
-            validation=validation,
-        )
-
-    def groups_row(self) -> str:
-        """Return the row on groups."""
-        groups = ", ".join(f"{pluralize(count, 'group')} of {group}" for group, count in self.groups.items())
-        return f"{groups} per member and learning step"
-
-    def steps_row(self, config: Config, held_out: str) -> str:
-        """Return the row on learning steps and evaluations."""
-        if self.learning_steps is None or self.evaluated is None:
-            return "until a limit of the schedule is reached"
-        schedule = config.schedule
-        generations = pluralize(schedule.generations or 0, "generation")
-        return (
-            f"{pluralize(self.learning_steps, 'learning step')} ({generations} × {schedule.steps_per_generation}). "
-            f"Evaluations: {count_text(self.evaluated)} {held_out}"
-        )
+        evaluated = validation * (1 + size * generations) + 2 * limited(env.size("test"), schedule.test_questions)
+        steps = f"{pluralize(generations * each, 'learning step')} ({whole} × {each}). "
+        steps += f"Evaluations: {count_text(evaluated)} {held_out}"
+    return {"groups": f"{groups} per member and learning step", "steps": steps}
 
 
 def samples_row(config: Config, samples: str) -> str:
@@ -165,11 +135,3 @@ def check_memory(need: Need, *, allowed: bool = False, remedy: str = "skip_memor
 def gigabytes(size: float) -> str:
     """Return a number of bytes as text, such as `12.3 GB`."""
     return f"{size / 1e9:.2f} GB" if size < 1e10 else f"{size / 1e9:,.0f} GB"
-
-
-def bytes_text(size: int) -> str:
-    """Return a number of bytes as text with a suitable unit, such as `12.3 MB`."""
-    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if size >= unit:
-            return f"{size / unit:.1f} {name}"
-    return f"{size} bytes"

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +22,11 @@ from evogrpo.synonyms import counterpart
 from evogrpo.training.configuration.reading import override, parse_config, parse_override
 from evogrpo.training.configuration.sections import CONFIG_FILE, CONFIG_HEAD, Config
 from evogrpo.training.configuration.user_code import check_resumable, make_sampler
-from evogrpo.training.loop.trainer import Trainer
 from evogrpo.training.run_dir import RunDir, StoredRun, open_run
 from evogrpo.training.schedule import LIMITS, Schedule
 from evogrpo.training.task_types import PreparedRun
+from evogrpo.training.trainer import Trainer
+from evogrpo.validation import flat
 from evogrpo.warnings import warn
 
 
@@ -84,13 +85,12 @@ def make_trainer(prepared: PreparedRun, run_dir: RunDir | None = None, **resumed
         resumed: Arguments of `Trainer` that a stored run replaces: population, schedule, strategy and so on.
     """
     config = prepared.config
-    facts = {"task": config.task.label, "model": config.model}
     options = {
         "schedule": config.schedule,
         "strategy": config.strategy,
         "experience": config.experience,
         "fitness": config.fitness,
-        "description": {name: fact for name, fact in facts.items() if fact is not None},
+        "description": {"task": config.task.label, **({"model": config.model} if config.model else {})},
     }
     population = resumed["population"] if "population" in resumed else prepared.population()
     if config.sampler is not None:
@@ -182,7 +182,22 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
             f"{run_dir} has no {CONFIG_FILE}. Give the directory of a run that `evogrpo demo` or `evogrpo train` "
             "started. Resume a run of evolve() in Python with evogrpo.resume()."
         )
-    limits, rest = _split_overrides(overrides)
+    limits: dict[str, Any] = {}
+    rest: list[str] = []
+    for text in overrides:
+        keys, value = parse_override(text)
+        name = keys[-1]
+        if name in LIMITS and keys[:-1] in ((), ("schedule",)):
+            limits[name] = value
+        elif keys in (("model",), ("device",), ("base_parts",)):
+            rest.append(text)
+        elif counterpart(name, LIMITS) is not None:
+            raise ValueError(f"unknown limit {name!r}: it is called {counterpart(name, LIMITS)!r} here")
+        else:
+            raise ValueError(
+                f"A resumed run may only change {', '.join(LIMITS)}, model, device and base_parts, got "
+                f"{'.'.join(keys)!r}. Start a new run with `evogrpo train` instead."
+            )
     config = parse_config(override(read_yaml_file(path), rest))
     saved = open_run(run_dir, go_on=True)
     ignored = _check_unchanged(saved, config, path, allow_changed_data=allow_changed_data)
@@ -218,7 +233,7 @@ def _check_unchanged(saved: StoredRun, config: Config, path: Path, *, allow_chan
         raise ValueError(f"{path} is the configuration of another run. Restore the file of this run.")
     if saved.record.config is None:
         return ()
-    old, new = _flat(saved.record.config), _flat(json.loads(json.dumps(config.to_json())))
+    old, new = flat(saved.record.config), flat(json.loads(json.dumps(config.to_json())))
     changes = {
         name: f"{name} {old.get(name)!r} -> {new.get(name)!r}"[:200]
         for name in {**old, **new}
@@ -236,16 +251,6 @@ def _check_unchanged(saved: StoredRun, config: Config, path: Path, *, allow_chan
         f"The change of {name} in {path} has no effect ({changes[name]}). Pass limits to `evogrpo resume`."
         for name in ignored
     )
-
-
-def _flat(values: Any, name: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings by dotted name."""
-    if not isinstance(values, Mapping):
-        return {name: values}
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{name}.{key}" if name else str(key))
-    return flat
 
 
 def resume(prepared: PreparedRun, resumable: Resumable, run_dir: Path, *, allow_changed_data: bool = False) -> Trainer:
@@ -272,24 +277,3 @@ def resume(prepared: PreparedRun, resumable: Resumable, run_dir: Path, *, allow_
         run_state=run_state,
         changed_data=changed,
     )
-
-
-def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Split overrides into typed limits of the schedule and changes of the configuration."""
-    limits: dict[str, Any] = {}
-    rest: list[str] = []
-    for text in overrides:
-        keys, value = parse_override(text)
-        name = keys[-1]
-        if name in LIMITS and keys[:-1] in ((), ("schedule",)):
-            limits[name] = value
-        elif keys in (("model",), ("device",), ("base_parts",)):
-            rest.append(text)
-        elif counterpart(name, LIMITS) is not None:
-            raise ValueError(f"unknown limit {name!r}: it is called {counterpart(name, LIMITS)!r} here")
-        else:
-            raise ValueError(
-                f"A resumed run may only change {', '.join(LIMITS)}, model, device and base_parts, got "
-                f"{'.'.join(keys)!r}. Start a new run with `evogrpo train` instead."
-            )
-    return limits, rest

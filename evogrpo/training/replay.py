@@ -13,7 +13,7 @@ from evogrpo.algorithms.population import Population
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.strategies import Replay, ScheduleStage
-from evogrpo.reporting.lineage import BestSchedule, best_schedule, fitness_estimate
+from evogrpo.reporting.lineage import best_schedule, fitness_estimate
 from evogrpo.reporting.summary import summarise
 from evogrpo.safe_parsing import read_yaml_file
 from evogrpo.storage.atomic_files import make_folder, write_synced
@@ -21,11 +21,9 @@ from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import override, parse_config
 from evogrpo.training.configuration.sections import CONFIG_FILE, Config
 from evogrpo.training.console import console_for
-from evogrpo.training.display import RunDisplay
-from evogrpo.training.evolve import evolve
+from evogrpo.training.evolve import Run, evolve
 from evogrpo.training.forecast import check_memory
 from evogrpo.training.launch import make_trainer, start
-from evogrpo.training.loop.run import Run
 from evogrpo.training.run_dir import JOURNAL
 from evogrpo.training.schedule import LIMITS
 from evogrpo.training.task_types import task_type_of
@@ -84,32 +82,30 @@ class HyperparameterSchedule:
             ValueError: If it is neither, no member has been evaluated, or a value is invalid.
         """
         path = Path(source)
-        return cls._of_run(path) if path.is_dir() else cls._of_file(path)
-
-    @classmethod
-    def _of_run(cls, run_dir: Path) -> Self:
-        """Read the schedule from the journal of a run."""
-        events = read_journal(run_dir / JOURNAL)
+        if not path.is_dir():
+            return validate(cls, read_yaml_file(path), str(path), extra="forbid")
+        events = read_journal(path / JOURNAL)
         schedule = best_schedule(summarise(events))
         run_event = next(event for event in events if event["event"] == "run")
+        member, fitness = schedule.member, fitness_estimate(schedule.member)
         if schedule.networks:
             warn(
-                f"The network of member #{schedule.member.index} changed ({'; '.join(schedule.networks)}). A schedule "
-                "contains hyperparameters only, so a replay keeps the first network."
+                f"The network of member #{member.index} changed ({'; '.join(schedule.networks)}). A schedule contains "
+                "hyperparameters only, so a replay keeps the first network."
             )
-        config = run_dir / CONFIG_FILE
+        config = path / CONFIG_FILE
         values = read_yaml_file(config) if config.is_file() else None
         tokens = run_event.get("micro_batch_tokens")  # the default depends on the device
         if values is not None and tokens is not None:
             values["agent"] = {**(values.get("agent") or {}), "micro_batch_tokens": tokens}
+        names = ("run_id", "version", "task", "model", "seed")
+        facts = {name: run_event[name] for name in names if run_event.get(name) is not None}
+        facts |= {"member": member.index, "generation": member.generation}
         return cls(
-            stages=schedule.stages, of=_facts(run_event, schedule), configuration=values and _without_location(values)
+            stages=schedule.stages,
+            of=facts if fitness is None else facts | fitness.to_json(),
+            configuration=values and _without_location(values),
         )
-
-    @classmethod
-    def _of_file(cls, path: Path) -> Self:
-        """Read the schedule from a file."""
-        return validate(cls, read_yaml_file(path), str(path), extra="forbid")
 
     def write(self, file: str | Path) -> None:
         """Write the schedule as YAML; `read` reads it.
@@ -214,9 +210,7 @@ def replay(
     prepared = task_type_of(config.task).prepare(config)
     check_memory(prepared.forecast().need, allowed=skip_memory_check)
     trainer = make_trainer(prepared) if run_dir is None else start(prepared, Path(run_dir))
-    console = console_for(progress)
-    display = None if console is None else RunDisplay(console, trainer)
-    return Run(trainer, display, one_thread=prepared.one_thread)
+    return Run(trainer, console_for(progress), one_thread=prepared.one_thread)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -225,20 +219,6 @@ class _Dumper(yaml.SafeDumper):
     def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
         is_plain = all(isinstance(item, int | float | str) for item in sequence)
         return super().represent_sequence(tag, sequence, flow_style=True if is_plain else flow_style)
-
-
-def _facts(run_event: Mapping[str, Any], schedule: BestSchedule) -> dict[str, Any]:
-    """Return facts about the run and its best member."""
-    names = ("run_id", "version", "task", "model", "seed")
-    member = schedule.member
-    fitness = fitness_estimate(member)
-    fitness_values = {} if fitness is None else fitness.to_json()
-    return {
-        **{name: run_event[name] for name in names if run_event.get(name) is not None},
-        "member": member.index,
-        "generation": member.generation,
-        **fitness_values,
-    }
 
 
 def _without_location(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,10 +5,11 @@ exports. A kill between them loses nothing: the next process goes back to the ne
 """
 
 import hashlib
+import json
 import uuid
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from os import PathLike
@@ -38,8 +39,13 @@ from evogrpo.evolution.history import Generation, MemberRecord
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.extras import missing
-from evogrpo.reporting.records import GenerationReport
-from evogrpo.storage.atomic_files import check_new_folder, has_only_hidden_files, remove_temporary_files
+from evogrpo.reporting.records import Example, GenerationReport, MemberReport, StepReport
+from evogrpo.storage.atomic_files import (
+    check_new_folder,
+    make_folder,
+    remove_temporary_files,
+    replace_file,
+)
 from evogrpo.storage.checkpoint import (
     CHECKPOINTS,
     CheckpointError,
@@ -56,15 +62,15 @@ from evogrpo.storage.checkpoint import (
 from evogrpo.storage.journal import Journal, latest_generations, parse_journal, read_bytes
 from evogrpo.storage.lock import DirectoryLock
 from evogrpo.synonyms import unknown_name_error
-from evogrpo.training.configuration.sections import CONFIG_FILE, CONFIG_HEAD, LoggingConfig
+from evogrpo.training.configuration.sections import CONFIG_FILE, CONFIG_HEAD, CompletionsFormat, LoggingConfig
 from evogrpo.training.configuration.user_code import restored_strategy, strategy_record
-from evogrpo.training.exports import COMPLETIONS, CompletionsLog, layout
-from evogrpo.training.loop.run_state import Best, RunState, as_generation, best_agent
+from evogrpo.training.run_state import Best, RunParts, RunState, as_generation, best_agent
 from evogrpo.training.schedule import Schedule
 from evogrpo.validation import dump, validate
 from evogrpo.warnings import warn
 
 JOURNAL = "journal.jsonl"
+COMPLETIONS = "completions"
 BEST = "best"
 """Folder of the exported best member in a run directory."""
 
@@ -94,6 +100,121 @@ class RunRecord:
     logging: LoggingConfig
     data: Mapping[str, str] | None
     config: Mapping[str, Any] | None
+
+
+# ---- exports
+
+
+class CompletionsLog:
+    """Writer of completions tables, one file per learning step.
+
+    Columns: step, index (of the member), prompt (the question alone), completion, reward (total), advantage (mean over
+    the completion's actions), truncated, rewards/<function> before its weight, and values logged by `log_extra`. null =
+    missing.
+
+    Args:
+        folder: Folder of the files; created with the first one.
+        limit: Completions per step; 0 = write nothing.
+        form: "jsonl", with non-ASCII characters escaped, or "parquet".
+    """
+
+    def __init__(self, folder: Path, *, limit: int = 16, form: CompletionsFormat = "jsonl") -> None:
+        self.limit = limit
+        self._folder, self._form = folder, form
+
+    def write(self, step: int, examples: Sequence[Example]) -> None:
+        """Write the table of one step atomically; a repeated step overwrites its own."""
+        if not self.limit or not examples:
+            return
+        make_folder(self._folder)
+        rows = [_row(example) for example in examples[: self.limit]]
+        # ASCII only, so that control characters of a completion cannot affect a terminal that shows the file.
+        lines = (json.dumps(row, allow_nan=False).replace("\x7f", "\\u007f") + "\n" for row in rows)
+        content = _parquet(rows) if self._form == "parquet" else "".join(lines).encode()
+        replace_file(self._folder / f"step-{step:06d}.{self._form}", content)
+
+
+def _row(example: Example) -> dict[str, Any]:
+    """Return one row: step and index first, then the other fields, rewards and logged values, which replace none."""
+    fields = dict(vars(example))
+    rewards, logged = fields.pop("rewards"), fields.pop("columns")
+    row = {"step": example.step, "index": example.index, **fields}
+    row |= {f"rewards/{name}": value for name, value in rewards.items()}
+    return row | {name: value for name, value in logged.items() if name not in row}
+
+
+def _parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return a parquet file. Each logged column has its own type, or text if no type fits all of its values."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row.get(name) for row in rows]
+        # Rewards and advantages are floats in every file, even where all of them are missing.
+        is_float = name in ("reward", "advantage") or name.startswith("rewards/")
+        try:
+            columns[name] = pa.array(values, type=pa.float64() if is_float else None)
+        # Mixed types, integers beyond 64 bits, or lone surrogates, which UTF-8 cannot encode.
+        except (pa.ArrowException, OverflowError, UnicodeError):
+            texts = [None if value is None else str(value).encode("utf-8", "replace").decode() for value in values]
+            columns[name] = pa.array(texts, type=pa.string())
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns), sink)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+EARNED = ("fitness", "reward")
+"""Metrics with a best and a mean; each has one chart with all its curves under "custom scalars"."""
+
+
+def step_curves(report: StepReport) -> dict[str, float]:
+    """Return scalars of a learning step by tag: metrics by slot, tokens per second, seconds by phase and rank."""
+    speed = {"tokens_per_second": report.tokens / report.seconds} if report.seconds else {}
+    seconds = {f"seconds/{phase}": value for phase, value in report.phases.items()}
+    waiting = {f"seconds/waiting_{rank}": value for rank, value in enumerate(report.waiting)}
+    return {**scalars({slot: each.metrics for slot, each in report.learned.items()}), **speed, **seconds, **waiting}
+
+
+def scalars(members: Mapping[int, Mapping[str, float | None]]) -> dict[str, float]:
+    """Return scalars by tag.
+
+    Args:
+        members: Metrics of each member, by slot; None = not finite.
+    """
+    curves = {
+        f"{name}/slot_{slot}": value
+        for slot, each in members.items()
+        for name, value in each.items()
+        if value is not None
+    }
+    for name in EARNED:
+        values = [value for each in members.values() if (value := each.get(name)) is not None]
+        if values:
+            curves |= {f"{name}/best": max(values), f"{name}/mean": sum(values) / len(values)}
+    return curves
+
+
+def generation_curves(members: Sequence[MemberReport], evolving: Collection[str]) -> dict[str, float]:
+    """Return scalars of an evaluation by tag: fitness by every measure, its cost, and hyperparameters.
+
+    Args:
+        members: Reports of the members.
+        evolving: Names of the evolving hyperparameters. Others are included if members differ in them.
+    """
+    values = {member.slot: member.hyperparameters.to_json() for member in members}
+    first = next(iter(values.values()), {})
+    shown = [name for name in first if name in evolving or any(own[name] != first[name] for own in values.values())]
+    curves: dict[int, dict[str, float | None]] = {}
+    for member in members:
+        numbers = {name: own for name in shown if not isinstance(own := values[member.slot][name], str)}
+        others = {f"measured_{name}": each.mean for name, each in member.measured.items()}
+        cost = {} if member.evaluation is None else {"evaluation_cost": float(member.evaluation.tokens)}
+        curves[member.slot] = {"fitness": member.fitness, **others, **cost, **numbers}
+    return scalars(curves)
+
+
+# ---- the directory
 
 
 class RunDir:
@@ -158,12 +279,12 @@ class RunDir:
                 f"{self.path} already holds a run. Continue it (`evogrpo resume` or evogrpo.resume in Python), or "
                 "choose another run directory."
             )
-        if has_only_hidden_files(self.path / CHECKPOINTS):
+        if (self.path / CHECKPOINTS).is_dir() and not any((self.path / CHECKPOINTS).glob("[!.]*")):
             left_over.append(CHECKPOINTS)
         with suppress(OSError), (self.path / CONFIG_FILE).open(encoding="utf-8", errors="replace") as file:
             if file.readline(200).startswith(CONFIG_HEAD):  # written by a run, not by the user
                 left_over.append(CONFIG_FILE)
-        check_new_folder(self.path, "run directory", left_over=left_over)
+        check_new_folder(self.path, left_over=left_over)
 
     def create(self) -> None:
         """Create and lock the directory; raise ValueError if it already holds a run."""
@@ -179,8 +300,8 @@ class RunDir:
             self._lock.release()
         if self._journal is not None:
             self._journal.close()
-        with self._logging():
-            if self._writer is not None:
+        if self._writer is not None:
+            with suppress(Exception):  # everything was flushed
                 self._writer.close()
 
     def journal(self, event: str, **fields: Any) -> None:
@@ -197,18 +318,9 @@ class RunDir:
             self._journal = Journal(self.path / JOURNAL)
         return self._journal
 
-    def save(
-        self,
-        population: Population,
-        run_state: RunState,
-        strategy: Strategy,
-        schedule: Schedule,
-        fitness: FitnessConfig,
-        data: Mapping[str, str] | None,
-        experience: SharedExperience | None,
-    ) -> None:
-        """Write a checkpoint, delete old ones, and export the best member; `data` is the environment's fingerprint."""
-        journal = self._open_journal()
+    def save(self, run: RunParts) -> None:
+        """Write a checkpoint of a run, delete old ones, and export the best member."""
+        population, run_state, journal = run.population, run.run_state, self._open_journal()
         tensors, members = population_state(population)
         record = RunRecord(
             run_id=self.run_id,
@@ -216,13 +328,13 @@ class RunDir:
             population=members,
             algorithm=own_algorithm(population.algorithm),
             run_state=run_state,
-            strategy=strategy_record(strategy),
-            strategy_state=strategy.state(),
-            schedule=schedule,
-            experience=experience,
-            fitness=fitness,
+            strategy=strategy_record(run.strategy),
+            strategy_state=run.strategy.state(),
+            schedule=run.schedule,
+            experience=run.experience,
+            fitness=run.fitness,
             logging=self.logging,
-            data=data,
+            data=run.data,
             config=self._config,
         )
         everything = ChainMap(dict(run_state.tensors()), tensors)  # type: ignore[arg-type]  # only the first can be changed
@@ -264,30 +376,23 @@ class RunDir:
         self._lock.check()
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Log scalars for TensorBoard by tag, under the number of the latest learning step."""
-        with self._logging() as logs:
-            if logs:
-                self._add_scalars(step, values)
-
-    @contextmanager
-    def _logging(self) -> Iterator[bool]:
-        """Yield True if scalars are logged. Logging stops after the first error."""
+        """Log scalars for TensorBoard by tag, under the number of the latest learning step; stop after an error."""
+        if not self.logging.tensorboard or self._unlogged:
+            return
         try:
-            yield self.logging.tensorboard and not self._unlogged
+            if self._writer is None:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._writer = SummaryWriter(str(self.path / "tensorboard"), purge_step=step)
+                charts: dict[str, list[object]] = {name: ["Multiline", [f"^{name}/"]] for name in EARNED}
+                self._writer.add_custom_scalars({"population": charts})
+            for tag, value in values.items():
+                self._writer.add_scalar(tag, value, step)
+            self._writer.flush()
         except Exception as error:  # noqa: BLE001  # errors of TensorBoard must not end a run
             self._unlogged = True
             reason = (error.strerror if isinstance(error, OSError) else None) or error
             warn(f"TensorBoard logging stopped: {reason}", rank_zero_only=False)
-
-    def _add_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(self.path / "tensorboard"), purge_step=step)
-            self._writer.add_custom_scalars(layout())
-        for tag, value in values.items():
-            self._writer.add_scalar(tag, value, step)
-        self._writer.flush()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,10 +78,6 @@ class Schedule:
         if self.count_evaluations and self.max_tokens is None and self.max_timesteps is None:
             raise ValueError("count_evaluations needs max_tokens or max_timesteps. Set one of them, or leave it out.")
 
-    def late_starts(self, group_size: int) -> int:
-        """Return the number of starts of a member in the last half of a generation's learning steps."""
-        return self.samples_per_step // group_size * math.ceil(self.steps_per_generation / 2)
-
     def ended_by(
         self, *, generation: int, timesteps: int, tokens: int, seconds: float, fitness: float | None
     ) -> str | None:
@@ -232,6 +228,6 @@ def check_run(
     sizes = [agent.hyperparameters.group_size for agent in population.agents if not agent.retired]
     if "group_size" in space:
         sizes.append(int(space["group_size"].bounds[1]))
-    starts = schedule.late_starts(max(sizes))
+    starts = schedule.samples_per_step // max(sizes) * math.ceil(schedule.steps_per_generation / 2)
     if starts < 2:
         raise ValueError(f"{TOO_FEW}, got {starts} with group_size {max(sizes)}. {REMEDY}")

@@ -29,14 +29,13 @@ from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.configuration.sections import Config, LoggingConfig, PopulationConfig
 from evogrpo.training.configuration.user_code import chosen_strategy
 from evogrpo.training.console import console_for
-from evogrpo.training.display import RunDisplay
+from evogrpo.training.evolve import AfterGeneration, Run
 from evogrpo.training.forecast import check_memory
 from evogrpo.training.launch import make_trainer, start
-from evogrpo.training.loop.run import AfterGeneration, Run
-from evogrpo.training.loop.trainer import Callback, Trainer
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
-from evogrpo.training.task_types.networks import PreparedNetworks, prepare_in
+from evogrpo.training.task_types.networks import prepare_in
+from evogrpo.training.trainer import Callback
 from evogrpo.training.video import action_of, check_spaces
 from evogrpo.validation import finite_number, flag, instance, lists_options, plain, refuse_unknown, whole_between
 
@@ -122,11 +121,15 @@ def train(
     config = _configured(env, total_timesteps, preset=preset, settings=settings)
     prepared = prepare_in(config, _environment(env, config, settings))
     check_memory(prepared.forecast().need, allowed=skip_memory_check)
-    trainer = _evolution(prepared, run_dir, registered=isinstance(env, str))
+    if run_dir is None:
+        trainer = make_trainer(prepared)
+    elif isinstance(env, str):  # a registered environment: the configuration is kept, for every command
+        trainer = start(replace(prepared, config=replace(prepared.config, run_dir=str(run_dir))), Path(run_dir))
+    else:
+        trainer = make_trainer(prepared, RunDir(run_dir, prepared.config.logging))
     trainer.callbacks.extend(callbacks)
-    display = None if console is None else RunDisplay(console, trainer)
     try:
-        return Run(trainer, display, one_thread=prepared.one_thread).finish(callback)
+        return Run(trainer, console, one_thread=prepared.one_thread).finish(callback)
     finally:
         prepared.env.close()  # reopened on further use
 
@@ -164,12 +167,21 @@ def _configured(
     if flag("preset", preset) and not isinstance(env, str):
         raise ValueError("preset requires the id of a registered environment. Give the id, or leave out preset.")
     values = packaged_values(env if isinstance(env, str) else None, with_preset=preset)
-    values = merge_sections(values, {"task": {"env": _name(env)}})
+    name = env.name if isinstance(env, GymnasiumGroups) else getattr(env, "__name__", type(env).__name__)
+    values = merge_sections(values, {"task": {"env": env if isinstance(env, str) else name}})
     given: dict[str, dict[str, Any]] = {
         section: {key: plain(settings[key]) for key in names if key in settings} for section, names in _SECTIONS.items()
     }
     if isinstance(settings.get("wrappers"), list | tuple):
-        given["task"]["wrappers"] = [_named(wrapper) for wrapper in settings["wrappers"]]
+        # By name, so that the run can be resumed.
+        for wrapper in settings["wrappers"]:
+            if not isinstance(wrapper, str | Mapping | type):
+                raise ValueError(
+                    f"wrappers must be classes or names, got {type(wrapper).__name__}. Pass other wrappers to "
+                    "GymnasiumGroups(env, wrappers=[...])."
+                )
+        named = [reference_to(each) if isinstance(each, type) else each for each in settings["wrappers"]]
+        given["task"]["wrappers"] = named
     if total_timesteps is not None:
         given["schedule"]["max_timesteps"] = whole_between("total_timesteps", total_timesteps, 1)
     values = without_packaged_limits(values, given["schedule"])
@@ -194,25 +206,6 @@ def _configured(
     )
 
 
-def _named(wrapper: object) -> object:
-    """Return the name of a wrapper for the configuration, so that the run can be resumed."""
-    if isinstance(wrapper, str | Mapping):
-        return wrapper
-    if not isinstance(wrapper, type):
-        raise ValueError(
-            f"wrappers must be classes or names, got {type(wrapper).__name__}. Pass other wrappers to "
-            "GymnasiumGroups(env, wrappers=[...])."
-        )
-    return reference_to(wrapper)
-
-
-def _name(env: "str | MakesEnv | GymnasiumGroups") -> str:
-    """Return the name of an environment for records."""
-    if isinstance(env, str):
-        return env
-    return env.name if isinstance(env, GymnasiumGroups) else getattr(env, "__name__", type(env).__name__)
-
-
 def _environment(
     env: "str | MakesEnv | GymnasiumGroups", config: Config, settings: Mapping[str, Any]
 ) -> GymnasiumGroups:
@@ -224,14 +217,6 @@ def _environment(
     for name in sorted(_SECTIONS["task"] & settings.keys()):
         raise ValueError(f"{name} is a setting of the environment. Pass it to GymnasiumGroups(...).")
     return env
-
-
-def _evolution(prepared: PreparedNetworks, run_dir: str | Path | None, *, registered: bool) -> Trainer:
-    """Make the population and the run; one of a registered environment keeps its configuration, for every command."""
-    config = prepared.config
-    if registered and run_dir is not None:
-        return start(replace(prepared, config=replace(config, run_dir=str(run_dir))), Path(run_dir))
-    return make_trainer(prepared, None if run_dir is None else RunDir(run_dir, config.logging))
 
 
 _EVALUATION = (
@@ -328,7 +313,17 @@ class EvalCallback:
             self.evaluations_successes.append([bool(each["is_success"]) for each in played])
         self.last_mean_reward = float(np.mean(self.evaluations_results[-1]))
         if self._log is not None:
-            self._write_log(self._log)
+            make_folder(self._log)
+            arrays: dict[str, Any] = {
+                "timesteps": self.evaluations_timesteps,
+                "results": self.evaluations_results,
+                "ep_lengths": self.evaluations_length,
+            }
+            if self.evaluations_successes:
+                arrays["successes"] = self.evaluations_successes
+            content = BytesIO()
+            np.savez(content, **arrays)
+            replace_file(self._log / "evaluations.npz", content.getvalue())
         if self.last_mean_reward > self.best_mean_reward:
             self.best_mean_reward = self.last_mean_reward
             if self._best is not None:
@@ -346,19 +341,6 @@ class EvalCallback:
             total, length, over = total + float(reward), length + 1, bool(terminated or truncated)
         success = {"is_success": info["is_success"]} if "is_success" in info else {}
         return {"r": total, "l": length, **info.get("episode", {}), **success}
-
-    def _write_log(self, folder: Path) -> None:
-        make_folder(folder)
-        arrays: dict[str, Any] = {
-            "timesteps": self.evaluations_timesteps,
-            "results": self.evaluations_results,
-            "ep_lengths": self.evaluations_length,
-        }
-        if self.evaluations_successes:
-            arrays["successes"] = self.evaluations_successes
-        content = BytesIO()
-        np.savez(content, **arrays)
-        replace_file(folder / "evaluations.npz", content.getvalue())
 
 
 def _made(env: Any) -> "gymnasium.Env[Any, Any]":

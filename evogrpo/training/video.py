@@ -48,15 +48,19 @@ def headless() -> Iterator[None]:
 
 @contextmanager
 def _rendering_errors(name: str) -> Iterator[None]:
-    """Convert errors of rendering: a missing package to ImportError, all others to ValueError with a hint."""
+    """Convert errors of making and rendering: a missing package to ImportError, others to ValueError with a hint."""
     try:
         yield
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
-        message = f"Rendering {name} needs a package that is not installed ({error}): {extra_command('video')}"
+        message = f"{name} needs a package that is not installed ({error}). For rendering: {extra_command('video')}"
         raise ImportError(message) from error
+    except gymnasium.error.Error as error:
+        raise ValueError(f"{name} cannot be made: {error}") from error
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         remedy = _OPENGL if _LIKE_OPENGL.search(text) else "the environment or its renderer raised this error"
+        if isinstance(error, TypeError) and "render_mode" in text:
+            remedy = f'accept the argument render_mode, and return an image from render() if it is "{MODE}"'
         raise ValueError(f"{name} cannot be rendered here, {shorten(text, 200)}: {remedy}") from error
 
 
@@ -115,7 +119,8 @@ def make_rendered_env(
         env_kwargs={**base.env_kwargs, **env_kwargs, "render_mode": MODE},
         max_episode_steps=max_episode_steps or base.max_episode_steps,
     )
-    rendered_env = _make_env(factory, name)
+    with _rendering_errors(name):
+        rendered_env = factory()
     checked = CheckedRendering(rendered_env, name)
     try:
         if rendered_env.render_mode != MODE:
@@ -130,25 +135,6 @@ def make_rendered_env(
             rendered_env.close()
         raise
     return checked
-
-
-def _make_env(maker: EnvFactory, name: str) -> "gymnasium.Env[Any, Any]":
-    """Create the environment; explain errors about render_mode and missing packages."""
-    try:
-        with _rendering_errors(name):
-            return maker()
-    except (ImportError, ValueError) as error:
-        cause = error.__cause__
-        if isinstance(cause, gymnasium.error.DependencyNotInstalled):
-            raise ImportError(f"{name} needs a package that is not installed: {cause}") from cause
-        if isinstance(cause, gymnasium.error.Error):
-            raise ValueError(f"{name} cannot be made: {cause}") from cause
-        if isinstance(cause, TypeError) and "render_mode" in str(cause):
-            raise ValueError(
-                f"{name} cannot be recorded: it does not accept the argument render_mode. Accept it, and return an "
-                f'image from render() if it is "{MODE}".'
-            ) from cause
-        raise
 
 
 _MAX_EPISODE_STEPS = 5_000  # RecordVideo keeps an episode's frames in memory, about 0.7 MB each
@@ -213,10 +199,23 @@ def record_video(
         FileExistsError: If a video exists already.
         ValueError: If an argument is invalid, the environment cannot be rendered, or an episode does not end.
     """
-    seeds = _seeds(env, episodes, seeds)
-    targets = _targets(Path(path), len(seeds))
+    # 1. Check the arguments and that videos can be written.
+    seeds, path = _seeds(env, episodes, seeds), Path(path)
+    if path.suffix != ".mp4":
+        raise ValueError(f"path must end in .mp4, got {str(path)!r}")
+    several = [path.with_name(f"{path.stem}-{number}.mp4") for number in range(len(seeds))]
+    targets = several if len(seeds) > 1 else [path]
+    for target in targets:
+        _refuse_existing(target)
     require("Writing videos", "moviepy")
-    _check_encoder()
+    try:
+        import_module("imageio_ffmpeg").get_ffmpeg_exe()
+    except RuntimeError as error:
+        raise ImportError(
+            "Writing videos needs ffmpeg, which was not found. Install it (apt-get install ffmpeg), or set "
+            "IMAGEIO_FFMPEG_EXE to its path."
+        ) from error
+    # 2. Make the environment, and record every episode.
     if agent.members.kind == "joint" and not isinstance(env, PettingZooGroups):
         env = PettingZooGroups(env, env_kwargs=env_kwargs)  # type: ignore[arg-type]  # what cannot be one is refused
     if isinstance(env, PettingZooGroups):
@@ -250,17 +249,6 @@ def check_spaces(agent: GRPO, env: "gymnasium.Env[Any, Any]") -> None:
             )
 
 
-def _check_encoder() -> None:
-    """Raise ImportError if ffmpeg is missing."""
-    try:
-        import_module("imageio_ffmpeg").get_ffmpeg_exe()
-    except RuntimeError as error:
-        raise ImportError(
-            "Writing videos needs ffmpeg, which was not found. Install it (apt-get install ffmpeg), or set "
-            "IMAGEIO_FFMPEG_EXE to its path."
-        ) from error
-
-
 def _seeds(env: object, episodes: int, seeds: Sequence[int] | None) -> list[int]:
     """Return the reset seed of each episode."""
     if seeds is not None:
@@ -272,16 +260,6 @@ def _seeds(env: object, episodes: int, seeds: Sequence[int] | None) -> list[int]
     if isinstance(env, SeededGroups):
         return [env.reset_seed("validation", start) for start in range(episodes)]
     return list(range(episodes))
-
-
-def _targets(path: Path, count: int) -> list[Path]:
-    """Return the path of each video; raise an error if one cannot be written."""
-    if path.suffix != ".mp4":
-        raise ValueError(f"path must end in .mp4, got {str(path)!r}")
-    targets = [path] if count == 1 else [path.with_name(f"{path.stem}-{number}.mp4") for number in range(count)]
-    for target in targets:
-        _refuse_existing(target)
-    return targets
 
 
 def _refuse_existing(target: Path) -> None:

@@ -10,7 +10,7 @@ from evogrpo import MultiAgentGRPO, PettingZooGroups
 from evogrpo.cli import main
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import load_config, parse_config
-from evogrpo.training.loop.trainer import Trainer
+from evogrpo.training.trainer import Trainer
 from tests.cli.project import command, prepare
 from tests.envs import joint_probes
 

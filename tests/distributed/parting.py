@@ -9,12 +9,11 @@ from transformers import PreTrainedModel
 
 from evogrpo.algorithms.rollout.collect import collect
 from evogrpo.algorithms.rollout.evaluation import evaluate
-from evogrpo.distributed import processes
+from evogrpo.distributed import RunStop, processes
 from evogrpo.interruption import Interrupted
 from evogrpo.models.language.fsdp import layers_of, sharded_over
 from evogrpo.models.language.loading import fingerprint, load_base
 from evogrpo.testing.policy_banks import assert_states_agree
-from evogrpo.training.loop.stopping import RunStop
 from tests.distributed.dividing import TALK
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.tiny_training import finish, shared_tokenizer, tiny_agent, tiny_env, tiny_population, tiny_run, variety

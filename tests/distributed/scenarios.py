@@ -20,10 +20,10 @@ from evogrpo.evolution import FitnessConfig, Leader, SharedExperience, Successiv
 from evogrpo.models.language.loading import load_base
 from evogrpo.models.networks.architecture import NetworkConfig
 from evogrpo.training.configuration.sections import LoggingConfig
-from evogrpo.training.loop.run import Run
-from evogrpo.training.loop.trainer import Trainer
+from evogrpo.training.evolve import Run
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
+from evogrpo.training.trainer import Trainer
 from tests.envs import joint_probes
 from tests.tiny_models import tiny_model
 from tests.tiny_steps import QUICK, STEP_SPACE, cart_pole, step_run

@@ -13,7 +13,7 @@ from evogrpo.algorithms.learning.metrics import NAMES
 from evogrpo.cli.main import make_parser
 from evogrpo.reporting.records import StepReport
 from evogrpo.training.configuration.reading import _sections
-from evogrpo.training.loop.trainer import Trainer
+from evogrpo.training.trainer import Trainer
 from tests.docs.test_links import PAGES, ROOT
 from tests.tiny_steps import step_run
 from tests.tiny_training import tiny_run

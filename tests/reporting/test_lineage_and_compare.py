@@ -5,9 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from evogrpo.reporting.compare import compare_runs, read_winner
-from evogrpo.reporting.lineage import fitness_estimate, lineage_tree, tree_lines
+from evogrpo.reporting.compare import compare_runs
+from evogrpo.reporting.compare import test_json as json_of_test
+from evogrpo.reporting.lineage import best_schedule, fitness_estimate, lineage_tree, tree_lines
 from evogrpo.reporting.summary import summarise
+from evogrpo.storage.journal import read_journal
 from tests.reporting.journals import generation, member, outcome, written
 
 RUN = {"event": "run", "evolvable": {}, "samples_per_step": 8}
@@ -93,7 +95,7 @@ def test_the_winner_of_the_finals_stays_the_winner_after_a_resume(tmp_path):
     gone_on = [*events, {"event": "resumed", "generation": 2, "step": 8, "offset": 5}]
     for number, told in enumerate((events, gone_on)):
         assert (tree_of(told).winner.index, tree_of(told).winner.generation) == (1, 1)
-        found = read_winner(written(tmp_path / str(number), *told))
+        found = best_schedule(summarise(read_journal(written(tmp_path / str(number), *told) / "journal.jsonl")))
         assert (found.member.index, found.member.generation) == (1, 1)
         assert sum(stage.steps for stage in found.stages) == 4
 
@@ -220,8 +222,9 @@ def test_the_winner_is_the_tested_member(tmp_path):
         {"event": "resumed", "generation": 2, "step": 9, "offset": 4},
         generation(3, member(0, 0, fitness=0.5), member(1, 2, 0, fitness=0.8), best=2, step=13),
     ]
-    ended = read_winner(written(tmp_path / "ended", RUN, *events[:3]))
-    assert (ended.member.index, ended.member.generation, ended.member.fitness) == (0, 2, 0.6)
-    assert ended.to_json()["test"]["member"]["interval"] == pytest.approx([0.55 - 0.196, 0.55 + 0.196])
-    resumed = read_winner(written(tmp_path / "resumed", RUN, *events))
-    assert (resumed.member.index, resumed.summary.test, resumed.stored) == (2, None, None)
+    ended = summarise(read_journal(written(tmp_path / "ended", RUN, *events[:3]) / "journal.jsonl"))
+    winner = best_schedule(ended).member
+    assert (winner.index, winner.generation, winner.fitness) == (0, 2, 0.6)
+    assert json_of_test(ended.test)["member"]["interval"] == pytest.approx([0.55 - 0.196, 0.55 + 0.196])
+    resumed = summarise(read_journal(written(tmp_path / "resumed", RUN, *events) / "journal.jsonl"))
+    assert (best_schedule(resumed).member.index, resumed.test) == (2, None)

@@ -35,7 +35,7 @@ def export(folder, storage, *words):
 
 @pytest.mark.parametrize("kind", ["database", "journal"])
 def test_every_member_is_a_trial(tmp_path, capsys, kind):
-    from evogrpo.reporting.optuna_study import export_study
+    from evogrpo.reporting.exports import export_study
 
     folder = write_fake_run(tmp_path / "run", size=4, generations=6, failures=[(2, 1)])
     storage = storages(tmp_path)[kind]
@@ -83,7 +83,7 @@ def test_a_study_is_never_overwritten(tmp_path, capsys):
 
 
 def test_distributions_hold_values_of_every_type_and_outside_their_ranges(tmp_path):
-    from evogrpo.reporting.optuna_study import export_study
+    from evogrpo.reporting.exports import export_study
 
     values = [
         {"lr": 5e-2, "update_epochs": 9, "group_size": 8, "loss_type": "cispo", "clip_low": None},

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from evogrpo.storage import atomic_files
 from evogrpo.storage.atomic_files import check_new_folder
 
 
@@ -12,7 +13,7 @@ def test_new_and_empty_folders_are_accepted_and_left_as_they_are(tmp_path):
     (tmp_path / "hidden" / ".ipynb_checkpoints").mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
     for name in ("empty", "hidden", "new", "new/inner/most"):
-        check_new_folder(tmp_path / name, "run directory")
+        check_new_folder(tmp_path / name)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -27,6 +28,7 @@ def test_folders_with_files_links_and_unwritable_or_full_places_are_refused(tmp_
     )
     for name, words in refused.items():
         with pytest.raises(ValueError, match=words):
-            check_new_folder(Path(name), "run directory")
+            check_new_folder(Path(name))
+    monkeypatch.setattr(atomic_files, "LEAST_ROOM", 1 << 62)
     with pytest.raises(ValueError, match=r"4611686018427 MB"):
-        check_new_folder(tmp_path / "new", "run directory", room=1 << 62)
+        check_new_folder(tmp_path / "new")

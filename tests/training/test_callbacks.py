@@ -7,7 +7,7 @@ import pytest
 
 from evogrpo import Callback, evolve, resume
 from evogrpo.reporting.records import StepReport
-from evogrpo.training.loop.run import Run
+from evogrpo.training.evolve import Run
 from tests.tiny_steps import QUICK, cart_pole, step_population
 
 ROOT = Path(__file__).parents[2]

@@ -13,10 +13,9 @@ from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.evolution import Tournament
 from evogrpo.reporting.records import GenerationReport
 from evogrpo.storage.journal import read_journal
-from evogrpo.training.exports import generation_curves
-from evogrpo.training.loop.trainer import Trainer
-from evogrpo.training.run_dir import RunDir
+from evogrpo.training.run_dir import RunDir, generation_curves
 from evogrpo.training.schedule import Schedule
+from evogrpo.training.trainer import Trainer
 from tests.tiny_steps import QUICK, cart_pole, step_population
 from tests.tiny_teams import team_env, team_population
 from tests.tiny_training import tiny_env, tiny_population

@@ -12,7 +12,7 @@ from evogrpo.envs.protocol import SPLITS
 from evogrpo.reporting.records import Example
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.sections import LoggingConfig
-from evogrpo.training.exports import CompletionsLog
+from evogrpo.training.run_dir import CompletionsLog
 from tests.tiny_training import SPACE, finish, resumed_run, stop_after, tiny_env, tiny_population, tiny_run, variety
 
 STEPS = {"steps_per_generation": 2, "samples_per_step": 8, "generations": 2, "test_questions": 0}

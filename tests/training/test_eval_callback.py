@@ -6,7 +6,7 @@ import pytest
 
 from evogrpo import GRPO, EvalCallback, evolve, train
 from evogrpo.evolution import Fixed
-from evogrpo.training.loop.run import Run
+from evogrpo.training.evolve import Run
 from tests.tiny_steps import QUICK, cart_pole, step_population
 from tests.tiny_training import equal_states
 from tests.training.test_front import SMALL

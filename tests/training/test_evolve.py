@@ -13,7 +13,7 @@ from evogrpo.algorithms.rollout.evaluation import evaluate
 from evogrpo.evolution import Mutation, Plan, Stateless
 from evogrpo.reporting.records import GenerationReport, StepReport, TestReport
 from evogrpo.storage.lock import LOCK
-from evogrpo.training.loop.run import Run
+from evogrpo.training.evolve import Run
 from evogrpo.validation import dump
 from tests.stored_runs import STARTS
 from tests.tiny_models import tiny_model

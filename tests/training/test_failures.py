@@ -12,7 +12,7 @@ from evogrpo.algorithms.rollout.evaluation import common_scores, evaluate
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.reporting.records import GenerationReport
 from evogrpo.storage.journal import read_journal
-from evogrpo.training.loop.trainer import AllFailedError
+from evogrpo.training.trainer import AllFailedError
 from tests.tiny_training import (
     check_same_run,
     equal_states,

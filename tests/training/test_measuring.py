@@ -14,10 +14,9 @@ from evogrpo.reporting.lineage import best_member
 from evogrpo.reporting.records import FinalistsReport, GenerationReport, StepReport
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
-from evogrpo.training.exports import generation_curves
-from evogrpo.training.loop.evaluation import candidates, winner
-from evogrpo.training.loop.run_state import Best, best_agent
-from evogrpo.training.run_dir import open_run
+from evogrpo.training.evaluation import candidates, winner
+from evogrpo.training.run_dir import generation_curves, open_run
+from evogrpo.training.run_state import Best, best_agent
 from evogrpo.validation import dump
 from tests.envs import joint_probes
 from tests.tiny_steps import cart_pole, step_population, step_run

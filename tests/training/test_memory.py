@@ -7,7 +7,7 @@ import pytest
 from evogrpo import GRPO, GymnasiumGroups, NetworkConfig, evolve
 from evogrpo.evolution.shared_experience import shared_experience
 from evogrpo.models.devices import process_memory
-from evogrpo.training.forecast import Need, bytes_text, check_memory
+from evogrpo.training.forecast import Need, check_memory
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types import TASK_TYPES
 from tests.tiny_training import tiny_env, tiny_population
@@ -59,10 +59,6 @@ def test_processes_on_one_machine_share_the_memory():
             continue
         with pytest.raises(ValueError, match=r"\(3 processes, each with its own base .* start fewer processes"):
             check_memory(need)
-
-
-def test_bytes_are_printed_in_a_suitable_unit():
-    assert [bytes_text(size) for size in (999, 58_613_760, 10**12)] == ["999 bytes", "58.6 MB", "1000.0 GB"]
 
 
 def test_too_much_memory_is_refused_unless_allowed():

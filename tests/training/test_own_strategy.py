@@ -19,8 +19,8 @@ from evogrpo.training.configuration.user_code import check_resumable
 from evogrpo.training.display import plan_lines
 from evogrpo.training.launch import read_resumable, start
 from evogrpo.training.launch import resume as resume_configured
-from evogrpo.training.loop.trainer import StrategyError
 from evogrpo.training.run_dir import open_run
+from evogrpo.training.trainer import StrategyError
 from tests.cli.project import prepare
 from tests.evolution.simulated_training import Simulation, Surface, wrong_founders
 from tests.strategies.user_defined import Gaussian, Halving, Turns, halved

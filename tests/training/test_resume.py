@@ -25,7 +25,7 @@ from evogrpo.storage.checkpoint import CheckpointError, generation_folder
 from evogrpo.storage.journal import read_journal
 from evogrpo.storage.lock import LOCK
 from evogrpo.training.configuration.sections import LoggingConfig
-from evogrpo.training.loop.run import Run
+from evogrpo.training.evolve import Run
 from evogrpo.training.run_dir import open_run
 from tests.strategies.user_defined import Bandit, Gaussian, Halving, Turns, halved
 from tests.tiny_models import tiny_model

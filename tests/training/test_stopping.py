@@ -11,14 +11,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from evogrpo import Population, evolve
-from evogrpo.distributed import Processes
+from evogrpo import Population, evolve, interruption
+from evogrpo.distributed import Processes, RunStop
 from evogrpo.interruption import Interrupted, Stop
 from evogrpo.storage.journal import read_journal
-from evogrpo.training.display import RunDisplay
-from evogrpo.training.loop import stopping
-from evogrpo.training.loop.run import Run
-from evogrpo.training.loop.stopping import RunStop
+from evogrpo.training.evolve import Run
 from evogrpo.training.run_dir import open_run
 from tests.forking import Forked
 from tests.tiny_steps import step_run
@@ -131,7 +128,7 @@ def test_a_loop_that_gets_a_signal_is_saved_before_it_ends(tmp_path, number):
     assert (stopped["event"], stopped["reason"]) == ("stopped", f"stopped by {name}")
 
 
-@pytest.mark.parametrize("number", stopping.SIGNALS)
+@pytest.mark.parametrize("number", interruption.SIGNALS)
 def test_a_run_stopped_by_any_signal_resumes_equal(stored_network_run, tmp_path, number, monkeypatch):
     learn, calls = Population.learn, []
 
@@ -150,7 +147,7 @@ def test_a_run_stopped_by_any_signal_resumes_equal(stored_network_run, tmp_path,
             Run(stored_network_run.start(tmp_path / "run")).finish()
     finally:
         signal.signal(number, before)
-    assert read_journal(tmp_path / "run" / "journal.jsonl")[-1]["reason"] == stopping.stop_reason(number)
+    assert read_journal(tmp_path / "run" / "journal.jsonl")[-1]["reason"] == interruption.stop_reason(number)
     finish(resumed_run(tmp_path / "run"))
     check_same_run(tmp_path / "run", stored_network_run.folder)
 
@@ -168,8 +165,8 @@ def test_a_process_with_a_blocking_reward_function_is_gone_ten_seconds_after_sig
 @pytest.mark.parametrize(("swallows", "number"), [(2, signal.SIGHUP), (10**9, signal.SIGTERM)])
 def test_code_that_catches_everything_is_interrupted_again(tmp_path, monkeypatch, capfd, swallows, number):
     """User code that retries is interrupted repeatedly; if it never ends, the process does."""
-    monkeypatch.setattr(stopping, "PATIENCE_SECONDS", 0.2)
-    monkeypatch.setattr(stopping, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(interruption, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(interruption, "RETRY_SECONDS", 0.1)
     left = [swallows]
 
     def patient(completion, answer, question):
@@ -230,7 +227,7 @@ class InterruptedLog(io.StringIO):
 @pytest.mark.parametrize("words", ["measuring", "Generation 1"])
 def test_ctrl_c_while_something_is_shown_stops_the_run(tmp_path, words):
     trainer = tiny_run(tmp_path / "run", generations=100)
-    run = Run(trainer, RunDisplay(Console(file=InterruptedLog(words), width=80), trainer))
+    run = Run(trainer, Console(file=InterruptedLog(words), width=80))
     with pytest.raises(KeyboardInterrupt, match=r"Stopped after learning step \d+. Continue with evogrpo.resume"):
         run.finish()
     assert trainer.result.reason == "stopped by the user"

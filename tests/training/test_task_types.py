@@ -110,12 +110,10 @@ class TaskTypeTestCase(ABC):
         assert (folder / "completions").is_dir() == (kind.completions > 0)
 
     def test_best_member_can_be_used_as_promised(self, kind, tmp_path):
-        assert kind.uses(tmp_path) or kind.commands(tmp_path)
-        for expression in kind.uses(tmp_path).values():
-            assert compile(expression, "expression", "eval")
-            assert str(tmp_path) in expression
-        for words in kind.commands(tmp_path).values():
-            assert make_parser().parse_args([str(word) for word in words]).command
+        assert compile(kind.usage(tmp_path), "expression", "eval")
+        assert str(tmp_path) in kind.usage(tmp_path)
+        _, words = kind.next_command(tmp_path)
+        assert make_parser().parse_args([str(word) for word in words]).command
 
     def test_an_unavailable_device_is_refused(self, kind, given):
         with pytest.raises(ValueError, match="'cuda:99'"):

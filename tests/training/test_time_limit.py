@@ -8,7 +8,7 @@ import pytest
 
 from evogrpo import GRPO, GymnasiumGroups, evolve, resume
 from evogrpo.storage.journal import read_journal
-from evogrpo.training.loop.run_logger import RunLogger
+from evogrpo.training.run_dir import RunDir
 from tests.envs import probes
 
 BEGAN = 1000.0
@@ -106,14 +106,14 @@ def test_a_run_that_ran_out_of_time_goes_on_with_more(clock, tmp_path):
 
 
 def test_time_that_ran_out_while_the_last_generation_was_saved_stays_spent(clock, monkeypatch, tmp_path):
-    save = RunLogger.save
+    save = RunDir.save
 
-    def slowly(book, *reasons):
-        save(book, *reasons)
+    def slowly(run_dir, *records):
+        save(run_dir, *records)
         if first.trainer.run_state.generation:
             clock.now += 100.0
 
-    monkeypatch.setattr(RunLogger, "save", slowly)
+    monkeypatch.setattr(RunDir, "save", slowly)
     given = {"max_seconds": 100.0, "steps_per_generation": 4, "samples_per_step": 8, "test_questions": 0}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -13,7 +13,7 @@ from evogrpo.config.hyperparameters import Optimizer
 from evogrpo.config.objective import Objective
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups, Vectorization
 from evogrpo.envs.control.making import Wrap, check_wrapper, env_spec
-from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups, Score, summed
+from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups, summed
 from evogrpo.envs.control.policy_mapping import Policies
 from evogrpo.extras import require
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
@@ -62,13 +62,33 @@ _CREATION_ERRORS = (gymnasium.error.Error, ImportError, TypeError, AttributeErro
 
 
 @settings
-class EnvironmentTask:
+class StartsTask:
+    """Settings of all tasks in environments.
+
+    Attributes:
+        env_kwargs: Keyword arguments of the environment.
+        recreate_env: Create a new environment for every episode; null = only if a reset does not restore it.
+        train_size: Number of training starts.
+        validation_size: Number of starts for selection.
+        test_size: Number of starts for the final report.
+        seed: Seed of the starts and of their order; null = the run's seed.
+    """
+
+    env_kwargs: Mapping[str, Any] | None = None
+    recreate_env: Flag | None = None
+    train_size: PositiveInt = 100_000
+    validation_size: PositiveInt = 64
+    test_size: PositiveInt = 256
+    seed: Seed | None = None
+
+
+@settings
+class EnvironmentTask(StartsTask):
     """A registered Gymnasium environment; see `evogrpo.envs.control.gymnasium_groups.GymnasiumGroups`.
 
     Attributes:
         env: Id of the environment, such as "CartPole-v1"; "module:Name-v0" imports the module that registers it. Or
             the name of a plugin that creates it.
-        env_kwargs: Keyword arguments of the environment.
         wrappers: Subclasses of `gymnasium.Wrapper`; the first one is innermost. Each is named "module:Class" or
             "path.py:Class"; for classes of gymnasium.wrappers the name of the class is enough. A wrapper with options
             is a mapping of `name` and `options`. Their code is run.
@@ -77,28 +97,17 @@ class EnvironmentTask:
         num_envs: Maximum number of parallel episodes; null = 4096 native, 64 serial, one process per processor.
         reseed_noise: Give each episode of a group its own noise after reset; null = if the environment is random
             after reset.
-        recreate_env: Create a new environment for every episode; null = only if a reset does not restore it.
-        train_size: Number of training starts.
-        validation_size: Number of starts for selection.
-        test_size: Number of starts for the final report.
-        seed: Seed of the starts and of their order; null = the run's seed.
     """
 
     key: ClassVar[str] = "env"
     description: ClassVar[str] = "a Gymnasium environment"
 
     env: Text
-    env_kwargs: Mapping[str, Any] | None = None
     wrappers: tuple[Text | WrapperSection, ...] = ()
     max_episode_steps: PositiveInt | None = None
     vectorization: Vectorization = "auto"
     num_envs: PositiveInt | None = None
     reseed_noise: Flag | None = None
-    recreate_env: Flag | None = None
-    train_size: PositiveInt = 100_000
-    validation_size: PositiveInt = 64
-    test_size: PositiveInt = 256
-    seed: Seed | None = None
 
     @property
     def label(self) -> str:
@@ -146,19 +155,16 @@ def named_wrapper(given: str | WrapperSection) -> Wrap:
         ValueError: If the wrapper does not exist, or its options are invalid.
     """
     name, options = (given, None) if isinstance(given, str) else (given.name, given.options)
-    kind = load_named(name, "wrapper", "class") if ":" in name else _gymnasium_wrapper(name)
+    if ":" in name:
+        kind = load_named(name, "wrapper", "class")
+    else:
+        known = {key: each for key, each in vars(gymnasium.wrappers).items() if isinstance(each, type)}
+        if name not in known:
+            error = unknown_name_error("wrapper of gymnasium.wrappers", name, known)
+            raise ValueError(f'{error}. For any other wrapper, write "module:Class".')
+        kind = known[name]
     check_wrapper(kind, name, options)
     return partial(kind, **options) if options else kind
-
-
-def _gymnasium_wrapper(name: str) -> Wrap:
-    """Return a class of `gymnasium.wrappers` by name."""
-    known = {key: each for key, each in vars(gymnasium.wrappers).items() if isinstance(each, type)}
-    if name not in known:
-        error = unknown_name_error("wrapper of gymnasium.wrappers", name, known)
-        raise ValueError(f'{error}. For any other wrapper, write "module:Class".')
-    found: Wrap = known[name]
-    return found
 
 
 def reward_threshold(env: str) -> float | None:
@@ -176,7 +182,7 @@ def reward_threshold(env: str) -> float | None:
 
 
 @settings
-class ParallelTask:
+class ParallelTask(StartsTask):
     """A parallel environment of several agents; see `evogrpo.envs.control.pettingzoo_groups.PettingZooGroups`.
 
     Attributes:
@@ -186,18 +192,12 @@ class ParallelTask:
             underscore; "independent": one for each agent.
         credit: Rewards that an agent's action is credited with: "team" = those of all agents, "agent" = its own.
         agent_ids: Add the agent's identity to the observations of a policy that acts for several agents.
-        env_kwargs: Keyword arguments of the environment.
         max_episode_steps: Steps after which all active agents are truncated; null = the environment's own limit, or
             1,000 where it has none.
         score: Fitness of an episode: "sum" (the default), "min" or "mean" of all agents' returns; the name of an agent,
             the common prefix of several agents, or a list of these, whose returns are added; or "module:function" or
             "path.py:function", a function of all returns by agent. Its code is run.
-        recreate_env: Create a new environment for every episode; null = only if a reset does not restore it.
         num_envs: Maximum number of parallel joint episodes.
-        train_size: Number of training starts.
-        validation_size: Number of starts for selection.
-        test_size: Number of starts for the final report.
-        seed: Seed of the starts and of their order; null = the run's seed.
     """
 
     key: ClassVar[str] = "parallel_env"
@@ -207,15 +207,9 @@ class ParallelTask:
     policies: Policies = "shared"
     credit: Credit = "team"
     agent_ids: Flag = False
-    env_kwargs: Mapping[str, Any] | None = None
     max_episode_steps: PositiveInt | None = None
     score: Text | tuple[Text, ...] | None = None
-    recreate_env: Flag | None = None
     num_envs: PositiveInt = 64
-    train_size: PositiveInt = 100_000
-    validation_size: PositiveInt = 64
-    test_size: PositiveInt = 256
-    seed: Seed | None = None
 
     @property
     def label(self) -> str:
@@ -239,16 +233,13 @@ class ParallelTask:
         require("task.parallel_env", "pettingzoo")
         make, of_agents = self._maker(), ("parallel_env", "policies", "credit", "agent_ids")
         options = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in of_agents}
+        score: Any = summed if self.score is None else self.score
+        if isinstance(score, str) and ":" in score:
+            score = load_named(score, "score")
         try:
-            return PettingZooGroups(make, **{**options, "score": self._score(), "seed": seed})
+            return PettingZooGroups(make, **{**options, "score": score, "seed": seed})
         except (ImportError, TypeError, AssertionError) as error:  # PettingZoo checks arguments by `assert`
             raise ValueError(f"task.parallel_env: {self.parallel_env!r} cannot be made: {error}") from error
-
-    def _score(self) -> Score:
-        """Return the score; a user's function is imported."""
-        if self.score is None:
-            return summed
-        return load_named(self.score, "score") if isinstance(self.score, str) and ":" in self.score else self.score
 
     def _maker(self) -> Callable[..., Any]:
         """Import the function that creates the environment."""

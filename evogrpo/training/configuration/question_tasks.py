@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields
 from pathlib import Path
-from typing import IO, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from evogrpo.algorithms.policies.settings import LanguageSettings
 from evogrpo.config.hyperparameters import Optimizer
@@ -461,23 +461,33 @@ def read_rows(path: Path) -> Sequence[Any]:
     """
     if path.suffix not in DATASET_SUFFIXES:
         raise ValueError(f"A dataset file must end in {', '.join(DATASET_SUFFIXES)}, got {path}.")
+    if not path.is_file():
+        # Name a similar file, or the files of its folder.
+        files = sorted(each.name for each in path.parent.glob("*") if each.suffix in DATASET_SUFFIXES)
+        match = close_match(path.name, files)
+        remedy = "paths in a configuration are relative to its folder, those in overrides to the working directory"
+        if match:
+            remedy = f"did you mean {match}?"
+        elif files:
+            remedy = f"{path.parent} has {', '.join(files[:5])}{' and others' if len(files) > 5 else ''}"
+        raise ValueError(f"cannot read the dataset {path}, there is no such file: {remedy}")
     if path.suffix == ".parquet":
         return _read_parquet(path)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:  # with or without a byte order mark
+            heading = file.readline()
+            file.seek(0)
             if path.suffix == ".csv":
                 csv.field_size_limit(2**31 - 1)
-                heading = file.readline()
-                file.seek(0)
-                rows: list[Any] = list(csv.DictReader(file, delimiter=_delimiter(heading)))
-            elif path.suffix == ".json" or _is_json_array(file):
+                # The delimiter is a comma, a semicolon or a tab.
+                delimiter = max(",;\t", key=lambda mark: len(next(csv.reader([heading], delimiter=mark), [])))
+                rows: list[Any] = list(csv.DictReader(file, delimiter=delimiter))
+            elif path.suffix == ".json" or heading.lstrip().startswith("["):  # one array rather than JSON lines
                 rows = _parse_json(file.read(), str(path))
             else:
                 rows = [
                     _parse_json(line, f"line {number} of {path}") for number, line in enumerate(file, 1) if line.strip()
                 ]
-    except FileNotFoundError:
-        raise _missing_file_error(path) from None
     except OSError as error:
         raise ValueError(f"cannot read the dataset {path} ({error.strerror or error})") from error
     except UnicodeDecodeError as error:
@@ -495,30 +505,6 @@ def read_rows(path: Path) -> Sequence[Any]:
         if None in row or (path.suffix == ".csv" and None in row.values()):
             raise ValueError(f"Every row of {path} must have one value per column. Check row {number}.")
     return rows
-
-
-def _is_json_array(file: IO[str]) -> bool:
-    """Return True if a file contains one JSON array rather than JSON lines; leave the file at its start."""
-    first = file.readline().lstrip()[:1]
-    file.seek(0)
-    return first == "["
-
-
-def _missing_file_error(path: Path) -> ValueError:
-    """Return the error for a missing file, with a similar file name or the files of its folder."""
-    files = sorted(each.name for each in path.parent.glob("*") if each.suffix in DATASET_SUFFIXES)
-    match = close_match(path.name, files)
-    remedy = "paths in a configuration are relative to its folder, those in overrides to the working directory"
-    if match:
-        remedy = f"did you mean {match}?"
-    elif files:
-        remedy = f"{path.parent} has {', '.join(files[:5])}{' and others' if len(files) > 5 else ''}"
-    return ValueError(f"cannot read the dataset {path}, there is no such file: {remedy}")
-
-
-def _delimiter(heading: str) -> str:
-    """Return the delimiter of a CSV file: comma, semicolon or tab."""
-    return max(",;\t", key=lambda mark: len(next(csv.reader([heading], delimiter=mark), [])))
 
 
 def read_hub(name: str, subset: str | None, split: str, revision: str | None) -> Sequence[Any]:
@@ -558,8 +544,6 @@ def _read_parquet(path: Path) -> Sequence[Any]:
     require(f"Reading {path}", "datasets")
     from datasets import Dataset
 
-    if not path.is_file():
-        raise _missing_file_error(path)
     try:
         rows: Sequence[Any] = Dataset.from_parquet(str(path))
     except Exception as error:  # several libraries may raise anything

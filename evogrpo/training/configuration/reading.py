@@ -24,7 +24,7 @@ from evogrpo.training.configuration.sections import (
     PopulationConfig,
 )
 from evogrpo.training.schedule import Schedule
-from evogrpo.validation import build, dotted, json_schema, plain
+from evogrpo.validation import build, json_schema, plain
 
 if TYPE_CHECKING:
     from evogrpo.training.task_types import TaskType
@@ -83,7 +83,17 @@ def parse_config(values: Mapping[str, Any]) -> Config:
     space = parsed["search_space"] = _complete_space(parsed, kind, set_values, search=search)
     # Again, because the start of an evolving hyperparameter must be in its range.
     parsed["hyperparameters"] = with_path("hyperparameters", lambda: space.first(kind.hyperparameters, set_values))
-    parsed |= _search_defaults(parsed["schedule"]) if search else {}
+    if search:
+        # The best strategy of the study in docs/results.md. Selection uses training rewards, and the best member is
+        # chosen on the validation set. With a single learning step there are no samples that members have not learnt
+        # from, so both use the validation set.
+        from evogrpo.evolution.fitness import FitnessConfig
+        from evogrpo.evolution.shared_experience import SharedExperience
+        from evogrpo.evolution.strategies import Narrowing
+
+        parsed |= {"strategy": Narrowing(), "experience": SharedExperience()}
+        if parsed["schedule"].steps_per_generation > 1:
+            parsed["fitness"] = FitnessConfig(by="both", racing=True, candidates=3)
     # 3. Sizes that are chosen when the run is prepared.
     sizes = (auto & AUTO_SIZES) - {"hyperparameters.group_size"}  # evolution can find the group size instead
     if sizes and not kind.chooses_sizes:
@@ -169,20 +179,18 @@ def _misplaced(name: str, section: str, valid: Sequence[str]) -> str | None:
     if section.startswith("search_space."):
         return None
     has_suggestion = (close_match(name, valid) or counterpart(name, valid)) is not None
-    searched: list[tuple[str, str]] = []
+    places: dict[str, str] = {}  # key by dotted path
     # Sections of task types import torch: skip them if a key of the same section is close enough.
     for sections in (_sections,) if has_suggestion else (_sections, _task_sections):
-        candidates = [(path, key) for path, keys in sections() for key in keys if path != section]
-        searched += candidates
-        matches = [candidate for candidate in candidates if "_".join(candidate) == name]
-        matches += [candidate for candidate in candidates if candidate[1] == name and not has_suggestion]
+        found = {f"{path}.{key}".removeprefix("."): key for path, keys in sections() for key in keys if path != section}
+        places |= found
+        matches = [place for place in found if place.replace(".", "_") == name]
+        matches += [place for place, key in found.items() if key == name and not has_suggestion]
         if matches:
-            return dotted([part for part in matches[0] if part])
+            return matches[0]
     if has_suggestion or any(name in key or key in name for key in valid):
         return None
-    return next(
-        (dotted([p for p in (path, key) if p]) for path, key in searched if counterpart(name, [key]) is not None), None
-    )
+    return next((place for place, key in places.items() if counterpart(name, [key]) is not None), None)
 
 
 def setting_called(name: str) -> str | None:
@@ -231,9 +239,7 @@ def _without_auto(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[
     }.items():
         section_values = result.get(section)
         if isinstance(section_values, Mapping):
-            auto_keys = {
-                key for key in keys if isinstance(section_values.get(key), str) and section_values[key] == AUTO
-            }
+            auto_keys = {key for key in keys if section_values.get(key) == AUTO}
             names |= {f"{section}.{key}" for key in auto_keys}
             result[section] = {key: value for key, value in section_values.items() if key not in auto_keys}
     space = values.get("search_space")
@@ -245,7 +251,7 @@ def _without_auto(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[
 def _is_search(values: Mapping[str, Any], auto: frozenset[str]) -> bool:
     """Return True if a configuration sets neither search space nor strategy, and members can share experience.
 
-    Such a configuration gets the defaults of `_search_defaults`.
+    Such a configuration has defaults of its own for strategy, experience and fitness.
 
     Args:
         values: The configuration without values that are `auto`.
@@ -262,21 +268,6 @@ def _is_search(values: Mapping[str, Any], auto: frozenset[str]) -> bool:
         and "population.size" not in auto
         and not (strategy_set or own_statistics or single_member)
     )
-
-
-def _search_defaults(schedule: Schedule) -> dict[str, Any]:
-    """Return strategy, experience and fitness of a search: the best ones of the study in docs/results.md.
-
-    Selection uses training rewards, and the best member is chosen on the validation set. With a single learning step
-    there are no samples that members have not learnt from, so both use the validation set.
-    """
-    from evogrpo.evolution.fitness import FitnessConfig
-    from evogrpo.evolution.shared_experience import SharedExperience
-    from evogrpo.evolution.strategies import Narrowing
-
-    several_steps = schedule.steps_per_generation > 1
-    fitness = {"fitness": FitnessConfig(by="both", racing=True, candidates=3)} if several_steps else {}
-    return {"strategy": Narrowing(), "experience": SharedExperience(), **fitness}
 
 
 def _schedule(values: Mapping[str, Any], *, search: bool) -> Any:

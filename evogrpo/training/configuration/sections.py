@@ -19,7 +19,7 @@ from evogrpo.validation import WHOLE, Flag, NonNegativeInt, PositiveInt, Seed, T
 if TYPE_CHECKING:
     from evogrpo.evolution.fitness import FitnessConfig
     from evogrpo.evolution.shared_experience import SharedExperience
-    from evogrpo.evolution.strategies import Replay, Strategy
+    from evogrpo.evolution.strategies import Strategy
 
 CompletionsFormat = Literal["jsonl", "parquet"]
 CONFIG_FILE = "config.yaml"
@@ -83,7 +83,7 @@ def _fitness(value: Any = "validation") -> "FitnessConfig":
     return FitnessConfig.of(value)
 
 
-_STRATEGY_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]})
+_NAME_OR_SETTINGS = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]})
 _SAMPLER_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]})
 
 
@@ -145,7 +145,7 @@ class Config:
 
     Attributes:
         model: Base model: "smollm2-135m", a local folder, a .gguf file or a hub id; null for small networks.
-        task: Questions and reward functions, or an environment; see `evogrpo.training.task_types.TaskType`.
+        task: Questions and reward functions, or an environment; see `evogrpo.training.task_types`.
         schedule: Length and cost of the run.
         device: Such as "cpu" or "cuda"; null = a GPU if there is one for language models, the CPU for small networks.
         precision: Precision of the base model's weights: "float32", "bfloat16", or "auto". "auto" selects bfloat16 if
@@ -187,7 +187,7 @@ class Config:
     hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
     search_space: HyperparameterConfig = field(default_factory=HyperparameterConfig)
     population: PopulationConfig = field(default_factory=PopulationConfig)
-    strategy: Annotated["Strategy", PlainValidator(_strategy), _STRATEGY_SCHEMA] = field(default_factory=_strategy)
+    strategy: Annotated["Strategy", PlainValidator(_strategy), _NAME_OR_SETTINGS] = field(default_factory=_strategy)
     experience: Annotated["SharedExperience | None", BeforeValidator(_experience)] = None
     sampler: Annotated[Mapping[str, Any] | None, PlainValidator(_sampler), _SAMPLER_SCHEMA] = None
     fitness: Annotated["FitnessConfig", BeforeValidator(_fitness)] = field(default_factory=_fitness)
@@ -199,8 +199,15 @@ class Config:
     def __post_init__(self) -> None:
         from evogrpo.evolution.strategies import Replay
 
-        if isinstance(self.strategy, Replay):
-            self._check_replay(self.strategy)
+        if isinstance(self.strategy, Replay):  # the run begins with the first stage of the schedule that it replays
+            first = self.strategy.stages[0]
+            expected = (first.hyperparameters, first.samples_per_step, first.generations[0])
+            actual = (self.hyperparameters, self.schedule.samples_per_step, self.schedule.steps_per_generation)
+            if expected != actual:
+                raise ValueError(
+                    "hyperparameters, schedule.samples_per_step and schedule.steps_per_generation must equal the first "
+                    f"replayed stage, {expected}, got {actual}. Remove them: `evogrpo replay` sets them."
+                )
         samples, size = self.schedule.samples_per_step, self.hyperparameters.group_size
         self.search_space.for_samples_per_step(samples)
         try:
@@ -211,17 +218,6 @@ class Config:
             self.agent.objective.check(self.hyperparameters, self.search_space)
         except ValueError as error:
             raise ValueError(f"agent.objective: {error}") from error
-
-    def _check_replay(self, replay: "Replay") -> None:
-        """Check that the run begins with the first stage of the schedule that it replays."""
-        first = replay.stages[0]
-        expected = (first.hyperparameters, first.samples_per_step, first.generations[0])
-        actual = (self.hyperparameters, self.schedule.samples_per_step, self.schedule.steps_per_generation)
-        if expected != actual:
-            raise ValueError(
-                "hyperparameters, schedule.samples_per_step and schedule.steps_per_generation must equal the first "
-                f"replayed stage, {expected}, got {actual}. Remove them: `evogrpo replay` sets them."
-            )
 
     @property
     def founders(self) -> tuple[Hyperparameters, ...] | None:

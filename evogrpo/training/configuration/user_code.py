@@ -4,10 +4,12 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -44,7 +46,7 @@ def load_named(reference: str, what: str, category: str = "function") -> Callabl
         raise ValueError(f'A {what} must be given as "path.py:{category}" or "module:{category}", got {reference!r}.')
     module = _run_file(Path(source), what) if source.endswith(".py") else load_module(source)
     function: Any = getattr(module, name, None)
-    is_category = callable if category == "function" else _is_class
+    is_category = callable if category == "function" else inspect.isclass
     if not is_category(function):
         names = [key for key, value in vars(module).items() if is_category(value) and not key.startswith("_")]
         match = close_match(name, names)
@@ -52,10 +54,6 @@ def load_named(reference: str, what: str, category: str = "function") -> Callabl
         raise ValueError(f"{source} has no {category} {name!r}: {advice} {', '.join(names) or 'none'}")
     loaded: Callable[..., Any] = function
     return loaded
-
-
-def _is_class(value: object) -> bool:
-    return isinstance(value, type)
 
 
 def _run_file(path: Path, what: str) -> ModuleType:
@@ -72,10 +70,12 @@ def _run_file(path: Path, what: str) -> ModuleType:
     assert spec is not None and spec.loader is not None  # the file ends in .py
     module = importlib.util.module_from_spec(spec)
     # As for a script, modules in the same folder can be imported, and the module can be found by its name.
-    _add_to_path(path.parent)
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
     sys.modules[name] = module
     try:
-        _load(lambda: spec.loader.exec_module(module), str(path))  # type: ignore[union-attr]  # see the assertion
+        with _errors_of(str(path)):
+            spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
@@ -88,36 +88,26 @@ def load_module(name: str) -> ModuleType:
     Raises:
         ValueError: If there is none, or it raises an exception.
     """
-    _add_to_path(Path.cwd())
-    modules: list[ModuleType] = []
-    _load(lambda: modules.append(importlib.import_module(name)), name)
-    return modules[0]
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    with _errors_of(name):
+        return importlib.import_module(name)
 
 
-def _add_to_path(folder: Path) -> None:
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-
-
-def _load(load: Callable[[], object], what: str) -> None:
-    """Call a function that executes user code; convert its exceptions to ValueError."""
+@contextmanager
+def _errors_of(what: str) -> Iterator[None]:
+    """Convert exceptions of user code to ValueError."""
     try:
-        load()
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"loading {what} raised {type(error).__name__}: {error}{user_line(error)}: "
-            f'{_suggest_module(error.name or "")}install its package, change to its folder, or write "path.py:name"'
-        ) from error
+        yield
     except (Exception, SystemExit) as error:
-        raise ValueError(f"loading {what} raised {type(error).__name__}: {error}{user_line(error)}") from error
-
-
-def _suggest_module(missing: str) -> str:
-    """Return "did you mean ...?" with the module whose name is closest to a missing one, or an empty text."""
-    parent, _, last = missing.rpartition(".")
-    search_path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
-    match = close_match(last, [module.name for module in pkgutil.iter_modules(search_path)])
-    return f"did you mean {f'{parent}.' if parent else ''}{match}? Otherwise " if match else ""
+        message = f"loading {what} raised {type(error).__name__}: {error}{user_line(error)}"
+        if isinstance(error, ModuleNotFoundError):
+            parent, dot, last = (error.name or "").rpartition(".")
+            search_path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
+            match = close_match(last, [module.name for module in pkgutil.iter_modules(search_path)])
+            message += f": did you mean {parent}{dot}{match}? Otherwise " if match else ": "
+            message += 'install its package, change to its folder, or write "path.py:name"'
+        raise ValueError(message) from error
 
 
 def user_line(error: BaseException) -> str:
@@ -156,11 +146,11 @@ def load_plugin(name: str, what: str, built_in: Collection[str] = ()) -> Callabl
     if len(found) > 1:
         raise ValueError(f"Several plugins are called {name!r}: {', '.join(found)}. Uninstall all but one.")
     ((value, plugin),) = found.items()
-    loaded: list[Any] = []
-    _load(lambda: loaded.append(plugin.load()), f"the plugin {name!r} ({value})")
-    if not callable(loaded[0]):
+    with _errors_of(f"the plugin {name!r} ({value})"):
+        loaded = plugin.load()
+    if not callable(loaded):
         raise ValueError(f"The plugin {name!r} ({value}) must be a class or a function, to be used as a {what}.")
-    return loaded[0]  # type: ignore[no-any-return]  # callable, as just checked
+    return loaded  # type: ignore[no-any-return]  # callable, as just checked
 
 
 def named_sampler(name: str) -> "Callable[..., Sampler]":
@@ -171,17 +161,13 @@ def named_sampler(name: str) -> "Callable[..., Sampler]":
     """
     factory = load_named(name, "sampler") if ":" in name else load_plugin(name, "sampler", (VLLM,))
     if factory is None and name == VLLM:
-        return _vllm_sampler
+        from evogrpo.models.language.vllm_sampler import VLLMSampler
+
+        return lambda population, **settings: VLLMSampler(**settings)
     if factory is None:
         error = unknown_name_error("sampler", name, [VLLM, *plugin_names()])
         raise ValueError(f'{error}. For a sampler of your own, write "module:function".')
     return factory
-
-
-def _vllm_sampler(population: "Population", **settings: Any) -> "Sampler":
-    from evogrpo.models.language.vllm_sampler import VLLMSampler
-
-    return VLLMSampler(**settings)
 
 
 def make_sampler(values: Mapping[str, Any], population: "Population") -> "Sampler":
@@ -191,9 +177,9 @@ def make_sampler(values: Mapping[str, Any], population: "Population") -> "Sample
         ValueError: If there is no such factory, or it raises an exception.
     """
     name, options = str(values["name"]), {key: value for key, value in values.items() if key != "name"}
-    factory, made = named_sampler(name), list["Sampler"]()
-    _load(lambda: made.append(factory(population, **options)), f"the sampler {name!r}")
-    return made[0]
+    factory = named_sampler(name)
+    with _errors_of(f"the sampler {name!r}"):
+        return factory(population, **options)
 
 
 def strategy_record(strategy: Strategy) -> dict[str, Any]:
@@ -304,29 +290,25 @@ def restored_strategy(
             f"The strategy of this run is the custom class {name}, which is not imported from a checkpoint. Pass it: "
             "evogrpo.resume(..., strategy=ItsClass)."
         )
-    if given is not None and not isinstance(given, type):
+    if given is None or isinstance(given, type):
+        strategy_class, mutation = given, None
+    else:
         check_strategy(given)
-    strategy_class = given if given is None or isinstance(given, type) else type(given)
-    mutation = None if given is None or isinstance(given, type) else _custom_mutation(given)
+        strategy_class, mutation = type(given), _custom_mutation(given)
     stored = strategy_from_json(record, strategy_class, mutation)
     strategy = stored if given is None or isinstance(given, type) else given
     expected, actual = (_json_round_trip(strategy_record(candidate)) for candidate in (stored, strategy))
     # The module may have moved, so only the names of class and mutation and the settings are compared.
-    same_names = _class_name(name) == _class_name(actual["name"]) and _mutation_name(record) == _mutation_name(actual)
-    if expected != actual or strategy_class not in (None, type(stored)) or not same_names:
+    if expected != actual or strategy_class not in (None, type(stored)) or _names(record) != _names(actual):
         raise ValueError(f"strategy must be the one that the run started with, {dict(record)}, got {actual}.")
     strategy.load_state(state)
     return strategy
 
 
-def _class_name(name: str) -> str:
-    return name.rpartition(":")[2]
-
-
-def _mutation_name(record: Mapping[str, Any]) -> str | None:
-    """Return the name of a custom mutation without its module, or None."""
-    mutation = record.get("mutation")
-    return _class_name(str(mutation["name"])) if isinstance(mutation, Mapping) and "name" in mutation else None
+def _names(record: Mapping[str, Any]) -> list[str]:
+    """Return the names of a strategy and of its custom mutation, if any, without their modules."""
+    named = [each for each in (record, record.get("mutation")) if isinstance(each, Mapping) and "name" in each]
+    return [str(each["name"]).rpartition(":")[2] for each in named]
 
 
 def _custom_mutation(strategy: Strategy) -> Callable[..., Any] | None:

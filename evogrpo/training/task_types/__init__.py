@@ -1,10 +1,10 @@
-"""TaskType protocol: the parts of a run that depend on the members. Task types by name and by task section."""
+"""Task types: the parts of a run that depend on its members, by name and by task section."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from evogrpo.algorithms.grpo import GRPO
 from evogrpo.algorithms.multi_agent import MultiAgentGRPO
@@ -22,52 +22,18 @@ from evogrpo.training.configuration.question_tasks import (
     ReasoningTask,
 )
 from evogrpo.training.configuration.sections import Config
-from evogrpo.training.forecast import Forecast, Need
-from evogrpo.training.loop.run_state import RunState
-from evogrpo.training.run_dir import StoredRun
+from evogrpo.training.forecast import Need
 from evogrpo.training.schedule import Schedule
-from evogrpo.training.task_types.networks import NetworkTask
+from evogrpo.training.task_types.networks import NetworkTask, PreparedNetworks
 from evogrpo.training.video import RecordedEpisode
 from evogrpo.validation import refuse_unknown
 
-
-class PreparedRun(Protocol):
-    """Run whose configuration was checked against the machine, the task and the members."""
-
-    @property
-    def config(self) -> Config:
-        """The configuration."""
-        ...
-
-    @property
-    def env(self) -> Any:
-        """The environment: a `GroupEnvironment` that can be closed."""
-        ...
-
-    @property
-    def one_thread(self) -> bool:
-        """True if matrix products are so small that one thread is faster than several."""
-        ...
-
-    def facts(self) -> Mapping[str, str]:
-        """Return facts about members and task: label -> text."""
-        ...
-
-    def forecast(self) -> Forecast:
-        """Compute the costs of the run."""
-        ...
-
-    def population(self) -> Population:
-        """Make the founders; raise ValueError if the base model cannot be loaded."""
-        ...
-
-    def restore(self, saved: StoredRun) -> tuple[Population, RunState]:
-        """Restore the members of a stored run; raise ValueError if it does not fit this configuration."""
-        ...
+if TYPE_CHECKING:
+    from evogrpo.training.task_types.language import PreparedLanguage
 
 
-class TaskType(Protocol):
-    """Type of run: everything above the members that depends on what they are.
+class LanguageTask:
+    """Task type of language models, whose packages are imported on use.
 
     Attributes:
         word: Name in journals and checkpoints; see `evogrpo.reporting.records`.
@@ -84,53 +50,6 @@ class TaskType(Protocol):
         chooses_sizes: Sizes of population, batches and held-out splits may be `auto`.
     """
 
-    word: str
-    tasks: Sequence[type[Any]]
-    agent: type[Any]
-    model: str | None
-    objective: Objective
-    hyperparameters: Mapping[str, Any]
-    ranges: Mapping[str, RLParameter]
-    rows_are_samples: bool
-    completions: int
-    chooses_sizes: bool
-
-    def check(self, config: Config) -> None:
-        """Raise ValueError if sections do not fit together."""
-        ...
-
-    def prepare(self, config: Config) -> PreparedRun:
-        """Check a configuration against the device, the members and the task.
-
-        Raises:
-            ValueError: If one of them does not fit.
-        """
-        ...
-
-    def need(self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None) -> Need:
-        """Estimate the memory of a run without a configuration."""
-        ...
-
-    def record(self, config: Config, best: Path, folder: Path, episodes: int) -> Sequence[RecordedEpisode]:
-        """Record videos of the best member, stored in `best`, on the first test episodes.
-
-        Raises:
-            ValueError: If members are language models.
-        """
-        ...
-
-    def uses(self, best: Path) -> Mapping[str, str]:
-        """Return Python expressions that use the best member: purpose -> expression."""
-        ...
-
-    def commands(self, run_dir: Path) -> Mapping[str, Sequence[str | Path]]:
-        """Return commands that use the best member: purpose -> arguments."""
-        ...
-
-
-class LanguageTask:
-    """Task type of language models, whose packages are imported on use; see `TaskType`."""
-
     word = "language"
     tasks: Sequence[type[QuestionTask]] = (BuiltinTask, ReasoningTask, DatasetTask)
     agent = LanguageAgent
@@ -146,8 +65,12 @@ class LanguageTask:
         """Raise ValueError for limits on environment steps."""
         config.schedule.check_counted(plays=False)
 
-    def prepare(self, config: Config) -> PreparedRun:
-        """Check a configuration against the device, the model's architecture and tokenizer, and the task."""
+    def prepare(self, config: Config) -> "PreparedLanguage":
+        """Check a configuration against the device, the model's architecture and tokenizer, and the task.
+
+        Raises:
+            ValueError: If one of them does not fit.
+        """
         from evogrpo.training.task_types.language import prepare
 
         return prepare(config)
@@ -159,28 +82,31 @@ class LanguageTask:
         return need(population, env, schedule)
 
     def record(self, config: Config, best: Path, folder: Path, episodes: int) -> tuple[RecordedEpisode, ...]:
-        """Raise ValueError, as language models have no videos."""
+        """Raise ValueError: language models have no videos."""
         raise ValueError("Language models have no videos.")
 
-    def uses(self, best: Path) -> dict[str, str]:
+    def usage(self, best: Path) -> str:
         """Return the expression that generates with the best member; a base model in a folder is loaded explicitly."""
         base_argument = ""
         with suppress(CheckpointError):  # its folder may be gone
             source = str(read_record(best, kind="agent")["shared"]["source"])
             if is_path(source):
                 base_argument = f", actor_network=evogrpo.load_base({source!r}).model"
-        return {"use it": f"evogrpo.GRPO.load({str(best)!r}{base_argument}).generate(prompts)"}
+        return f"evogrpo.GRPO.load({str(best)!r}{base_argument}).generate(prompts)"
 
-    def commands(self, run_dir: Path) -> dict[str, tuple[str | Path, ...]]:
-        """Return the command that exports the adapter."""
-        return {"export adapter": ("export", run_dir, "FOLDER")}
+    def next_command(self, run_dir: Path) -> tuple[str, tuple[str | Path, ...]]:
+        """Return purpose and words of the command that exports the adapter."""
+        return "export adapter", ("export", run_dir, "FOLDER")
 
 
+TaskType: TypeAlias = LanguageTask | NetworkTask
+PreparedRun: TypeAlias = "PreparedLanguage | PreparedNetworks"
+"""Run whose configuration was checked against the machine, the task and the members."""
 _NETWORKS = NetworkTask(word="networks", tasks=(EnvironmentTask,), algorithm=GRPO, chooses_sizes=True)
 _TEAMS = NetworkTask(word="joint", tasks=(ParallelTask,), algorithm=MultiAgentGRPO, chooses_sizes=False)
 TASK_TYPES: Mapping[str, TaskType] = {kind.word: kind for kind in (LanguageTask(), _NETWORKS, _TEAMS)}
-_TASKS: Mapping[str, type[Any]] = {task.key: task for kind in TASK_TYPES.values() for task in kind.tasks}
 _KIND_OF: Mapping[type[Any], TaskType] = {task: kind for kind in TASK_TYPES.values() for task in kind.tasks}
+_TASKS: Mapping[str, type[Any]] = {task.key: task for task in _KIND_OF}
 
 
 def task_type_of(task: object) -> TaskType:

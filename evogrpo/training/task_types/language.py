@@ -43,17 +43,16 @@ from evogrpo.training.configuration.user_code import user_line
 from evogrpo.training.forecast import (
     Forecast,
     Need,
-    Rounds,
-    bytes_text,
     gigabytes,
     limited,
     possible,
+    round_rows,
     samples_row,
     sharing,
     sizes_text,
 )
-from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.run_dir import StoredRun
+from evogrpo.training.run_state import RunState
 from evogrpo.training.schedule import Schedule
 from evogrpo.validation import plain
 
@@ -66,7 +65,6 @@ SAVINGS = (
     "population.size, agent.micro_batch_tokens, agent.max_output_tokens or agent.max_episode_tokens, or take a smaller "
     "model"
 )
-NO_REWARD = "none (does the function return a value?)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +134,7 @@ class PreparedLanguage:
         """Compute the costs of the run: upper bounds where completions may end early or values may evolve."""
         config, env, outline, device = self.config, self.env, self.outline.model, self.device
         # 1. Work: optimizer steps and tokens.
-        rounds, members = Rounds.of(config, env), config.population.size
+        schedule, members = config.schedule, config.population.size
         optimizer_steps = [
             epochs * math.ceil(config.schedule.samples_per_step / batch)
             for epochs in possible(config, "update_epochs")
@@ -146,10 +144,10 @@ class PreparedLanguage:
         batch = env.open("train", range(env.size("train")))
         longest, turns = max(map(len, batch.prompts)), batch.max_turns
         row = row_tokens(config.agent, turns, longest, context_of(outline))
-        per_step = members * _member_tokens(config, max(rounds.groups.values()), longest, row)
-        in_all = ""
-        if rounds.learning_steps is not None:
-            in_all = f", {count_text(rounds.learning_steps * per_step)} in all"
+        groups = schedule.samples_per_step // min(possible(config, "group_size"))
+        per_step, in_all = members * _member_tokens(config, groups, longest, row), ""
+        if schedule.generations is not None:
+            in_all = f", {count_text(schedule.generations * schedule.steps_per_generation * per_step)} in all"
         # 2. Memory: adapters and the share of the base model.
         adapter = sum(target.end - target.start for target in self.trained.targets)
         parts, precision = shard_count(config.base_parts), FLOAT if config.precision == "float32" else 2
@@ -163,7 +161,7 @@ class PreparedLanguage:
             agent=config.agent,
             members=members,
             samples=config.schedule.samples_per_step,
-            validation=rounds.validation,
+            validation=limited(env.size("validation"), schedule.validation_questions),
             adapter=adapter,
             longest=longest,
             turns=turns,
@@ -173,9 +171,8 @@ class PreparedLanguage:
         )
         # 3. Rows of the plan.
         first = " ".join(map(str, self.trial.tokens[:12]))
-        rewards = (
-            f"{name} {NO_REWARD if value is None else number_text(value)}" for name, value in self.trial.rewards.items()
-        )
+        none = "none (does the function return a value?)"
+        earned = {name: none if value is None else number_text(value) for name, value in self.trial.rewards.items()}
         steps = pluralize(most, "step") if fewest == most else f"{fewest} to {pluralize(most, 'step')}"
         micro_batch = config.agent.micro_batch_tokens
         size = f"at most {pluralize(micro_batch or DEFAULT_MICRO_BATCH_TOKENS, 'token')}"
@@ -189,14 +186,15 @@ class PreparedLanguage:
             if config.agent.max_episode_tokens is None:
                 bound, limits = "about", f"{limits}: replies as long as completions, without max_episode_tokens"
         written, form = config.logging.completions, config.logging.completions_format
+        rounds = round_rows(config, env, "completions")
         rows = {
             "first prompt": f"{shorten(self.trial.prompt, 400)!r}, {pluralize(len(self.trial.tokens), 'token')}: "
             f"{first}{' …' if len(self.trial.tokens) > 12 else ''}",
-            "rewards": f"{', '.join(rewards)} for {SAMPLE_COMPLETIONS[0]!r}",
+            "rewards": f"{', '.join(map(' '.join, earned.items()))} for {SAMPLE_COMPLETIONS[0]!r}",
             "samples": samples_row(config, "completions"),
-            "groups": rounds.groups_row(),
+            "groups": rounds["groups"],
             "optimizer": f"{steps} per member and learning step, in micro-batches of {size}",
-            "steps": rounds.steps_row(config, "completions"),
+            "steps": rounds["steps"],
             "tokens": f"{bound} {count_text(per_step)} per learning step{in_all} (prompts of at most {longest}, "
             f"{limits}; updates included, evaluations left out)",
             "parameters": f"{_millions_text(sum(map(Tensor.numel, outline.parameters())))} in the base, "
@@ -208,10 +206,8 @@ class PreparedLanguage:
             "completions": f"{written} per learning step are written as {form}" if written else "none are written",
         }
         if fetched:
-            rows["sharded base"] = f"each process receives {bytes_text(fetched)} per forward pass and per sampled token"
-        return Forecast(
-            rows=rows, need=Need(size=memory.total, device=device, savings=SAVINGS, processes=sharing(device))
-        )
+            rows["sharded base"] = f"each process receives {gigabytes(fetched)} per forward pass and per sampled token"
+        return Forecast(rows=rows, need=_need(memory, device))
 
     def population(self) -> Population:
         """Load the base model and make the founders."""
@@ -238,9 +234,8 @@ class PreparedLanguage:
 
     def _base(self) -> "PreTrainedModel":
         """Load the base model in the precision that `prepare` chose."""
-        dtype: Any = self.config.precision
-        if dtype not in PACKAGES:
-            dtype = getattr(torch, dtype)
+        precision = self.config.precision
+        dtype: Any = precision if precision in PACKAGES else getattr(torch, precision)
         return load_base(self.model, dtype=dtype, device=self.device, parts=self.config.base_parts).model
 
     def _sharding_text(self) -> str:
@@ -284,10 +279,8 @@ def _member_tokens(config: Config, groups: int, longest: int, row: int) -> int:
         sources = 1 if isinstance(config.strategy, Leader) else config.population.size
         measured = groups * longest + completions if config.experience.min_ess else 0
         updates = sources * (updates + measured)
-    reference = (
-        groups * longest + completions if config.hyperparameters.beta > 0 or "beta" in config.search_space else 0
-    )
-    total: int = sampling + updates + reference
+    has_reference = config.hyperparameters.beta > 0 or "beta" in config.search_space
+    total: int = sampling + updates + (groups * longest + completions if has_reference else 0)
     return total
 
 
@@ -405,4 +398,8 @@ def need(population: Population, env: Any, schedule: Schedule) -> Need:
         base=base_bytes(model),
         device=device,
     )
+    return _need(memory, device)
+
+
+def _need(memory: Memory, device: str) -> Need:
     return Need(size=memory.total, device=device, savings=SAVINGS, processes=sharing(device))

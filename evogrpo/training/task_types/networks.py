@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from evogrpo.algorithms.grpo import GRPO
 from evogrpo.algorithms.multi_agent import MultiAgentGRPO
 from evogrpo.algorithms.policies.settings import NETWORK_DEFAULTS, STEPWISE
 from evogrpo.algorithms.population import Population
-from evogrpo.config.objective import Objective, drop_single_group_size
-from evogrpo.config.search_space import NETWORK_RANGES, RLParameter
+from evogrpo.config.objective import drop_single_group_size
+from evogrpo.config.search_space import NETWORK_RANGES
 from evogrpo.data import DEFAULT_POLICY
 from evogrpo.distributed import processes
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
@@ -34,16 +34,16 @@ from evogrpo.training.configuration.sections import AUTO_KEYS, AUTO_SEARCH_SPACE
 from evogrpo.training.forecast import (
     Forecast,
     Need,
-    Rounds,
     gigabytes,
     limited,
     possible,
+    round_rows,
     samples_row,
     sharing,
     sizes_text,
 )
-from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.run_dir import StoredRun
+from evogrpo.training.run_state import RunState
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.video import RecordedEpisode, record_video
 
@@ -154,7 +154,7 @@ class PreparedNetworks:
     def forecast(self) -> Forecast:
         """Compute the costs of the run: upper bounds where episodes may end early or values may evolve."""
         config, members, longest = self.config, self.config.population.size, self.env.max_episode_steps
-        rounds, per_member = Rounds.of(config, self.env), longest * config.schedule.samples_per_step
+        per_member = longest * config.schedule.samples_per_step
         smallest, epochs = min(possible(config, "batch_size")), max(possible(config, "update_epochs"))
         optimizer = {
             policy: epochs * math.ceil(per_member * len(spec.agents) / smallest)
@@ -167,13 +167,14 @@ class PreparedNetworks:
             joint, networks, by_agent = "joint ", "s", f", {count_text(actions)} actions of single agents"
             steps = [f"at most {pluralize(most, 'step')} of {policy}" for policy, most in optimizer.items()]
         need = _need(self.mapping, self.env, config.schedule, members, self.parameters, config.experience)
+        rounds = round_rows(config, self.env, f"{joint}episodes")
         rows = {
             "samples": samples_row(config, f"{joint}episodes"),
-            "groups": rounds.groups_row(),
+            "groups": rounds["groups"],
             "environment": f"at most {count_text(per_member * members)} {joint}steps per learning step for all members "
             f"(episodes of {longest} steps{by_agent})",
             "optimizer": f"{', '.join(steps)} per member and learning step",
-            "steps": rounds.steps_row(config, f"{joint}episodes"),
+            "steps": rounds["steps"],
             "parameters": f"{count_text(self.parameters)} in each member's network{networks} at the start",
             "memory": f"at most {gigabytes(need.size)} (an estimate, for episodes of full length): copies of the "
             "observations of a learning step or an evaluation; Python and its libraries come on top",
@@ -185,40 +186,36 @@ class PreparedNetworks:
         return _population(self.config, self.env, self.config.population.size, self.device)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class NetworkTask:
-    """Task type of small networks; see `TaskType`.
+    """Task type of small networks; see `evogrpo.training.task_types.LanguageTask` for the attributes.
 
     Attributes:
-        word: See `TaskType`.
-        tasks: See `TaskType`.
         algorithm: Class of the agents.
-        chooses_sizes: See `TaskType`.
     """
+
+    agent = NetworkAgent
+    model = None
+    objective = STEPWISE
+    hyperparameters = NETWORK_DEFAULTS
+    ranges = NETWORK_RANGES
+    rows_are_samples = False
+    completions = 0
 
     word: str
     tasks: Sequence[type[EnvironmentTask | ParallelTask]]
     algorithm: type[GRPO]
     chooses_sizes: bool
-    agent: type[NetworkAgent] = NetworkAgent
-    model: str | None = None
-    objective: Objective = STEPWISE
-    hyperparameters: Mapping[str, Any] = field(default_factory=lambda: NETWORK_DEFAULTS)
-    ranges: Mapping[str, RLParameter] = field(default_factory=lambda: NETWORK_RANGES)
-    rows_are_samples: bool = False
-    completions: int = 0
 
     def check(self, config: Config) -> None:
         """Raise ValueError for settings of language models."""
-        key, none = f"where task.{config.task.key} is given", "small networks have no base model"
-        if config.model is not None:
-            raise ValueError(f"model must be left out {key}, got {config.model!r}")
-        if config.base_parts != 1:
-            raise ValueError(f"base_parts must be left out {key}, as {none}, got {config.base_parts}")
-        if config.precision != "auto":
-            raise ValueError(f"precision must be left out {key}, as {none}, got {config.precision!r}")
-        if config.sampler is not None:
-            raise ValueError(f"sampler must be left out {key}: small networks act in the environment directly")
+        key = f"where task.{config.task.key} is given"
+        for name, default in {"model": None, "base_parts": 1, "precision": "auto", "sampler": None}.items():
+            if getattr(config, name) != default:
+                raise ValueError(
+                    f"{name} must be left out {key}, as small networks have no base model, got "
+                    f"{getattr(config, name)!r:.80}"
+                )
         if config.logging.completions:
             raise ValueError(f"logging.completions must be 0 {key}, got {config.logging.completions}")
 
@@ -239,14 +236,14 @@ class NetworkTask:
             agent = self.algorithm.load(best)
             return record_video(agent, env, folder / f"member-{agent.index}.mp4", seeds=seeds)
 
-    def uses(self, best: Path) -> dict[str, str]:
+    def usage(self, best: Path) -> str:
         """Return the expression by which the best member acts."""
         seen = "observation" if self.algorithm is GRPO else "observations"
-        return {"use it": f"evogrpo.{self.algorithm.__name__}.load({str(best)!r}).predict({seen})"}
+        return f"evogrpo.{self.algorithm.__name__}.load({str(best)!r}).predict({seen})"
 
-    def commands(self, run_dir: Path) -> dict[str, tuple[str | Path, ...]]:
-        """Return the command that shows the best member."""
-        return {"watch it": ("video", run_dir)}
+    def next_command(self, run_dir: Path) -> tuple[str, tuple[str | Path, ...]]:
+        """Return purpose and words of the command that shows the best member."""
+        return "watch it", ("video", run_dir)
 
 
 def prepare_in(config: Config, env: GymnasiumGroups | PettingZooGroups) -> PreparedNetworks:
@@ -341,12 +338,8 @@ def _choose_sizes(
     memory, _ = process_group.broadcast(device_memory("cpu"))
     fitting = sized
     if memory is not None:
-        needs = [
-            _need(mapping, env, each.schedule, each.population.size, parameters, each.experience) for each in sized
-        ]
-        fitting = [
-            candidate for candidate, need in zip(sized, needs, strict=True) if need.total <= MEMORY_SHARE * memory
-        ] or sized[-1:]
+        needs = [_need(mapping, env, c.schedule, c.population.size, parameters, c.experience).total for c in sized]
+        fitting = [c for c, need in zip(sized, needs, strict=True) if need <= MEMORY_SHARE * memory] or sized[-1:]
     reason = "" if fitting[0] is sized[0] else ", limited to half of the available memory"
     chosen, limit = fitting[0], config.schedule.max_seconds
     # 2. Of these, the largest for which enough learning steps fit into the time limit.
@@ -424,12 +417,10 @@ def _work(config: Config) -> int:
 class _Deadline(Stop):
     """Stop at a time by `time.monotonic()`."""
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self._seconds = seconds
+    seconds = math.inf
 
     def check(self) -> None:
-        if time.monotonic() > self._seconds:
+        if time.monotonic() > self.seconds:
             raise Interrupted
 
 
@@ -442,8 +433,8 @@ def _measured_step(
     during training, so their expected length is the geometric mean of the measured and the maximum length.
     """
     population, samples = _population(config, env, config.population.size, device), config.schedule.samples_per_step
-    began = time.monotonic()
-    stop = _Deadline(began + max_seconds)
+    began, stop = time.monotonic(), _Deadline()
+    stop.seconds = began + max_seconds
     progress = [(0.0, 0.0)]  # part and seconds
 
     def record_progress(work: ProgressUpdate) -> None:

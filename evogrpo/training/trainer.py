@@ -2,44 +2,48 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
 from evogrpo.algorithms.policies.policy_set import RolloutBatch
 from evogrpo.algorithms.population import Population
 from evogrpo.data import LearnReport
+from evogrpo.distributed import RunStop
 from evogrpo.envs.fingerprint import fingerprint_of
 from evogrpo.envs.protocol import GroupEnvironment, SupportsProgress
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.plan import Plan, Stateless
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
-from evogrpo.interruption import Interrupted, raise_exit_error
-from evogrpo.reporting.records import GenerationReport, Report, Result, StepReport, TestReport
+from evogrpo.interruption import STOPPED, Interrupted, raise_exit_error
+from evogrpo.reporting.records import (
+    BaselineReport,
+    BestMember,
+    FinalistsReport,
+    GenerationReport,
+    Report,
+    Result,
+    StepReport,
+    TestReport,
+)
 from evogrpo.text import pluralize
-from evogrpo.training.configuration.user_code import check_resumable, check_strategy
-from evogrpo.training.loop.evaluation import (
+from evogrpo.training.configuration.user_code import check_resumable, check_strategy, strategy_record
+from evogrpo.training.evaluation import (
     GreedyGapCheck,
     LearningSignalCheck,
     choose_finalist,
+    estimate,
     first_step_baseline,
     measure,
     measure_baseline,
     run_test,
     update_best,
 )
-from evogrpo.training.loop.limits import Clock, Limits
-from evogrpo.training.loop.run_logger import (
-    RunLogger,
-    generation_report,
-    make_result,
-    provenance,
-    step_report,
-)
-from evogrpo.training.loop.run_state import RunState, as_generation
-from evogrpo.training.loop.stopping import STOPPED, RunStop
-from evogrpo.training.run_dir import RunDir
+from evogrpo.training.limits import Limits
+from evogrpo.training.reports import generation_report, provenance, step_report
+from evogrpo.training.run_dir import RunDir, generation_curves, step_curves
+from evogrpo.training.run_state import Clock, RunParts, RunState, as_generation
 from evogrpo.training.schedule import Schedule, check_run
 from evogrpo.validation import dump
 from evogrpo.warnings import warn
@@ -75,7 +79,7 @@ class Callback:
         """Called when the run is complete or was stopped, once everything is saved; not after an error."""
 
 
-class Trainer:
+class Trainer(RunParts):
     """Training loop of a population.
 
     Args:
@@ -97,6 +101,7 @@ class Trainer:
         strategy: As given.
         fitness: As given.
         run_state: Counters, best member and history.
+        data: Fingerprint of the environment.
         changed_data: As given.
         experience: As given.
         schedule: As given.
@@ -136,22 +141,13 @@ class Trainer:
         self.schedule, self.run_state = schedule, run_state or RunState(members=len(population))
         self.callbacks = list(callbacks)
         processes = population.processes
-        self.stop_request = RunStop(processes)
+        self.stop_request: RunStop = RunStop(processes)
         self.clock = Clock(schedule.max_seconds, self.run_state, processes.now)
-        self.limits = Limits(population, env, schedule, self.fitness, self.run_state, self.clock)
-        self._data, self.changed_data = fingerprint_of(env), tuple(changed_data)
+        self.limits = Limits(self)
+        self.data, self.changed_data = fingerprint_of(env), tuple(changed_data)
         self._description = description or {}
-        self._logger = RunLogger(
-            run_dir,
-            population,
-            self.run_state,
-            strategy=strategy,
-            schedule=schedule,
-            fitness=self.fitness,
-            data=self._data,
-            experience=experience,
-        )
-        self.shared_run_dir, self.run_dir = run_dir, self._logger.run_dir
+        self.shared_run_dir = run_dir
+        self.run_dir = run_dir if processes.is_rank_zero else None
         self._greedy_gap = GreedyGapCheck()
         generations = schedule.generations
         steps = generations and generations * schedule.steps_per_generation
@@ -172,7 +168,8 @@ class Trainer:
             schedule.warn_neutral(population, shared=experience is not None)
             if run_dir is not None:
                 check_resumable(strategy)
-            self._logger.create()
+            # Create the directory and lock it; an error stops all ranks.
+            processes.run_section(lambda: None if self.run_dir is None else self.run_dir.create())
 
     def stop(self, reason: str = STOPPED) -> None:
         """Stop now: abandon the work under way and keep the state after the last learning step.
@@ -185,13 +182,14 @@ class Trainer:
 
     def reports(self) -> Iterator[Report]:
         """Run to the end of the schedule; yield a report after every step, every generation and the test."""
-        state, population, clock, logger = self.run_state, self.population, self.clock, self._logger
+        state, population, clock = self.run_state, self.population, self.clock
         banks, stop, shared = population.members.banks, self.stop_request, self.experience
         if self._resumed and self.run_dir is not None:
             self.run_dir.export_best(population, state.best)
-        if self._resumed and self._is_complete():
+        was_tested = state.tested is not None or self.schedule.test_questions == 0
+        if self._resumed and state.ended is not None and was_tested and self.limits.finished():
             self._ended, self._complete = state.ended, True
-            logger.close()
+            self._close()
             return
         clock.start()
         try:
@@ -201,7 +199,7 @@ class Trainer:
             while not self.limits.finished():
                 if state.unplanned:  # stopped between an evaluation and its plan
                     plan = self._plan()
-                    logger.event("plan", generation=plan.generation, plan=dump(plan))
+                    self._event("plan", generation=plan.generation, plan=dump(plan))
                     self._apply(plan)
                 while self.limits.step_fits():
                     self._require_healthy()
@@ -232,7 +230,7 @@ class Trainer:
                         for slot, train_state in snapshot.items():
                             banks.load_state(slot, train_state)
                         if isinstance(error, Exception | SystemExit):  # most often of a reward function
-                            logger.save(f"{type(error).__name__} in learning step {state.step}")
+                            self._save(f"{type(error).__name__} in learning step {state.step}")
                         raise
                     # 4. Log.
                     phases = {
@@ -246,7 +244,7 @@ class Trainer:
                         yield step
                     every = None if self.shared_run_dir is None else self.shared_run_dir.logging.checkpoint_steps
                     if every is not None and state.step_in_generation % every == 0:
-                        logger.save()
+                        self._save()
                 # 5. Evaluate, plan, apply, checkpoint.
                 if state.step_in_generation:
                     generation = self._end_generation()
@@ -260,14 +258,13 @@ class Trainer:
             if state.finalists and state.finalists_generation < state.generation:
                 self._set_progress()
                 with stop.interruptible():
-                    logger.report(choose_finalist(population, self.env, self.fitness, state, stop=stop))
-                logger.save()
+                    self._report(choose_finalist(self))
+                self._save()
             if self.schedule.test_questions != 0 and state.best is not None:
                 self._set_progress()
-                questions = self.limits.questions("test")
                 with stop.interruptible():
-                    tested = run_test(population, self.env, self.fitness, state, questions=questions, stop=stop)
-                logger.report(tested)
+                    tested = run_test(self)
+                self._report(tested)
                 with clock.paused():
                     self._call("on_test", tested)
                     yield tested
@@ -277,16 +274,16 @@ class Trainer:
             clock.tick()
             stop.agree()
             self._ended = stop.reason or STOPPED
-            logger.save(self._ended)
+            self._save(self._ended)
         except SystemExit as error:
             raise_exit_error(error)
         finally:
-            logger.close()
+            self._close()
         self._call("on_run_end", self.result)
 
     def __iter__(self) -> Iterator[GenerationReport]:
         """Run to the end of the schedule; yield the reports of generations only."""
-        return filter(_is_generation, self.reports())
+        return (report for report in self.reports() if isinstance(report, GenerationReport))
 
     def _begin(self) -> None:
         """Record the start, with the untrained base's fitness and a checkpoint of the founders, or that it resumed."""
@@ -301,26 +298,47 @@ class Trainer:
                 )
             changed = {"changed_data": self.changed_data} if self.changed_data else {}
             facts = {"generation": state.generation, "step": state.step, **changed, **provenance(self.population)}
-            self._logger.event("resumed", **facts)
+            self._event("resumed", **facts)
         else:
-            self._logger.run(self._description)
-            self._logger.save()
+            self._record_start()
+            self._save()
         if state.begun or not self.fitness.uses_validation:  # without, the first step's mean reward is the baseline
             return
         self._set_progress()
         with self.stop_request.interruptible():
-            report = measure_baseline(
-                self.population,
-                self.env,
-                self.fitness,
-                state,
-                questions=self.limits.questions("validation"),
-                stop=self.stop_request,
-            )
+            report = measure_baseline(self)
         self.clock.longest_evaluation = len(self.population) * report.cost.seconds  # until all members were evaluated
         self.clock.tick()
-        self._logger.report(report)
-        self._logger.save()
+        self._report(report)
+        self._save()
+
+    def _record_start(self) -> None:
+        """Write the event that describes the run."""
+        population, schedule, settings = self.population, self.schedule, self.population.members.settings
+        tokens = getattr(settings, "micro_batch_tokens", None)  # networks have none
+        self._event(
+            "run",
+            **self._description,
+            kind=population.members.kind,
+            seed=settings.seed,
+            **({} if tokens is None else {"micro_batch_tokens": tokens}),
+            population_size=len(population),
+            samples_per_step=schedule.samples_per_step,
+            steps_per_generation=schedule.steps_per_generation,
+            schedule=dump(schedule),
+            fitness=dump(self.fitness),
+            evolvable=population.space.to_json(),
+            algorithm=population.algorithm.__qualname__,
+            members=[
+                {"slot": a.slot, "index": a.index, "parent": a.parent, "hyperparameters": a.hyperparameters.to_json()}
+                for a in population.agents
+            ],
+            strategy=strategy_record(self.strategy),
+            experience="own" if self.experience is None else dump(self.experience),
+            data=self.data,
+            lineage=[dump(member) for member in population.lineage],
+            **provenance(population),
+        )
 
     def _record_step(
         self, collected: RolloutBatch, learned: Mapping[int, LearnReport], phases: Mapping[str, float]
@@ -328,21 +346,20 @@ class Trainer:
         """Count a learning step and record it."""
         self.clock.tick()
         self.clock.longest_step = max(self.clock.longest_step, sum(phases.values()))
-        processes = self.population.processes
-        waiting = processes.all_gather(processes.waiting_seconds) if processes.size > 1 else []
-        processes.waiting_seconds = 0.0
-        report, completions = step_report(
-            self.population, self.run_state, collected, learned, phases, waiting, self._logger.completions
-        )
+        most = 0 if self.run_dir is None else self.run_dir.logging.completions
+        report, examples = step_report(self, collected, learned, phases, most)
         if report.step == 0 and not self.fitness.uses_validation:
             baseline = first_step_baseline(self.run_state)
             if baseline is not None:
-                self._logger.report(baseline)
-        self._logger.step(report, completions)
+                self._report(baseline)
+        self._report(report)
+        if self.run_dir is not None:
+            self.run_dir.completions.write(report.step, examples)
+            self.run_dir.log_scalars(report.step, step_curves(report))
         for slot, member in report.learned.items():
             if "calibrated_lr" in member.metrics:
                 lr, passes = member.metrics["calibrated_lr"], member.metrics["step_passes"]
-                self._logger.event("calibrated", step=report.step, slot=slot, index=member.index, lr=lr, passes=passes)
+                self._event("calibrated", step=report.step, slot=slot, index=member.index, lr=lr, passes=passes)
         self._learning_signal.update(learned)
         return report
 
@@ -355,23 +372,16 @@ class Trainer:
         began = clock.now()
         try:
             with self.stop_request.interruptible():
-                measured = measure(
-                    population,
-                    self.env,
-                    self.fitness,
-                    state,
-                    questions=self.limits.questions("validation"),
-                    stop=self.stop_request,
-                )
+                measured = measure(self)
         except (Exception, SystemExit) as error:
-            self._logger.save(f"{type(error).__name__} while evaluating generation {state.generation + 1}")
+            self._save(f"{type(error).__name__} while evaluating generation {state.generation + 1}")
             raise
         clock.longest_evaluation = max(clock.longest_evaluation, clock.now() - began)
         clock.tick()
         self._greedy_gap.update(measured)
         state.generation += 1
-        best = update_best(population, state, self.fitness, measured)
-        report = generation_report(population, state, measured, best=best)
+        best = update_best(self, measured)
+        report = generation_report(self, measured, best=best)
         state.step_in_generation = 0
         state.unplanned = True
         seen = as_generation(report, slots=len(population), measure=self.fitness.selection_measure)
@@ -380,19 +390,22 @@ class Trainer:
         try:
             plan = None if self.limits.finished() else self._plan()
         except StrategyError:
-            self._logger.event(report.event, **report.to_json())
+            self._report(report)
             state.start_generation()
-            self._logger.save(f"the strategy failed after generation {state.generation}")
+            self._save(f"the strategy failed after generation {state.generation}")
             raise
         # 3. Record, then clone and mutate.
         report = replace(report, plan=plan)
-        self._logger.generation(report)
+        self._report(report)
+        if self.run_dir is not None:
+            # Under the last learning step: a resumed run purges scalars from the next step on.
+            self.run_dir.log_scalars(state.step - 1, generation_curves(report.members, population.space))
         state.start_generation()
         if plan is not None:
             self._apply(plan)
         # 4. Compare train states of all ranks, then checkpoint.
         self.population.check_replicas()
-        self._logger.save()
+        self._save()
         return report
 
     def _plan(self) -> Plan:
@@ -439,8 +452,8 @@ class Trainer:
         self.clock.tick()
         self._ended, self._complete = f"{self.limits.ended()}{self.clock.overrun}", True
         self.run_state.ended = self._ended
-        self._logger.event("ended", reason=self._ended)
-        self._logger.save()
+        self._event("ended", reason=self._ended)
+        self._save()
         if self.clock.expired and not self.run_state.step:
             warn(
                 "No learning step fitted into max_seconds. Raise max_seconds, or use fewer members (now "
@@ -458,27 +471,36 @@ class Trainer:
             raise RuntimeError(
                 "The run has not ended, so it has no result. Iterate over it to its end, or call stop()."
             )
-        return make_result(
-            self.run_state,
+        state, best = self.run_state, None
+        if state.best is not None:
+            best = BestMember(
+                index=state.best.index,
+                generation=state.best.generation,
+                fitness=estimate(state.best.fitness),
+                second=None if state.best.second is None else estimate(state.best.second),
+                hyperparameters=state.best.member.hyperparameters,
+            )
+        return Result(
             reason=self._ended,
             complete=self._complete,
-            timesteps=self.run_state.timesteps if self.population.plays else None,
-            test=self.run_state.tested,
+            generations=state.generation,
+            steps=state.step,
+            timesteps=state.timesteps if self.population.plays else None,
+            tokens=state.tokens,
+            seconds=state.seconds,
+            evaluation=state.evaluation,
+            baseline=None if state.baseline is None else estimate(state.baseline),
+            best=best,
+            test=state.tested,
             run_dir=None if self.shared_run_dir is None else self.shared_run_dir.path,
         )
-
-    def _is_complete(self) -> bool:
-        """Return True if the run has ended and was tested, so that nothing is left to do."""
-        state = self.run_state
-        tested = state.tested is not None or self.schedule.test_questions == 0
-        return state.ended is not None and tested and self.limits.finished()
 
     def _require_healthy(self) -> None:
         """Stop the run if all members have failed, as none is left to clone."""
         if not self.population.healthy:
             members = [agent for agent in self.population.agents if not agent.retired]
             reasons = "; ".join(f"member {agent.index}: {agent.failed}" for agent in members)
-            self._logger.event("stopped", reason=f"all members failed ({reasons})")
+            self._event("stopped", reason=f"all members failed ({reasons})")
             raise AllFailedError(
                 f"All members failed ({reasons}). Start a new run with a lower lr, max_grad_norm or temperature, or "
                 "with a network that returns finite numbers."
@@ -490,12 +512,31 @@ class Trainer:
             total = (self.schedule.generations or 0) * self.run_state.steps_per_generation
             self.env.set_progress(self.run_state.step, total)
 
+    # ---- files, which rank 0 writes
+
+    def _event(self, event: str, **fields: Any) -> None:
+        """Write an event to the journal."""
+        if self.run_dir is not None:
+            self.run_dir.journal(event, **fields)
+
+    def _report(self, report: BaselineReport | StepReport | GenerationReport | FinalistsReport | TestReport) -> None:
+        """Write a report to the journal."""
+        self._event(report.event, **report.to_json())
+
+    def _save(self, stopped: str | None = None) -> None:
+        """Write a checkpoint, after a "stopped" event if a reason is given."""
+        if stopped is not None:
+            self._event("stopped", reason=stopped)
+        if self.run_dir is not None:
+            self.run_dir.save(self)
+
+    def _close(self) -> None:
+        """Release the run directory."""
+        if self.run_dir is not None:
+            self.run_dir.close()
+
     def _call(self, hook: str, argument: Any) -> None:
         """Call a hook of all callbacks, on rank 0."""
         if self.population.processes.is_rank_zero:
             for callback in self.callbacks:
                 getattr(callback, hook)(argument)
-
-
-def _is_generation(report: Report) -> TypeGuard[GenerationReport]:
-    return isinstance(report, GenerationReport)

@@ -4,13 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from evogrpo.algorithms.population import Population
 from evogrpo.algorithms.rollout.evaluation import evaluate_states, measure_fitness
 from evogrpo.config.search_space import MAX_SAMPLES
 from evogrpo.data import LearnReport
-from evogrpo.envs.protocol import GroupEnvironment
-from evogrpo.evolution.fitness import GREEDY, ROLLOUTS, Fitness, FitnessConfig, ahead, paired_difference
-from evogrpo.interruption import Stop
+from evogrpo.evolution.fitness import GREEDY, ROLLOUTS, Fitness, ahead, paired_difference
 from evogrpo.reporting.records import (
     BaselineReport,
     Estimate,
@@ -20,7 +17,7 @@ from evogrpo.reporting.records import (
     TestReport,
 )
 from evogrpo.text import number_text, pluralize, score_text
-from evogrpo.training.loop.run_state import Best, RunState
+from evogrpo.training.run_state import Best, RunParts, RunState
 from evogrpo.training.schedule import REMEDY, TOO_FEW
 from evogrpo.warnings import warn
 
@@ -30,31 +27,43 @@ def rollouts_of(run_state: RunState, slot: int) -> Fitness | None:
 
     If the last half has fewer than two starts, as in a generation that a budget cut short, all steps count.
     """
-    rewards, steps_done = run_state.rollouts[slot], run_state.step_in_generation
-    late = _averaged(rewards, since=run_state.step - math.ceil(steps_done / 2))
-    return _averaged(rewards, since=run_state.step - steps_done) if late is None else late
+    steps_done = run_state.step_in_generation
+    for counted_steps in (math.ceil(steps_done / 2), steps_done):
+        since = run_state.step - counted_steps
+        counted = {(step, place): score for step, place, score in run_state.rollouts[slot] if step >= since}
+        if len(counted) > 1:
+            keys = [step * MAX_SAMPLES + place for step, place in counted]  # the same for all members
+            return Fitness.from_scores(list(counted.values()), keys=keys)
+    return None
 
 
-def measure_baseline(
-    population: Population,
-    env: GroupEnvironment,
-    config: FitnessConfig,
-    run_state: RunState,
-    *,
-    questions: int,
-    stop: Stop,
-) -> BaselineReport:
+def measure_baseline(run: RunParts) -> BaselineReport:
     """Measure the untrained base on the first validation questions."""
-    began = population.processes.now()
+    began, config = run.clock.now(), run.fitness
     fitness, tokens = measure_fitness(
-        population.members, [0], env, "validation", config=config, questions=questions, base=True, stop=stop
+        run.population.members,
+        [0],
+        run.env,
+        "validation",
+        config=config,
+        questions=run.questions("validation"),
+        base=True,
+        stop=run.stop_request,
     )
-    run_state.baseline = fitness[0]
-    cost = EvaluationCost(tokens=tokens[0], seconds=population.processes.now() - began)
-    run_state.add_evaluation(cost)
+    run.run_state.baseline = fitness[0]
     return BaselineReport(
-        questions=len(fitness[0].scores), fitness=estimate(fitness[0]), measure=config.validation_measure, cost=cost
+        questions=len(fitness[0].scores),
+        fitness=estimate(fitness[0]),
+        measure=config.validation_measure,
+        cost=_add_cost(run, tokens[0], began),
     )
+
+
+def _add_cost(run: RunParts, tokens: int, began: float) -> EvaluationCost:
+    """Add the cost of an evaluation to the run, and return it."""
+    cost = EvaluationCost(tokens=tokens, seconds=run.clock.now() - began)
+    run.run_state.add_evaluation(cost)
+    return cost
 
 
 def first_step_baseline(run_state: RunState) -> BaselineReport | None:
@@ -75,14 +84,6 @@ def first_step_baseline(run_state: RunState) -> BaselineReport | None:
     return BaselineReport(questions=len(every), fitness=estimate(fitness), measure=ROLLOUTS, cost=EvaluationCost())
 
 
-def _averaged(scores: list[tuple[int, int, float]], *, since: int) -> Fitness | None:
-    counted = {(step, place): score for step, place, score in scores if step >= since}
-    if len(counted) < 2:
-        return None
-    keys = [step * MAX_SAMPLES + place for step, place in counted]  # the same for all members
-    return Fitness.from_scores(list(counted.values()), keys=keys)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """Fitness of one member at the end of a generation.
@@ -98,28 +99,13 @@ class Measured:
     cost: EvaluationCost = field(default_factory=EvaluationCost)
 
 
-def measure(
-    population: Population,
-    env: GroupEnvironment,
-    config: FitnessConfig,
-    run_state: RunState,
-    *,
-    questions: int,
-    stop: Stop,
-) -> dict[int, Measured]:
+def measure(run: RunParts) -> dict[int, Measured]:
     """Measure every healthy member, by slot, and set what selection goes by as its fitness.
-
-    Args:
-        population: The members.
-        env: Environment with the validation questions.
-        config: Measure of fitness.
-        run_state: State of the run; the cost of the evaluation is added.
-        questions: Largest number of validation questions per member.
-        stop: Checked while members answer.
 
     Raises:
         ValueError: If selection uses training rewards and a member has too few of them.
     """
+    population, config, run_state = run.population, run.fitness, run.run_state
     # 1. Training rewards of every member.
     earned = {agent.slot: rollouts_of(run_state, agent.slot) for agent in population.healthy}
     rollouts = {slot: fitness for slot, fitness in earned.items() if fitness is not None}
@@ -131,14 +117,20 @@ def measure(
     slots = list(earned) if config.by == "validation" else []
     if config.by == "both":
         slots = candidates(rollouts, config.z, config.candidates)
-    began, answered, tokens = population.processes.now(), dict[int, Fitness](), dict[int, int]()
+    began, answered, tokens = run.clock.now(), dict[int, Fitness](), dict[int, int]()
     if slots:
-        rival = None if run_state.best is None else run_state.best.fitness
         answered, tokens = measure_fitness(
-            population.members, slots, env, "validation", config=config, questions=questions, rival=rival, stop=stop
+            population.members,
+            slots,
+            run.env,
+            "validation",
+            config=config,
+            questions=run.questions("validation"),
+            rival=None if run_state.best is None else run_state.best.fitness,
+            stop=run.stop_request,
         )
     # 3. Each member's share of the time goes by its tokens.
-    seconds, total = population.processes.now() - began, max(1, sum(tokens.values()))
+    seconds, total = run.clock.now() - began, max(1, sum(tokens.values()))
     costs = {slot: EvaluationCost(tokens=t, seconds=seconds * t / total) for slot, t in tokens.items()}
     measured = {}
     for slot in earned:
@@ -158,29 +150,29 @@ def measure(
 
 def candidates(fitness: Mapping[int, Fitness], z: float, most: int) -> list[int]:
     """Return at most `most` slots, the best and those within z standard errors of it, in slot order."""
-    ranked = sorted(fitness, key=lambda slot: (-fitness[slot].mean, slot))
-    near = [slot for slot in ranked if _within(fitness[ranked[0]], fitness[slot], z)]
+    ranked, near = sorted(fitness, key=lambda slot: (-fitness[slot].mean, slot)), []
+    for slot in ranked:
+        best, other = fitness[ranked[0]], fitness[slot]
+        difference, standard_error = (
+            paired_difference(best, other)
+            if len(best.by_key.keys() & other.by_key.keys()) > 1
+            else (best.mean - other.mean, math.hypot(best.standard_error, other.standard_error))
+        )
+        if difference <= z * standard_error:
+            near.append(slot)
     return sorted(near[:most])
 
 
-def _within(best: Fitness, other: Fitness, z: float) -> bool:
-    if len(best.by_key.keys() & other.by_key.keys()) < 2:
-        return best.mean - other.mean <= z * math.hypot(best.standard_error, other.standard_error)
-    difference, standard_error = paired_difference(best, other)
-    return difference <= z * standard_error
-
-
-def update_best(
-    population: Population, run_state: RunState, config: FitnessConfig, measured: Mapping[int, Measured]
-) -> int:
+def update_best(run: RunParts, measured: Mapping[int, Measured]) -> int:
     """Compare the best of a generation with the best so far, make it a finalist, and return its slot.
 
+    The best is chosen on validation questions if there are any.
+
     Args:
-        population: The members.
-        run_state: State of the run; its best member and finalists are updated.
-        config: Measure of fitness. The best is chosen on validation questions if there are any.
+        run: The run, whose best member and finalists are updated.
         measured: Fitness of the members, by slot.
     """
+    population, config, run_state = run.population, run.fitness, run.run_state
     by = config.validation_measure if config.uses_validation else config.selection_measure
     fitness = {slot: each.by[by] for slot, each in measured.items() if by in each.by}
     slot = min(fitness, key=lambda slot: (-fitness[slot].mean, slot))
@@ -219,30 +211,26 @@ def winner(finalists: Sequence[Best], second: Sequence[Fitness], *, pooled: bool
     return max(range(len(finalists)), key=lambda place: (worth(place), -place))
 
 
-def choose_finalist(
-    population: Population, env: GroupEnvironment, config: FitnessConfig, run_state: RunState, *, stop: Stop
-) -> FinalistsReport:
+def choose_finalist(run: RunParts) -> FinalistsReport:
     """Evaluate the finalists on the second set, and make the best of them the best member.
 
     The second set are the last validation questions. If the finalists were chosen on validation questions too, both
     sets count.
     """
-    finalists, size, began = run_state.finalists, env.size("validation"), population.processes.now()
+    config, run_state, began = run.fitness, run.run_state, run.clock.now()
+    finalists, size = run_state.finalists, run.env.size("validation")
     second, tokens = evaluate_states(
-        population.members,
+        run.population.members,
         [each.state for each in finalists],
-        env,
+        run.env,
         "validation",
         questions=range(size - config.second_set, size),
         config=config,
-        stop=stop,
+        stop=run.stop_request,
     )
-
     place = winner(finalists, second, pooled=config.uses_validation)
     run_state.best = best = replace(finalists[place], second=second[place])
     run_state.finalists_generation = run_state.generation
-    cost = EvaluationCost(tokens=tokens, seconds=population.processes.now() - began)
-    run_state.add_evaluation(cost)
     return FinalistsReport(
         questions=len(second[place].scores),
         index=best.index,
@@ -254,39 +242,35 @@ def choose_finalist(
             for each, again in zip(finalists, second, strict=True)
         ),
         measure=config.validation_measure,
-        cost=cost,
+        cost=_add_cost(run, tokens, began),
     )
 
 
-def run_test(
-    population: Population,
-    env: GroupEnvironment,
-    config: FitnessConfig,
-    run_state: RunState,
-    *,
-    questions: int,
-    stop: Stop,
-) -> TestReport:
+def run_test(run: RunParts) -> TestReport:
     """Evaluate the best member and the untrained base on the test split."""
-    best, began = run_state.best, population.processes.now()
+    best, began = run.run_state.best, run.clock.now()
     assert best is not None  # checked by the caller
     (before, after), tokens = evaluate_states(
-        population.members, [None, best.state], env, "test", questions=range(questions), config=config, stop=stop
+        run.population.members,
+        [None, best.state],
+        run.env,
+        "test",
+        questions=range(run.questions("test")),
+        config=run.fitness,
+        stop=run.stop_request,
     )
     gain, standard_error = paired_difference(after, before)
-    cost = EvaluationCost(tokens=tokens, seconds=population.processes.now() - began)
-    run_state.add_evaluation(cost)
-    run_state.tested = TestReport(
+    run.run_state.tested = TestReport(
         questions=len(after.scores),
         index=best.index,
         before=estimate(before),
         after=estimate(after),
         gain=Estimate(mean=gain, standard_error=standard_error),
         scores=after.scores,
-        measure=config.validation_measure,
-        cost=cost,
+        measure=run.fitness.validation_measure,
+        cost=_add_cost(run, tokens, began),
     )
-    return run_state.tested
+    return run.run_state.tested
 
 
 def estimate(fitness: Fitness) -> Estimate:

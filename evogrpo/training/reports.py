@@ -1,4 +1,4 @@
-"""Run logger: reports that the trainer yields and the journal stores, and the files of a run."""
+"""Reports of learning steps and generations, which the trainer yields and the journal stores."""
 
 import math
 import subprocess
@@ -15,134 +15,16 @@ from evogrpo.algorithms.agent import Agent
 from evogrpo.algorithms.policies.policy_set import RolloutBatch
 from evogrpo.algorithms.population import Population
 from evogrpo.data import LearnReport
-from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.history import MemberRecord
-from evogrpo.evolution.shared_experience import SharedExperience
-from evogrpo.evolution.strategies import Strategy
 from evogrpo.reporting.records import (
-    BaselineReport,
-    BestMember,
     Example,
-    FinalistsReport,
     GenerationReport,
     MemberReport,
     MemberStep,
-    Result,
     StepReport,
-    TestReport,
 )
-from evogrpo.training.configuration.user_code import strategy_record
-from evogrpo.training.exports import generation_curves, step_curves
-from evogrpo.training.loop.evaluation import Measured, estimate
-from evogrpo.training.loop.run_state import RunState
-from evogrpo.training.run_dir import RunDir
-from evogrpo.training.schedule import Schedule
-from evogrpo.validation import dump
-
-
-class RunLogger:
-    """Logger of a run. Every rank has one, but only rank 0 writes.
-
-    Args:
-        run_dir: Directory for records; None = keep no records.
-        population: The members.
-        run_state: State of the run.
-        strategy: Rule of selection and mutation.
-        schedule: Length and limits of the run.
-        fitness: Measure of fitness.
-        data: Fingerprint of the environment.
-        experience: Rule for learning from samples of other members; None = each from its own.
-
-    Attributes:
-        run_dir: The directory on rank 0; None on other ranks.
-    """
-
-    def __init__(
-        self,
-        run_dir: RunDir | None,
-        population: Population,
-        run_state: RunState,
-        *,
-        strategy: Strategy,
-        schedule: Schedule,
-        fitness: FitnessConfig,
-        data: Mapping[str, str] | None,
-        experience: SharedExperience | None,
-    ) -> None:
-        self._population, self._run_state, self._strategy = population, run_state, strategy
-        self._records = schedule, fitness, data, experience
-        self.run_dir = run_dir if self._population.processes.is_rank_zero else None
-        self.completions = 0 if self.run_dir is None else self.run_dir.completions.limit
-
-    def create(self) -> None:
-        """Create the directory and lock it; an error stops all ranks."""
-        self._population.processes.run_section(lambda: None if self.run_dir is None else self.run_dir.create())
-
-    def close(self) -> None:
-        """Release the directory."""
-        if self.run_dir is not None:
-            self.run_dir.close()
-
-    def event(self, event: str, **fields: Any) -> None:
-        """Write an event to the journal."""
-        if self.run_dir is not None:
-            self.run_dir.journal(event, **fields)
-
-    def run(self, description: Mapping[str, Any]) -> None:
-        """Write the event that describes the run; `description` holds further facts, such as task and model."""
-        population, (schedule, fitness, data, experience) = self._population, self._records
-        settings = population.members.settings
-        tokens = getattr(settings, "micro_batch_tokens", None)  # networks have none
-        self.event(
-            "run",
-            **description,
-            kind=population.members.kind,
-            seed=settings.seed,
-            **({} if tokens is None else {"micro_batch_tokens": tokens}),
-            population_size=len(population),
-            samples_per_step=schedule.samples_per_step,
-            steps_per_generation=schedule.steps_per_generation,
-            schedule=dump(schedule),
-            fitness=dump(fitness),
-            evolvable=population.space.to_json(),
-            algorithm=population.algorithm.__qualname__,
-            members=[
-                {"slot": a.slot, "index": a.index, "parent": a.parent, "hyperparameters": a.hyperparameters.to_json()}
-                for a in population.agents
-            ],
-            strategy=strategy_record(self._strategy),
-            experience="own" if experience is None else dump(experience),
-            data=data,
-            lineage=[dump(member) for member in population.lineage],
-            **provenance(population),
-        )
-
-    def report(self, report: BaselineReport | FinalistsReport | TestReport) -> None:
-        """Write a report."""
-        self.event(report.event, **report.to_json())
-
-    def step(self, report: StepReport, completions: Sequence[Example]) -> None:
-        """Write a learning step: event, completions table and scalars."""
-        self.event(report.event, **report.to_json())
-        if self.run_dir is not None:
-            self.run_dir.completions.write(report.step, completions)
-            self.run_dir.log_scalars(report.step, step_curves(report))
-
-    def generation(self, report: GenerationReport) -> None:
-        """Write a generation: event and scalars."""
-        self.event(report.event, **report.to_json())
-        if self.run_dir is not None:
-            # Under the last learning step: a resumed run purges scalars from the next step on.
-            self.run_dir.log_scalars(
-                self._run_state.step - 1, generation_curves(report.members, self._population.space)
-            )
-
-    def save(self, stopped: str | None = None) -> None:
-        """Write a checkpoint, after a "stopped" event if a reason is given."""
-        if stopped is not None:
-            self.event("stopped", reason=stopped)
-        if self.run_dir is not None:
-            self.run_dir.save(self._population, self._run_state, self._strategy, *self._records)
+from evogrpo.training.evaluation import Measured, estimate
+from evogrpo.training.run_state import RunParts, RunState
 
 
 def provenance(population: Population) -> dict[str, Any]:
@@ -163,25 +45,22 @@ def provenance(population: Population) -> dict[str, Any]:
 
 
 def step_report(
-    population: Population,
-    run_state: RunState,
+    run: RunParts,
     collected: RolloutBatch,
     learned: Mapping[int, LearnReport],
     phases: Mapping[str, float],
-    waiting: Sequence[float],
     completions: int,
 ) -> tuple[StepReport, Sequence[Example]]:
-    """Count a learning step in the run state; return its report and its completions table.
+    """Count a learning step in the run state; return its report and its completions table. A collective.
 
     Args:
-        population: The members.
-        run_state: State of the run before the step; updated.
+        run: The run.
         collected: The training batch.
         learned: Reports of the learning step, by slot.
         phases: Seconds by phase; see `StepReport`.
-        waiting: Seconds that each rank waited.
         completions: Number of completions in the table.
     """
+    population, run_state, processes = run.population, run.run_state, run.population.processes
     # 1. Pick completions to show, the first one of each member among them.
     step, generation, seconds = run_state.step, run_state.generation + 1, sum(phases.values())
     indices = {slot: population.agents[slot].index for slot in learned}
@@ -201,6 +80,8 @@ def step_report(
     if any(report.gains for report in learned.values()):
         earned = _estimated_rewards(collected, learned)
     run_state.add_step(seconds, tokens, metrics, timesteps=collected.tokens, earned=earned)
+    waiting = processes.all_gather(processes.waiting_seconds) if processes.size > 1 else []
+    processes.waiting_seconds = 0.0
     # 3. The report, with each member's cost: see `learning.metrics.NAMES`.
     total = max(1, sum(tokens.values()))
     reports = {}
@@ -295,17 +176,15 @@ def _number(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def generation_report(
-    population: Population, run_state: RunState, measured: Mapping[int, Measured], *, best: int
-) -> GenerationReport:
+def generation_report(run: RunParts, measured: Mapping[int, Measured], *, best: int) -> GenerationReport:
     """Return the report of a generation that was just evaluated, without its plan.
 
     Args:
-        population: The members.
-        run_state: State of the run.
+        run: The run.
         measured: Fitness of the members, by slot.
         best: Slot of the best member.
     """
+    population, run_state = run.population, run.run_state
     births = {birth.index: birth for birth in population.lineage}
     members = tuple(
         _member_report(agent, births[agent.index], run_state, measured.get(agent.slot, Measured()))
@@ -351,39 +230,4 @@ def _member_report(agent: Agent, birth: MemberRecord, run_state: RunState, measu
         questions=measured.questions,
         evaluation=measured.cost,
         scores=measured.by,
-    )
-
-
-def make_result(
-    run_state: RunState,
-    *,
-    reason: str,
-    complete: bool,
-    timesteps: int | None,
-    test: TestReport | None,
-    run_dir: Path | None,
-) -> Result:
-    """Return the result of a run; see `evogrpo.reporting.records.Result`."""
-    best = run_state.best
-    return Result(
-        reason=reason,
-        complete=complete,
-        generations=run_state.generation,
-        steps=run_state.step,
-        timesteps=timesteps,
-        tokens=run_state.tokens,
-        seconds=run_state.seconds,
-        evaluation=run_state.evaluation,
-        baseline=None if run_state.baseline is None else estimate(run_state.baseline),
-        best=None
-        if best is None
-        else BestMember(
-            index=best.index,
-            generation=best.generation,
-            fitness=estimate(best.fitness),
-            second=None if best.second is None else estimate(best.second),
-            hyperparameters=best.member.hyperparameters,
-        ),
-        test=test,
-        run_dir=run_dir,
     )

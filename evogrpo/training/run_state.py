@@ -1,7 +1,9 @@
-"""State of a run: everything that a checkpoint holds besides the members themselves."""
+"""State of a run: everything that a checkpoint holds besides the members, its clock, and the parts of a run."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -10,9 +12,14 @@ from torch import Tensor
 from evogrpo.algorithms.policies.policy_set import Banks
 from evogrpo.algorithms.population import Population
 from evogrpo.config.search_space import MAX_SAMPLES
-from evogrpo.evolution.fitness import Fitness
+from evogrpo.envs.protocol import GroupEnvironment, Split
+from evogrpo.evolution.fitness import Fitness, FitnessConfig
 from evogrpo.evolution.history import Generation, MemberRecord, SlotRecord
+from evogrpo.evolution.shared_experience import SharedExperience
+from evogrpo.evolution.strategies import Strategy
+from evogrpo.interruption import Stop
 from evogrpo.reporting.records import EvaluationCost, Example, GenerationReport, TestReport
+from evogrpo.training.schedule import Schedule
 from evogrpo.validation import MAX_STEPS, Real, Whole
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -240,11 +247,10 @@ def as_generation(report: GenerationReport, *, slots: int, measure: str) -> Gene
         slots: Number of slots of the bank.
         measure: Measure that selection uses; see `evogrpo.evolution.fitness.MEASURES`.
     """
-    names = [each.name for each in fields(MemberRecord) if each.name != "architecture"]
     records = [SlotRecord()] * slots
     for member in report.members:
         records[member.slot] = SlotRecord(
-            member=MemberRecord(**{name: getattr(member, name) for name in names}),
+            member=member.record(),
             fitness=member.scores.get(measure),
             tokens=member.tokens,
             seconds=member.seconds,
@@ -256,3 +262,81 @@ def as_generation(report: GenerationReport, *, slots: int, measure: str) -> Gene
         steps_per_generation=report.steps_per_generation,
         slots=tuple(records),
     )
+
+
+class Clock:
+    """Seconds of a run, and its time limit.
+
+    Args:
+        limit: Seconds that the whole run may take; None = no limit.
+        run_state: Its `seconds` are counted up; those of earlier parts of a resumed run are included.
+        now: Clock that all ranks share.
+
+    Attributes:
+        now: As given.
+        longest_step: Seconds of the longest learning step so far.
+        longest_evaluation: Seconds of the longest evaluation of all members so far.
+    """
+
+    def __init__(self, limit: float | None, run_state: RunState, now: Callable[[], float]) -> None:
+        self._limit, self._run_state, self.now = limit, run_state, now
+        self.longest_step = self.longest_evaluation = 0.0
+        self._since = now()
+
+    def start(self) -> None:
+        """Count from now on."""
+        self._since = self.now()
+
+    def tick(self) -> None:
+        """Add the time since the last call of `start` or `tick` to the seconds of the run."""
+        now = self.now()
+        self._run_state.seconds += now - self._since
+        self._since = now
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the time of the block, in which the caller has control."""
+        self.tick()
+        yield
+        self.start()
+
+    def left(self) -> float:
+        """Return the seconds left; infinity without a limit."""
+        return math.inf if self._limit is None else self._limit - self._run_state.seconds - (self.now() - self._since)
+
+    @property
+    def expired(self) -> bool:
+        """True if this limit has ended the run."""
+        return self._limit is not None and self._run_state.out_of_time >= self._limit
+
+    def expire(self) -> None:
+        """End the run by this limit; only an evaluation and the test follow."""
+        if self._limit is not None:
+            self._run_state.out_of_time = max(self._run_state.out_of_time, self._limit)
+
+    @property
+    def overrun(self) -> str:
+        """Note on the seconds beyond the limit; empty if it was kept."""
+        over = 0.0 if self._limit is None else self._run_state.seconds - self._limit
+        return f", exceeded by {over:.1f} s" if over >= 0.05 else ""
+
+
+class RunParts:
+    """Parts of a run that its phases share; see `evogrpo.training.trainer.Trainer`."""
+
+    population: Population
+    env: GroupEnvironment
+    schedule: Schedule
+    strategy: Strategy
+    fitness: FitnessConfig
+    experience: SharedExperience | None
+    data: Mapping[str, str] | None
+    run_state: RunState
+    clock: Clock
+    stop_request: Stop
+
+    def questions(self, split: Split) -> int:
+        """Return the number of questions used of a held-out split."""
+        limit = self.schedule.validation_questions if split == "validation" else self.schedule.test_questions
+        available = self.env.size(split) - (self.fitness.second_set if split == "validation" else 0)
+        return available if limit is None else min(limit, available)

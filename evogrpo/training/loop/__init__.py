@@ -1,1 +1,0 @@
-"""The run itself, from step to step, and where it stands."""
