@@ -65,7 +65,6 @@ def test_hyperparameters_are_constant_between_births(tmp_path, fake_run, name, l
     run = charts_of(fake_run(tmp_path, size=6, generations=8, seed=2, evolve=ALL_NAMES))
     chart = chart_of(run, name)
     assert chart.log is log
-    assert chart.unit
     births = sorted(point[:2] for line in chart.births for point in line.points)
     expected = sorted(
         (history.origin.generation, getattr(history.results[0].hyperparameters, name))
