@@ -273,14 +273,6 @@ SETTLING_SECONDS = 0.2
 """Seconds that a connected process waits before it exits."""
 
 
-def was_restarted() -> bool:
-    """Return True if the launcher restarted this program after a failure. A collective.
-
-    The launcher of each machine counts only its own restarts, so the ranks combine theirs.
-    """
-    return any(processes().all_gather(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")))
-
-
 @cache
 def processes() -> Processes:
     """Return the ranks of this program; the first call connects them.

@@ -18,7 +18,7 @@ from evogrpo.cli.main import FAILED, INTERRUPTED, OK
 from evogrpo.config.hyperparameters import Hyperparameters, Value
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import RLParameter
-from evogrpo.distributed import ProcessError, processes, was_restarted
+from evogrpo.distributed import ProcessError, processes
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.extras import missing
@@ -70,7 +70,9 @@ def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
     requested_dir = args.run_dir or (None if config.run_dir is None else Path(config.run_dir).expanduser())
     if requested_dir is None and args.resume_if_exists:
         raise ValueError("--resume-if-exists needs the run directory: add --run-dir DIR.")
-    may_resume = not args.dry_run and (args.resume_if_exists or was_restarted())
+    # The launcher of each machine counts only its own restarts after a failure.
+    restarts = processes().all_gather(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or "0")
+    may_resume = not args.dry_run and (args.resume_if_exists or set(restarts) != {"0"})
     # Rank 0 looks for a checkpoint, because other hosts may not see the folder.
     if requested_dir and may_resume and processes().broadcast(latest_checkpoint(requested_dir) is not None):
         reason = "" if args.resume_if_exists else "Restarted by the launcher. "

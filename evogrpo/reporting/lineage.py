@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -136,10 +135,8 @@ def best_schedule(summary: RunSummary) -> BestSchedule:
             stages[-1] = ScheduleStage(**{**vars(last), "generations": (*last.generations, *stage.generations)})
         else:
             stages.append(stage)
-    born = [line[0], *(after for before, after in pairwise(line) if before.index != after.index)]
-    networks = tuple(
-        f"{old} -> {new}" for report in born for old, new in [report.changes.get(NETWORK, ("", ""))] if new
-    )
+    born = {report.index: report.changes[NETWORK] for report in line if NETWORK in report.changes}
+    networks = tuple(f"{old} -> {new}" for old, new in born.values())
     return BestSchedule(stages=tuple(stages), member=member, networks=networks)
 
 

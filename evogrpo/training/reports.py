@@ -11,11 +11,9 @@ from typing import Any
 import torch
 
 import evogrpo
-from evogrpo.algorithms.agent import Agent
 from evogrpo.algorithms.policies.policy_set import RolloutBatch
 from evogrpo.algorithms.population import Population
 from evogrpo.data import LearnReport
-from evogrpo.evolution.history import MemberRecord
 from evogrpo.reporting.records import (
     Example,
     GenerationReport,
@@ -24,7 +22,7 @@ from evogrpo.reporting.records import (
     StepReport,
 )
 from evogrpo.training.evaluation import Measured, estimate
-from evogrpo.training.run_state import RunParts, RunState
+from evogrpo.training.run_state import RunParts
 
 
 def provenance(population: Population) -> dict[str, Any]:
@@ -186,15 +184,36 @@ def generation_report(run: RunParts, measured: Mapping[int, Measured], *, best: 
     """
     population, run_state = run.population, run.run_state
     births = {birth.index: birth for birth in population.lineage}
-    members = tuple(
-        _member_report(agent, births[agent.index], run_state, measured.get(agent.slot, Measured()))
-        for agent in population.agents
-        if not agent.retired
-    )
+    members = []
+    for agent in population.agents:
+        if agent.retired:
+            continue
+        evaluated, birth = measured.get(agent.slot, Measured()), births[agent.index]
+        member = MemberReport(
+            generation=run_state.generation,
+            slot=agent.slot,
+            index=agent.index,
+            parent=agent.parent,
+            born=agent.born,
+            hyperparameters=agent.hyperparameters,
+            fitness=None if agent.fitness is None else agent.fitness.mean,
+            standard_error=None if agent.fitness is None else agent.fitness.standard_error,
+            failed=agent.failed,
+            tokens=run_state.member_tokens[agent.slot],
+            seconds=run_state.member_seconds[agent.slot],
+            changes=birth.changes,
+            reason=birth.reason,
+            metrics={name: total / count for name, (total, count) in run_state.metrics[agent.slot].items()},
+            measured={name: estimate(fitness) for name, fitness in evaluated.by.items()},
+            questions=evaluated.questions,
+            evaluation=evaluated.cost,
+            scores=evaluated.by,
+        )
+        members.append(member)
     return GenerationReport(
         generation=run_state.generation,
         step=run_state.step,
-        members=members,
+        members=tuple(members),
         best_index=next(member.index for member in members if member.slot == best),
         plan=None,
         seconds=run_state.seconds,
@@ -206,28 +225,4 @@ def generation_report(run: RunParts, measured: Mapping[int, Measured], *, best: 
         best_ever=None if run_state.best is None else (run_state.best.index, run_state.best.generation),
         samples_per_step=run_state.samples_per_step,
         steps_per_generation=run_state.steps_per_generation,
-    )
-
-
-def _member_report(agent: Agent, birth: MemberRecord, run_state: RunState, measured: Measured) -> MemberReport:
-    """Return the report of one member at the end of a generation."""
-    return MemberReport(
-        generation=run_state.generation,
-        slot=agent.slot,
-        index=agent.index,
-        parent=agent.parent,
-        born=agent.born,
-        hyperparameters=agent.hyperparameters,
-        fitness=None if agent.fitness is None else agent.fitness.mean,
-        standard_error=None if agent.fitness is None else agent.fitness.standard_error,
-        failed=agent.failed,
-        tokens=run_state.member_tokens[agent.slot],
-        seconds=run_state.member_seconds[agent.slot],
-        changes=birth.changes,
-        reason=birth.reason,
-        metrics={name: total / count for name, (total, count) in run_state.metrics[agent.slot].items()},
-        measured={name: estimate(fitness) for name, fitness in measured.by.items()},
-        questions=measured.questions,
-        evaluation=measured.cost,
-        scores=measured.by,
     )

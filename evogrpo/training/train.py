@@ -299,12 +299,9 @@ class EvalCallback:
         last = self.evaluations_timesteps[-1] if self.evaluations_timesteps else 0
         if timesteps - last < self._every:
             return True
-        self._evaluate(agent, timesteps, getattr(run.trainer.env, "max_episode_steps", None))
-        return self._threshold is None or self.last_mean_reward < self._threshold
-
-    def _evaluate(self, agent: GRPO, timesteps: int, limit: int | None) -> None:
+        # 1. Play the episodes.
         check_spaces(agent, self._env)
-        limit = limit if time_limit(self._env) is None else None
+        limit = getattr(run.trainer.env, "max_episode_steps", None) if time_limit(self._env) is None else None
         played = [self._play(agent, limit) for _ in range(self._episodes)]
         self.evaluations_timesteps.append(timesteps)
         self.evaluations_results.append([float(each["r"]) for each in played])
@@ -312,6 +309,7 @@ class EvalCallback:
         if all("is_success" in each for each in played):
             self.evaluations_successes.append([bool(each["is_success"]) for each in played])
         self.last_mean_reward = float(np.mean(self.evaluations_results[-1]))
+        # 2. Write the log, and keep the agent if it is the best so far.
         if self._log is not None:
             make_folder(self._log)
             arrays: dict[str, Any] = {
@@ -329,6 +327,7 @@ class EvalCallback:
             if self._best is not None:
                 self._best.parent.mkdir(parents=True, exist_ok=True)
                 agent.save_checkpoint(self._best, replace=True)
+        return self._threshold is None or self.last_mean_reward < self._threshold
 
     def _play(self, agent: GRPO, limit: int | None) -> Mapping[str, Any]:
         """Play one episode and return its record, with the values of a `Monitor` if there is one."""
