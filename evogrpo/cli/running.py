@@ -270,10 +270,8 @@ def process_layout(config: Config, count: int) -> dict[str, str]:
     if count == 1:
         return {}
     groups = config.population.size * config.schedule.samples_per_step // min(possible(config, "group_size"))
-    idle = ""
-    if count > groups:
-        verb = "has" if count == groups + 1 else "have"
-        idle = f". {count - groups} {verb} no work while {pluralize(groups, 'group')} are sampled"
+    verb = "has" if count == groups + 1 else "have"
+    idle = f". {count - groups} {verb} no work while {pluralize(groups, 'group')} are sampled" if count > groups else ""
     return {"processes": f"{count}; each holds all members and does part of the work{idle}"}
 
 

@@ -290,11 +290,9 @@ def _loss_problems(objective: Objective) -> Iterator[str]:
             "one ratio per completion: choose a loss type with one ratio per action."
         )
     if not loss_facts.per_action and objective.per_action:
-        cause = (
-            f"advantage={objective.advantage!r}"
-            if objective.advantage in STEP_ADVANTAGES
-            else "kl_placement='reward' (in-reward KL)"
-        )
+        cause = "kl_placement='reward' (in-reward KL)"
+        if objective.advantage in STEP_ADVANTAGES:
+            cause = f"advantage={objective.advantage!r}"
         yield (
             f"{cause} gives each action its own advantage, but loss_type={loss!r} has one ratio per completion: choose "
             "a loss type with one ratio per action."

@@ -494,12 +494,8 @@ def plan_lines(report: GenerationReport) -> list[Text]:
         close = any("within noise" in reason for reason in plan.reasons)
         why = ", all differences are within noise" if close else ""
         return [Text(f"selection: no member replaced{why}", "dim")]
-    lines = [
-        Text.assemble(
-            (f"selection: #{index} removed", "cyan"), f" ({printable(plan.reasons[slot].removeprefix('stopped: '))})"
-        )
-        for slot, index in retired.items()
-    ]
+    reasons = {index: printable(plan.reasons[slot].removeprefix("stopped: ")) for slot, index in retired.items()}
+    lines = [Text.assemble((f"selection: #{index} removed", "cyan"), f" ({why})") for index, why in reasons.items()]
     lines += [Text(f"selection: {change} from the next generation", "cyan") for change in budgets]
     for child in plan.children:
         birth = f"#{child.index} replaces #{members[child.slot]}" if child.slot in members else f"#{child.index} added"

@@ -412,24 +412,27 @@ class DatasetTask(QuestionTask):
         """Read the files, load the user's code and build the environment."""
         tables = self.dataset.tables()
         functions = [load_named(name, "reward function") for name in self.functions]
+        options = {
+            "validation_dataset": tables["validation"],
+            "reward_weights": self.reward_weights,
+            "validation_size": self.validation_size,
+            "test_size": self.test_size,
+            "seed": seed,
+            **self.gym_options(max_prompt_length),
+        }
         if self.max_turns is not None:
             factories = {name: load_named(each, "environment", "class") for name, each in self.factories.items()}
             return EnvironmentGym(
                 tables["train"],
                 tables["test"],
                 tokenizer,
-                validation_dataset=tables["validation"],
                 environment_factory=factories.get("", factories or None),
                 tools=[load_named(name, "tool") for name in self.tools],
                 max_turns=self.max_turns,
                 reward_funcs=functions or None,
-                reward_weights=self.reward_weights,
-                validation_size=self.validation_size,
-                test_size=self.test_size,
                 environment_timeout=self.environment_timeout,
                 environment_workers=self.environment_workers,
-                seed=seed,
-                **self.gym_options(max_prompt_length),
+                **options,
             )
         first: Any = next(iter(tables["train"] or []), {})
         agilerl = self.form == "agilerl" or (self.form is None and "prompt" not in first)
@@ -437,15 +440,10 @@ class DatasetTask(QuestionTask):
             tables["train"],
             tables["test"],
             tokenizer,
-            validation_dataset=tables["validation"],
             reward_fn=functions[0] if agilerl else None,
             reward_funcs=None if agilerl else functions,
-            reward_weights=self.reward_weights,
             conversation_template=_conversation_template(self.system_prompt, self.conversation_template),
-            validation_size=self.validation_size,
-            test_size=self.test_size,
-            seed=seed,
-            **self.gym_options(max_prompt_length),
+            **options,
         )
 
 
