@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any, Self
 
@@ -189,12 +190,6 @@ AfterGeneration = Callable[[Run], object]
 """Function called with the run after every generation; returns False to stop the run."""
 
 
-_RECORDS = ("run_dir", "keep_checkpoints", "checkpoint_steps", "completions", "completions_format")
-_SHOWN = ("strategy", "callbacks", "progress", "skip_memory_check")
-_EVOLVE = ("population", "env", "experience", "fitness", *_SHOWN, *_RECORDS)
-_RESUME = ("run_dir", "env", *_SHOWN, "actor_network", "algorithm", "allow_changed_data")
-
-
 @lists_options(Schedule.__dataclass_fields__, Schedule)
 def evolve(
     population: Population,
@@ -249,7 +244,7 @@ def evolve(
     """
     if isinstance(env, Population):
         raise ValueError("evolve takes the population first: evolve(population, env, ...).")
-    refuse_unknown("argument of evolve", schedule, [*_EVOLVE, *Schedule.__dataclass_fields__])
+    refuse_unknown("argument of evolve", schedule, signature(evolve).parameters)
     console = console_for(progress)
     logging = LoggingConfig(
         keep_checkpoints=keep_checkpoints,
@@ -314,7 +309,7 @@ def resume(
         CheckpointError: If there is no complete checkpoint, or the base model differs.
         ValueError: If a limit is unknown or out of range, or strategy, algorithm or environment differ or are missing.
     """
-    refuse_unknown("limit of a resumed run", limits, [*LIMITS, *_RESUME])
+    refuse_unknown("limit of a resumed run", limits, signature(resume).parameters)
     if not isinstance(run_dir, str | Path):
         raise ValueError(f"resume takes the run directory first: resume(run_dir, env), got {type(run_dir).__name__}.")
     console = console_for(progress)
