@@ -68,11 +68,11 @@ def test_the_folder_of_adapters_is_relative_to_the_configuration(tmp_path):
 
 @pytest.mark.usefixtures("workdir")
 def test_a_run_is_saved_if_its_server_dies_and_resumes(project, server, capsys):
-    sampler = f"sampler={{vllm: {server.url}, adapters_dir: adapters, timeout: 3.0}}"
+    sampler = f"sampler={{vllm: {server.url}, adapters_dir: adapters, timeout: 8.0}}"
     arguments = ["train", str(project / "tiny.yaml"), "--run-dir", "run", sampler, "population.size=2"]
     # 1. A server that does not answer at the start: nothing is written.
     server.stop()
-    assert main(arguments) == 2
+    assert main([*arguments, sampler.replace("8.0", "0.5")]) == 2
     assert server.url in capsys.readouterr().err
     # 2. It dies in the second step.
     server.start()
