@@ -40,6 +40,7 @@ _SYNONYMS: Mapping[str, str] = {
     "normalise_observations": "normalize_observations normalize_observation normalize normalise norm_obs",
     "hp_config": "hyperparameter_config HP_CONFIG",
     "lora_config": "peft_config",
+    "full_finetuning": "full full_finetune",
     "lora": "lora_config peft_config",
     "r": "rank lora_r",
     "objective": "loss_config",

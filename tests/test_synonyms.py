@@ -48,6 +48,7 @@ agent batch_size: per_device_train_batch_size
 agent entropy_coef: ent_coef
 agent max_output_tokens: max_completion_length max_new_tokens
 agent lora_config: peft_config
+agent full_finetuning: full
 agent network: net_arch
 agent gamma: discount
 agent max_grad_norm: grad_clip

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
-from safetensors.torch import save as tensor_bytes
 from torch import Tensor
 
 from evogrpo.algorithms.policies.policy_set import CheckpointFiles
@@ -15,6 +14,7 @@ from evogrpo.models.devices import check_stored_size
 from evogrpo.models.language.compatibility import is_quantised
 from evogrpo.models.language.fsdp import sharded_over
 from evogrpo.models.language.loading import load_base
+from evogrpo.models.language.lora import tensors_file
 from evogrpo.storage.checkpoint import CheckpointError, is_path
 
 if TYPE_CHECKING:
@@ -144,9 +144,3 @@ def _harmless(values: Any) -> Any:
         for name, value in values.items()
         if name not in (*FOLLOWED, *LABELS) and not (name == "_name_or_path" and is_path(str(value)))
     }
-
-
-def tensors_file(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the bytes of a safetensors file, as PEFT and transformers write them."""
-    plain = {name: value.cpu().contiguous() for name, value in tensors.items()}
-    return tensor_bytes(plain, metadata={"format": "pt"})

@@ -102,6 +102,8 @@ class Options(CommonOptions, total=False):
             none.
         eos_token_ids: Token or tokens that end a completion; by default those of the model's generation config.
         lora_config: A `peft.LoraConfig`; None (default) = rank 16, alpha 32, on all linear layers except the head.
+        full_finetuning: Train all weights of the model instead of adapters; False by default. Each member needs at
+            least three times the memory of a base in float32, and members do not share passes.
         adapter: Folder of a PEFT adapter, such as an export or a checkpoint, that all members start from; its
             lora_config is used. The reference and the baseline are the base without adapters.
         micro_batch_tokens: Maximum tokens in one forward pass with gradients. Default: 1024 on CPUs; on CUDA the
@@ -122,6 +124,7 @@ class Options(CommonOptions, total=False):
     repetition_penalty: float
     eos_token_ids: int | tuple[int, ...]
     lora_config: "LoraConfig | None"
+    full_finetuning: bool
     adapter: str | Path | None
     micro_batch_tokens: int | None
     source: str | None
@@ -165,7 +168,7 @@ def is_language_model(network: object) -> TypeGuard["PreTrainedModel"]:
 _LANGUAGE, _NETWORKS = LanguageSettings.__dataclass_fields__, NetworkSettings.__dataclass_fields__
 LANGUAGE_ONLY = (
     *(name for name in _LANGUAGE if name not in _NETWORKS and name != "pad_token_id"),
-    *("lora_config", "adapter", "source"),
+    *("lora_config", "full_finetuning", "adapter", "source"),
 )
 NETWORKS_ONLY = tuple(name for name in _NETWORKS if name not in _LANGUAGE)
 FIRST_ARGUMENTS = ("observation_space", "action_space", "actor_network", "pad_token_id")
@@ -232,7 +235,7 @@ def _language_policy_set(
 
     from evogrpo.algorithms.policies.language import LanguagePolicySet
     from evogrpo.models.language.compatibility import check_causal_class
-    from evogrpo.models.language.lora import read_adapter
+    from evogrpo.models.language.lora import default_lora, read_adapter
 
     _refuse_other_kind(NETWORKS_ONLY, options, "small networks")
     check_causal_class(model)
@@ -246,6 +249,10 @@ def _language_policy_set(
     for name, (kind, example) in kinds.items():
         if options.get(name) is not None:
             instance(name, options[name], kind, example)
+    lora, start = options.get("lora_config"), options.get("adapter")
+    full = flag("full_finetuning", options.get("full_finetuning") or False)
+    if full and (lora is not None or start is not None):
+        raise ValueError("full_finetuning trains all weights. Leave out lora_config and adapter.")
     end_tokens = options.get("eos_token_ids")
     if end_tokens is None:
         end_tokens = getattr(model.generation_config, "eos_token_id", None)
@@ -261,8 +268,8 @@ def _language_policy_set(
         size,
         settings,
         options.get("hp_config"),
-        lora_config=options.get("lora_config"),
-        start=None if options.get("adapter") is None else read_adapter(options["adapter"]),
+        lora_config=lora if full or lora or start else default_lora(),
+        start=None if start is None else read_adapter(start),
         source=options.get("source"),
         device=choose_device(options.get("accelerator"), options.get("device")),
         autocast=autocast_context(options.get("accelerator")),

@@ -410,7 +410,7 @@ class EvolvableAlgorithm(AgileRLAgent):
     # ---- checkpoints
 
     def save_checkpoint(self, path: str | Path, *, include_base: bool = False, replace: bool = False) -> None:
-        """Save the agent as a checkpoint folder. For a language model the folder is also a PEFT adapter.
+        """Save the agent as a checkpoint folder. For a language model it is also a PEFT adapter, or a full model.
 
         Args:
             path: Folder to create.

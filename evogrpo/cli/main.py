@@ -364,12 +364,16 @@ def _add_other_commands(commands: Commands) -> None:
         commands,
         "export",
         "evogrpo.cli.records:export",
-        "export a run's best adapter, its hyperparameter schedule, or an Optuna study",
+        "export a run's best member, its hyperparameter schedule, or an Optuna study",
         "Existing files are not overwritten.",
     )
     _add_run_dir(export)
     export.add_argument(
-        "folder", type=Path, nargs="?", metavar="FOLDER", help="write the best adapter for PEFT to this new folder"
+        "folder",
+        type=Path,
+        nargs="?",
+        metavar="FOLDER",
+        help="write the best member for PEFT or transformers to this new folder",
     )
     export.add_argument(
         "--schedule",

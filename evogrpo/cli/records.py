@@ -1,7 +1,6 @@
 """Commands on a recorded run: `lineage`, `best`, `compare`, `report`, `video` and `export`."""
 
 import argparse
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -306,14 +305,11 @@ def _print_json(console: Console, values: Mapping[str, Any]) -> int:
 # ---- exports
 
 
-PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
-
-
 def export(args: argparse.Namespace) -> int:
     """Write every export that the arguments name."""
     targets = {name: getattr(args, name) for name in _EXPORTS if getattr(args, name) is not None}
     if not targets:
-        raise ValueError("Nothing to export: give FOLDER for the best adapter, --schedule FILE or --optuna STORAGE.")
+        raise ValueError("Nothing to export: give FOLDER for the best member, --schedule FILE or --optuna STORAGE.")
     if args.study is not None and args.optuna is None:
         raise ValueError(f"--study {args.study!r} needs --optuna STORAGE.")
     for name, target in targets.items():
@@ -344,8 +340,8 @@ def _schedule(args: argparse.Namespace, file: Path) -> None:
     show_command(console, "replay it", command("replay", file))
 
 
-def _adapter(args: argparse.Namespace, folder: Path) -> None:
-    """Verify the best adapter and copy the two files that PEFT needs."""
+def _member(args: argparse.Namespace, folder: Path) -> None:
+    """Verify the best member and copy the files that PEFT or transformers needs."""
     run_dir: Path = args.run_dir
     from evogrpo.storage.checkpoint import checkpoint_path
 
@@ -355,7 +351,7 @@ def _adapter(args: argparse.Namespace, folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists and is not an empty folder. Choose a new folder.")
     console = make_console()
-    with working(console, "reading and checking the adapter"):
+    with working(console, "reading and checking the member"):
         from evogrpo.algorithms.factory import AGENT_CLASSES
         from evogrpo.storage.atomic_files import make_folder, write_synced
         from evogrpo.storage.checkpoint import checkpoint_errors, read_checkpoint
@@ -363,42 +359,42 @@ def _adapter(args: argparse.Namespace, folder: Path) -> None:
         _, record = read_checkpoint(run_dir / "best", kind="agent")
         with checkpoint_errors(best):
             index, agent_class = int(record["member"]["index"]), AGENT_CLASSES[record["shared"]["kind"]]
-            base = str(record["shared"].get("source"))
-        if not (best / PEFT_FILES[0]).is_file():
+            kind, base = record["shared"]["kind"], str(record["shared"].get("source"))
+        if kind != "language":
             loading = f"{agent_class}.load({str(best)!r})"
-            raise ValueError(f"{best} contains small networks, not an adapter. Load them with {loading}.")
-        with checkpoint_errors(best / PEFT_FILES[0]):
-            base_name = json.loads((best / PEFT_FILES[0]).read_text())["base_model_name_or_path"]
-        checked = _check_with_peft(run_dir, best, base)
+            raise ValueError(f"{best} contains small networks, not a language model. Load them with {loading}.")
+        from evogrpo.models.language.full_finetuning import find_export
+
+        with checkpoint_errors(best):
+            exported = find_export(best)
+        checked = _check_export(run_dir, best, base)
     make_folder(folder)
-    for name in PEFT_FILES:
+    for name in exported.files:
         write_synced(folder / name, (best / name).read_bytes())
-    console.print(Text(f"wrote member #{index} to {folder}, an adapter of {base}; {checked}"), soft_wrap=True)
-    loading = f"peft.PeftModel.from_pretrained(base_model, {str(folder)!r})"
-    if base_name:
-        loading = f"peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r})"
+    console.print(Text(f"wrote member #{index} to {folder}, {exported.what} {base}; {checked}"), soft_wrap=True)
+    loading = f"{exported.loader}{str(folder)!r})"
     console.print(Text.assemble(("load it with ", "dim"), (loading, "cyan")), soft_wrap=True)
 
 
-def _check_with_peft(run_dir: Path, best: Path, source: str) -> str:
-    """Raise ValueError if PEFT cannot load the adapter onto its base model; return a description of the check."""
+def _check_export(run_dir: Path, best: Path, source: str) -> str:
+    """Raise ValueError if PEFT or transformers cannot load the member; return a description of the check."""
+    from evogrpo.models.language.full_finetuning import check_member
     from evogrpo.models.language.loading import load_outline
-    from evogrpo.models.language.lora import check_export
     from evogrpo.storage.checkpoint import is_path
 
     if (run_dir / CONFIG_FILE).is_file():
         source = str(read_yaml_file(run_dir / CONFIG_FILE).get("model") or source)  # reads the path only; runs no code
     elif is_path(source):  # a path from a checkpoint is not trusted
-        return "not checked with PEFT: the base model is a local folder"
+        return "not checked: the base model is a local folder"
     try:
         outline = load_outline(source).model
     except ValueError:
-        return f"not checked with PEFT: {source} cannot be loaded here"
-    return f"PEFT loads all {check_export(best, outline)} tensors"
+        return f"not checked: {source} cannot be loaded here"
+    return check_member(best, outline)
 
 
 _EXPORTS: Mapping[str, Callable[[argparse.Namespace, Any], None]] = {
-    "folder": _adapter,
+    "folder": _member,
     "schedule": _schedule,
     "optuna": _study,
 }

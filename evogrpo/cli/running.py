@@ -175,7 +175,7 @@ def _vllm_commands(prepared: PreparedRun) -> list[str]:
         vllm_command(
             loadable_name(prepared.outline.model) or prepared.model,
             members=max(1, len(range(number, size, len(urls)))),  # as VLLMSampler deals them out
-            rank=prepared.lora.r,
+            rank=prepared.trained.rank,
             dtype="bfloat16" if precision in PACKAGES else precision,
             url=url,
         )

@@ -473,7 +473,7 @@ LANGUAGE = Terms(
     questions="questions",
     tokens="tokens",
     fitness="mean reward per validation question",
-    best="best adapter",
+    best="best member",
 )
 NETWORKS = Terms(
     untrained="untrained network",

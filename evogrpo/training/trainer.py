@@ -232,6 +232,7 @@ class Trainer(RunParts):
                         if isinstance(error, Exception | SystemExit):  # most often of a reward function
                             self._save(f"{type(error).__name__} in learning step {state.step}")
                         raise
+                    snapshot.clear()  # before the next one is made: members may be large
                     # 4. Log.
                     phases = {
                         "sampling": collected_at - began - collected.scoring_seconds,

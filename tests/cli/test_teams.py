@@ -81,7 +81,7 @@ def test_a_run_resumes_and_is_reported(finished, capsys):
 
 def test_export_refuses_a_team(finished, workdir, capsys):
     assert main(["export", str(finished[0]), "out"]) == 2
-    assert "not an adapter. Load them with MultiAgentGRPO.load(" in one_line(capsys.readouterr().err)
+    assert "not a language model. Load them with MultiAgentGRPO.load(" in one_line(capsys.readouterr().err)
     assert list(workdir.iterdir()) == []
 
 

@@ -93,6 +93,32 @@ def test_an_exported_adapter_loads_with_peft(finished, project, workdir, capsys)
     assert "not an empty folder" in capsys.readouterr().err
 
 
+def test_a_run_of_all_weights_exports_a_model(project, workdir, capsys):
+    train = ["train", str(project / "tiny.yaml"), "agent.full_finetuning=true", "hyperparameters.beta=0.01"]
+    train += ["population.size=2", "schedule.generations=1", "--run-dir", "run"]
+    base = AutoModelForCausalLM.from_pretrained(project / "model")
+    assert main([*train, "--dry-run"]) == 0
+    plan = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "2 members, each with all weights of its own" in plan
+    prepared = prepare(load_config(project / "tiny.yaml", train[2:4]))
+    size = sum(parameter.numel() for parameter in base.parameters())
+    assert prepared.trained.size == size
+    assert prepared.forecast().need.size > 7 * 4 * 4 * size  # 4 members, their moments, copies and gradients
+    assert main(train) == 0
+    assert main(["export", "run", "model"]) == 0
+    output = capsys.readouterr().out
+    assert f"transformers loads all {len(list(base.parameters()))} tensors" in output
+    assert "AutoModelForCausalLM.from_pretrained('model')" in output
+    assert {path.name for path in Path("model").iterdir()} == {
+        *("config.json", "generation_config.json", "model.safetensors")
+    }
+    ids = torch.arange(3, 19)[None]
+    policy = GRPO.load("run/best", actor_network=base).members.policy(0)
+    logits = AutoModelForCausalLM.from_pretrained("model")(ids).logits
+    torch.testing.assert_close(logits, policy(ids), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(logits, base(ids).logits, atol=1e-3)
+
+
 def test_a_run_may_start_from_an_adapter(finished, project, workdir, capsys):
     """A relative path in an override is resolved against the working directory."""
     assert main(["export", str(finished[0]), "start"]) == 0

@@ -45,6 +45,11 @@ def test_the_command_of_each_server_is_printed(project, capsys):
     assert [shlex.split(line)[2:] for line in printed if line.startswith("vLLM server")] == lines
 
 
+def test_members_with_all_weights_have_no_server(project, capsys):
+    assert main(["vllm-command", str(project / "tiny.yaml"), "agent.full_finetuning=true"]) == 2
+    assert "full_finetuning" in capsys.readouterr().err
+
+
 def test_small_networks_have_no_server(tmp_path, capsys):
     path = tmp_path / "a.yaml"
     path.write_text(yaml.safe_dump({"task": {"env": "CartPole-v1"}, "schedule": {"generations": 1}}))

@@ -95,6 +95,9 @@ questions   | agent.eos_token_ids=[a]                  | agent.eos_token_ids[0] 
 questions   | agent.lora.r=0                           | agent.lora.r must be at least 1, got 0
 questions   | agent.lora_config.r=4                    | 'lora_config': it is called 'lora' here
 questions   | agent={adapter: a, lora: {r: 4}}         | agent: adapter; /a' has its own LoRA settings
+questions   | agent={full_finetuning: true, lora: {r: 4}} | agent: full_finetuning; Remove lora and adapter
+questions   | agent.full_finetuning=true base_parts=2  | agent.full_finetuning supports neither base_parts nor vLLM
+questions   | agent.full_finetuning=true sampler={vllm: "http://a", adapters_dir: b} | neither base_parts nor vLLM
 questions   | agent.network.hidden=[3]                 | unknown key in agent 'network'
 questions   | agent.objective.delta=1                  | agent.objective.delta must be above 1, got 1
 questions   | agent.objective.dual_clip=0.5            | agent.objective.dual_clip must be above 1, got 0.5
@@ -183,6 +186,7 @@ project     | task.max_prompt_length=1                 | left out
 project     | task.reward_workers=0 task.reward_timeout=3 | reward_timeout requires reward_workers of at least 1
 project     | agent.max_output_tokens=4000             | agent.max_output_tokens must be below
 project     | agent.lora.target_modules=[nothing]      | matches no module
+project     | agent.full_finetuning=true precision=bfloat16 | full_finetuning requires precision float32, got bfloat16
 project     | agent.lora.init_lora_weights=pissa       | init_lora_weights must be True or 'gaussian'
 """
 # Each fault of several has a sentence.

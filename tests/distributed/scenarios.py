@@ -134,9 +134,14 @@ def thinned(folder: Path) -> Trainer:
     return language(folder, 3, strategy=SuccessiveHalving(), beta=0.0, micro_batch_tokens=48, steps_per_generation=1)
 
 
+def full(folder: Path) -> Trainer:
+    """Language models that train all weights."""
+    return language(folder, 2, lora_config=None, full_finetuning=True, hp_config=None, lr=1e-3, micro_batch_tokens=48)
+
+
 SCENARIOS: dict[str, Callable[[Path], Trainer]] = {
     scenario.__name__: scenario
-    for scenario in (networks, words, pair, double, lone, team, lent, led, borrowed, thinned)
+    for scenario in (networks, words, pair, double, lone, team, lent, led, borrowed, thinned, full)
 }
 
 

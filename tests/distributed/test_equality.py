@@ -14,7 +14,7 @@ from tests.distributed.parting import store
 from tests.distributed.scenarios import SCENARIOS, go_on, perform, quantised
 from tests.tiny_training import finish, shared_model
 
-IN_TWO = ["networks", "words", "lent", "team"]
+IN_TWO = ["networks", "words", "lent", "team", "full"]
 IN_THREE = ["pair", "led", "thinned"]
 MORE = ["double", "lone", "borrowed"]
 """Slow: float64 as `words`, one member as `pair`, and shared samples of language models as `lent` and `pair`."""

@@ -85,6 +85,7 @@ RUNS = {
     "samples per member": {"strategy": Turns, "options": SAME_GROUPS},
     "function as mutation": {"strategy": lambda: Tournament(z=0.0, mutation=halved)},
     "object as mutation": {"strategy": lambda: Tournament(z=0.0, mutation=Gaussian(width=0.3))},
+    "full fine-tuning": {"start": tiny_run, "options": {"lora_config": None, "full_finetuning": True, "beta": 0.1}},
     "shared experience of language models": {"start": tiny_run, "experience": SHARED},
     "shared experience of networks": {"experience": SHARED},
     "shared experience of teams": {"start": team_run, "experience": SHARED, "samples_per_step": 8},

@@ -1,4 +1,4 @@
-"""LanguagePolicySet: language models with one frozen base and one LoRA adapter per member."""
+"""LanguagePolicySet: language models with one frozen base, and one LoRA adapter or all weights per member."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from evogrpo.algorithms.base_checkpoint import base_files, check_base, named_base, saved_base, tensors_file
+from evogrpo.algorithms.base_checkpoint import base_files, check_base, named_base, saved_base
 from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.algorithms.policies.language_sampling import (
     Experiences,
@@ -48,8 +48,9 @@ from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS, check_stored_size
 from evogrpo.models.language.bank import AdapterBank
 from evogrpo.models.language.compatibility import check_context, check_token_ids, is_quantised
 from evogrpo.models.language.fsdp import sharded_over
+from evogrpo.models.language.full_finetuning import choose_trained
 from evogrpo.models.language.loading import fingerprint, load_tokenizer
-from evogrpo.models.language.lora import StoredAdapter, choose_targets, lora_from_json, lora_to_json
+from evogrpo.models.language.lora import StoredAdapter, lora_from_json, lora_to_json
 from evogrpo.models.language.sizing import size_for_memory
 from evogrpo.models.language.vllm_sampler import VLLMSampler
 from evogrpo.randomness import generator
@@ -63,14 +64,14 @@ if TYPE_CHECKING:
 
 
 class LanguagePolicySet:
-    """Adapters over one frozen base model; see `evogrpo.algorithms.policies.policy_set.PolicySet`.
+    """Members over one frozen base model; see `evogrpo.algorithms.policies.policy_set.PolicySet`.
 
     Args:
         model: The base model; moved to the device if one is given.
         size: Number of members.
         settings: Settings that do not evolve.
         hp_config: The search space; None = nothing evolves.
-        lora_config: LoRA settings.
+        lora_config: LoRA settings; None = members train all weights.
         source: Name that the base was loaded by; the model's own name by default.
         device: Device of the base; None = where it is.
         autocast: Returns the autocast context of forward passes.
@@ -95,7 +96,6 @@ class LanguagePolicySet:
     """
 
     kind = "language"
-    weights = ("adapter",)
     evolves = False
 
     def __init__(
@@ -148,6 +148,7 @@ class LanguagePolicySet:
         self.sampler: Sampler = self.bank
         self.policies = {DEFAULT_POLICY: self}
         self.banks = Banks({DEFAULT_POLICY: self.bank})
+        self.weights = (self.bank.weights_key,)
         self.source = source or str(getattr(model, "name_or_path", "") or type(model).__name__)
         self.fingerprint = recognised_by or fingerprint(model)
 
@@ -174,7 +175,7 @@ class LanguagePolicySet:
             1,
             self.settings,
             self.hp_config,
-            lora_config=None if self.start else self.bank.lora_config,
+            lora_config=self.bank.lora_config,
             start=self.start,
             source=self.source,
             autocast=self.bank.base.autocast if wrap else nullcontext,
@@ -188,6 +189,7 @@ class LanguagePolicySet:
         """Return the constructor arguments that are not in the settings."""
         return {
             "lora_config": self.bank.lora_config,
+            "full_finetuning": self.bank.lora_config is None,
             "observation_space": self.observation_space,
             "action_space": self.action_space,
         }
@@ -404,7 +406,7 @@ class LanguagePolicySet:
     # ---- checkpoints
 
     def record(self) -> dict[str, Any]:
-        """Return the source and fingerprint of the base, and the adapters' settings."""
+        """Return the source and fingerprint of the base, and the adapters' settings, if members are adapters."""
         return {
             "lora_config": lora_to_json(self.bank.lora_config),
             "source": self.source,
@@ -418,8 +420,8 @@ class LanguagePolicySet:
         saved, own = record["lora_config"], lora_to_json(self.bank.lora_config)
         if saved != own:
             raise CheckpointError(
-                f"{where} holds an adapter of lora_config {saved}, but this agent has {own}. Use the same "
-                "lora_config, or load the saved agent with GRPO.load."
+                f"{where} holds an agent of lora_config {saved}, but this agent has {own}. Use the same "
+                "lora_config and full_finetuning, or load the saved agent with GRPO.load."
             )
 
     def shared_tensors(self) -> dict[str, Tensor]:
@@ -427,13 +429,8 @@ class LanguagePolicySet:
         return {} if self.start is None else dict(self.start.tensors)
 
     def files(self, slot: int, *, include_base: bool) -> CheckpointFiles:
-        """Return the member as a PEFT adapter, and the base model if requested."""
-        adapters, config = self.bank.peft_files(slot)
-        # Functions, so that only the file that is being written is in memory as bytes.
-        files: CheckpointFiles = {
-            "adapter_model.safetensors": lambda: tensors_file(adapters),
-            "adapter_config.json": config,
-        }
+        """Return the member as a PEFT adapter or a model of transformers, and the base model if requested."""
+        files: CheckpointFiles = self.bank.files(slot)
         return files | base_files(self.bank.base.model) if include_base else files
 
     @classmethod
@@ -471,15 +468,15 @@ class LanguagePolicySet:
         actual = fingerprint(model)
         check_base(record, actual, where)
         lora = lora_from_json(record["lora_config"])
-        check_stored_size(4 * size * choose_targets(model, lora, outline=True).targets[-1].end, stored_bytes)
+        check_stored_size(4 * size * choose_trained(model, lora, outline=True).size, stored_bytes)
         members = cls(
             model,
             size,
             validate(LanguageSettings, record["settings"]),
             hp_config,
             recognised_by=actual,
-            lora_config=None if constants else lora,
-            start=StoredAdapter(lora_config=lora, tensors=constants) if constants else None,
+            lora_config=lora,
+            start=StoredAdapter(lora_config=lora, tensors=constants) if constants and lora else None,
             source=record["source"],
             device=choose_device(accelerator, device),
             autocast=autocast_context(accelerator),

@@ -1,6 +1,7 @@
-"""LoRA adapters of all members: train states, and products in which each row uses its own member's matrices."""
+"""Train states of all members, and products in which each row uses its own member's LoRA matrices."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -14,7 +15,8 @@ from evogrpo.data import UpdateReport
 from evogrpo.functional.optim import adamw_step_, clip_by_norm_
 from evogrpo.models.bank import INITIAL_RUNNING_STATS, PolicyVersion
 from evogrpo.models.devices import check_allocation
-from evogrpo.models.language.lora import LoraTargets, StoredAdapter, Target, choose_targets, initial_weights, scaling
+from evogrpo.models.language.full_finetuning import AllWeights, MemberModels
+from evogrpo.models.language.lora import LoraTargets, StoredAdapter, Target, initial_weights, scaling
 from evogrpo.warnings import warn
 
 Run = tuple[slice, slice, int]
@@ -82,6 +84,12 @@ class LoraAdapters:
         """Return the hook for rows of these slots, which are sorted."""
         values, counts = torch.unique_consecutive(slots, return_counts=True)
         return LoraHook(self, values.tolist(), counts.tolist())
+
+    def gather_gradient(self, slot: int, buffer: Tensor | None) -> None:
+        """Accumulate a member's gradient into `buffer` `[k]` in the following backward passes; None stops it."""
+        for name, target in self.targets.items():
+            for leaf, matrix_of in zip(self.leaves[name][slot], (target.a, target.b), strict=True):
+                leaf.grad = None if buffer is None else matrix_of(buffer)
 
 
 class LoraHook:
@@ -168,25 +176,26 @@ class LoraHook:
 HookFactory = Callable[[Tensor], LoraHook | None]
 """Sorted slots of the rows of a forward pass -> hook that applies their adapters; None = base only."""
 
+
 _WARNED: WeakSet[PreTrainedModel] = WeakSet()
 
 
 class AdapterStates:
-    """Train states of all members: one LoRA adapter and its AdamW moments per member.
+    """Train states of all members: a LoRA adapter or all weights of a model, and AdamW moments, per member.
 
     Args:
         model: The base model.
         size: Number of members.
-        lora_config: LoRA configuration; rank 16 on all linear layers by default.
+        trained: What members train.
+        lora_config: LoRA configuration; None if members train all weights.
         optimizer: AdamW settings shared by all members.
         seed: Root seed of the initial adapters.
         own_reference: Store one reference per member, initially its first adapter.
         start: Adapter that every member starts from; new adapters by default.
-        trained: Targets of `lora_config` in the model, if already known.
 
     Attributes:
-        lora_config: As passed, or the default.
-        trained: The adapted modules and those that are left out.
+        lora_config: As passed.
+        trained: As passed.
         weights: `[p, k]`, one row per slot.
         running_stats: `[p, 6]` float64 on the CPU; see `evogrpo.models.bank.RUNNING_STATS`.
         reference: `[p, k]`, or None without own references.
@@ -197,37 +206,43 @@ class AdapterStates:
         self,
         model: PreTrainedModel,
         size: int,
+        trained: LoraTargets | AllWeights,
         lora_config: LoraConfig | None,
         optimizer: Optimizer,
         *,
         seed: int,
         own_reference: bool,
         start: StoredAdapter | None = None,
-        trained: LoraTargets | None = None,
     ) -> None:
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
-        # 1. Choose the layers to adapt; warn once per model about those left out.
-        default = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-        self.lora_config = start.lora_config if start is not None else lora_config or default
-        self.trained = trained or choose_targets(model, self.lora_config)
+        # 1. Warn once per model about layers left out.
+        self.lora_config, self.trained = lora_config, trained
         if (summary := self.trained.summary(model)) and model not in _WARNED:
             _WARNED.add(model)
             warn(f"Adapters train {summary}")
         # 2. Allocate weights and moments, one row per member.
-        device = next(model.parameters()).device
+        device, remedy = next(model.parameters()).device, "Use fewer members, or train adapters."
+        if lora_config is not None:
+            remedy = f"They have lora_config.r={lora_config.r}. Use fewer members or lower r."
         check_allocation(
-            4 * self.targets[-1].end * (size * (3 + own_reference) + 2),  # weights, moments; one gradient, the start
+            4 * trained.size * (size * (3 + own_reference) + 2),  # weights, moments; one gradient, the start
             device,
-            f"the adapters of {size} members with lora_config.r={self.lora_config.r}. Use fewer members or lower r.",
+            f"the weights of {size} members. {remedy}",
         )
-        first = initial_weights(self.targets, self.lora_config, seed) if start is None else start.flat(self.targets)
+        if isinstance(trained, AllWeights):
+            first = trained.flat(model)
+        else:
+            assert lora_config is not None
+            first = (
+                initial_weights(trained.targets, lora_config, seed) if start is None else start.flat(trained.targets)
+            )
         first = first.to(device)
         self._optimizer = optimizer
         self.weights = first.repeat(size, 1)
         self.running_stats = torch.tensor([INITIAL_RUNNING_STATS] * size, dtype=torch.float64)
         self._matrices = {
-            "adapter": self.weights,
+            self.weights_key: self.weights,
             "exp_avg": torch.zeros_like(self.weights),
             "exp_avg_sq": torch.zeros_like(self.weights),
             "running_stats": self.running_stats,
@@ -236,14 +251,17 @@ class AdapterStates:
         if self.reference is not None:
             self._matrices["reference"] = self.reference
         zero = first.new_zeros(())
-        self._at_birth = {"adapter": first, "reference": first, "exp_avg": zero, "exp_avg_sq": zero}
+        self._at_birth = {self.weights_key: first, "reference": first, "exp_avg": zero, "exp_avg_sq": zero}
         self._at_birth["running_stats"] = self.running_stats[0].clone()
         self._steps, self.changes = [0] * size, [0] * size
-        # 3. Views of A and B for the passes.
-        scale = scaling(self.lora_config)
-        self._adapters = {"weights": LoraAdapters(self.targets, self.weights, scale)}
-        if self.reference is not None:
-            self._adapters["reference"] = LoraAdapters(self.targets, self.reference, scale)
+        # 3. Views of the weights for the passes.
+        self._views = dict[PolicyVersion, LoraAdapters | MemberModels]()
+        versions: dict[PolicyVersion, Tensor | None] = {"weights": self.weights, "reference": self.reference}
+        for version, matrix in versions.items():
+            if matrix is not None and lora_config is not None:
+                self._views[version] = LoraAdapters(self.targets, matrix, scaling(lora_config))
+            elif matrix is not None:
+                self._views[version] = MemberModels(model, matrix)
 
     @property
     def size(self) -> int:
@@ -253,20 +271,40 @@ class AdapterStates:
     @property
     def targets(self) -> tuple[Target, ...]:
         """The adapted modules, in the order of a member's flat vector."""
+        assert isinstance(self.trained, LoraTargets)
         return self.trained.targets
+
+    @property
+    def member_models(self) -> dict[PolicyVersion, list[PreTrainedModel]]:
+        """Models of all members by policy version; empty if members are adapters."""
+        return {version: own.models for version, own in self._views.items() if isinstance(own, MemberModels)}
+
+    @property
+    def weights_key(self) -> str:
+        """Key of the weights in a train state."""
+        return "weights" if self.lora_config is None else "adapter"
 
     # ---- forward and backward passes
 
     def hook_factory(self, policy: PolicyVersion) -> HookFactory:
         """Return the hooks of a policy version; "reference" requires own references."""
-        return (lambda slots: None) if policy == "base" else self._adapters[policy].hook
+        return (lambda slots: None) if policy == "base" else self._views[policy].hook
+
+    def split_passes(self, policy: PolicyVersion, rows: Sequence[int], slots: Sequence[int]) -> list[list[int]]:
+        """Split rows, sorted by slot, into those that can run in one pass: of one member if each has its own model.
+
+        Args:
+            policy: Policy that computes the rows.
+            rows: Row numbers.
+            slots: Slot of each row, by row number.
+        """
+        if policy == "base" or self.lora_config is not None:
+            return [list(rows)]
+        return [list(own) for _, own in groupby(rows, key=lambda row: slots[row])]
 
     def gather_gradient(self, slot: int, buffer: Tensor | None) -> None:
         """Accumulate a member's gradient into `buffer` `[k]` in the following backward passes; None stops it."""
-        adapters = self._adapters["weights"]
-        for name, target in adapters.targets.items():
-            for leaf, matrix_of in zip(adapters.leaves[name][slot], (target.a, target.b), strict=True):
-                leaf.grad = None if buffer is None else matrix_of(buffer)
+        self._views["weights"].gather_gradient(slot, buffer)
 
     @torch.no_grad()
     def step(self, slot: int, gradient: Tensor, hyperparameters: Hyperparameters, loss: float) -> UpdateReport:

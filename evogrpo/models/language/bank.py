@@ -1,4 +1,4 @@
-"""Bank of language models: one frozen base model, one LoRA adapter per member."""
+"""Bank of language models: one frozen base model, and one LoRA adapter or all weights per member."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,23 +19,25 @@ from evogrpo.models.language.causal_model import CausalModel
 from evogrpo.models.language.compatibility import check_causal_class, check_token_ids
 from evogrpo.models.language.forward import ForwardPasses, distinct_prefixes
 from evogrpo.models.language.fsdp import run_on_all_ranks
+from evogrpo.models.language.full_finetuning import AllWeights, choose_trained, transformers_files
 from evogrpo.models.language.loading import loadable_name
-from evogrpo.models.language.lora import StoredAdapter, peft_files
+from evogrpo.models.language.lora import StoredAdapter, peft_files, tensors_file
 from evogrpo.models.language.sampling import sample
 
 
 class AdapterBank(AdapterStates):
     """PolicyBank and Sampler of language models: LoRA adapters of all members on one frozen base model.
 
-    Adapters and AdamW moments of a member are rows of matrices `[p, k]`, so cloning a member copies rows. Gradients
-    exist only until their optimizer step. The base is never changed and can be shared with other banks.
+    Without `lora_config`, each member has all weights of the model instead, and its own passes. Weights and AdamW
+    moments of a member are rows of matrices `[p, k]`, so cloning a member copies rows. Gradients exist only until their
+    optimizer step. The base is never changed and can be shared with other banks.
 
     Args:
         model: A causal language model of transformers, on its device and in its dtype.
         size: Number of members.
         pad_token_id: Token used for padding.
         eos_token_ids: Tokens that end a completion.
-        lora_config: LoRA configuration; rank 16 on all linear layers by default.
+        lora_config: LoRA configuration; None = members train all weights, unless `start` is given.
         optimizer: AdamW settings shared by all members.
         seed: Root seed of the initial adapters.
         micro_batch_tokens: Maximum tokens, padding included, of a forward pass with gradients. Halved when out of
@@ -79,7 +81,7 @@ class AdapterBank(AdapterStates):
         like: "AdapterBank | None" = None,
     ) -> None:
         # 1. Check the arguments.
-        if start is not None and lora_config is not None:
+        if start is not None and lora_config not in (None, start.lora_config):
             raise ValueError("An adapter brings its own lora_config. Leave lora_config out.")
         if not eos_token_ids:
             raise ValueError("eos_token_ids must contain at least one token, got none")
@@ -89,33 +91,45 @@ class AdapterBank(AdapterStates):
         check_token_ids(model, [pad_token_id], "pad_token_id")
         check_token_ids(model, eos_token_ids, "eos_token_ids")
 
+        if start is not None:
+            lora_config = start.lora_config
+
         # 2. Train states, and the base model with its compatibility checks.
         def build() -> CausalModel:
+            trained = choose_trained(model, lora_config) if like is None else like.trained
             super(AdapterBank, self).__init__(
                 model,
                 size,
+                trained,
                 lora_config,
                 optimizer or Optimizer(),
                 seed=seed,
                 own_reference=own_reference,
                 start=start,
-                trained=None if like is None else like.trained,
             )
             if like is not None:
                 return copy(like.base)
-            modules = [target.name for target in self.targets]
-            return CausalModel(model, pad_token_id, changed=modules, explicit_positions=explicit_positions)
+            return CausalModel(model, pad_token_id, changed=trained.modules, explicit_positions=explicit_positions)
 
         self.base = build() if like is not None else run_on_all_ranks(model, build)
         self.base.autocast = autocast
+        self._own_passes = {
+            version: [self.base.with_model(own) for own in models] for version, models in self.member_models.items()
+        }
         self.end_ids = torch.tensor(sorted(set(eos_token_ids)), device=self.base.device)
         self.passes = ForwardPasses(
             self.base,
             self,
             self.end_ids,
+            model_of=self.model_of,
             micro_batch_tokens=micro_batch_tokens,
             logits_rows=256 if reduce_memory_peak else 1 << 30,
         )
+
+    def model_of(self, policy: PolicyVersion, slot: int) -> CausalModel:
+        """Return the model that computes a member's rows: the base with hooks, or the member's own."""
+        own = self._own_passes.get(policy)
+        return self.base if own is None else own[slot].following(self.base)
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -145,7 +159,7 @@ class AdapterBank(AdapterStates):
             ValueError: If there are no rows, or a prompt is empty or exceeds the model's context.
         """
         with torch.no_grad(), self.base.working(), self.base.autocast(), self.base.in_lockstep():
-            return sample(self.base, self, rows, self.end_ids, base=base, on_finished=on_finished)
+            return sample(self.base, self.model_of, self, rows, self.end_ids, base=base, on_finished=on_finished)
 
     def sync(self, slots: Sequence[int]) -> None:
         """Do nothing: the bank samples with the weights it trains."""
@@ -228,8 +242,19 @@ class AdapterBank(AdapterStates):
 
     # ---- export
 
+    def files(self, slot: int) -> dict[str, bytes | Callable[[], bytes]]:
+        """Return a member as a PEFT adapter, or as a model of transformers: contents by file name.
+
+        A function returns the content when it is called, so that files need not be in memory together.
+        """
+        if isinstance(self.trained, AllWeights):
+            return {**transformers_files(self.member_models["weights"][slot])}
+        tensors, config = self.peft_files(slot)
+        return {"adapter_model.safetensors": lambda: tensors_file(tensors), "adapter_config.json": config}
+
     def peft_files(self, slot: int) -> tuple[dict[str, Tensor], bytes]:
         """Return a member in PEFT's format: tensors of adapter_model.safetensors, bytes of adapter_config.json."""
+        assert self.lora_config is not None
         config = replace(self.lora_config, base_model_name_or_path=loadable_name(self.base.model))
         return peft_files(self.targets, config, self.weights[slot])
 
@@ -264,4 +289,5 @@ class MemberPolicy(nn.Module):
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         hook = bank.hook_factory(self._policy_version)(torch.full((len(input_ids),), self.slot))
         with torch.no_grad(), bank.base.working(), bank.base.autocast(), bank.base.in_lockstep():
-            return bank.base.head(bank.base.run(input_ids, mask.bool(), None, hook))
+            model = bank.model_of(self._policy_version, self.slot)
+            return model.head(model.run(input_ids, mask.bool(), None, hook))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from evogrpo.functional.matmul import frozen_linear
+from evogrpo.models.bank import PolicyVersion
 from evogrpo.models.fast_llama.decode import FastDecoding, shared_prefix_decoding
 from evogrpo.models.fast_llama.forward import FastLlama
 from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled, find_weight_layout, head_matrix, is_unmodified
@@ -119,6 +121,25 @@ class CausalModel:
                 f"The KV cache of {type(model).__name__} cannot be shared between completions. Sampling is slow: "
                 "every token recomputes the whole sequence."
             )
+
+    def with_model(self, model: PreTrainedModel) -> "CausalModel":
+        """Return the passes of a model that differs in its weights only; checks are not repeated."""
+        other = copy(self)
+        other.model, other.decoder = model, find_decoder(model)
+        with torch.no_grad():
+            other.head = find_head(model, other.decoder)
+        layout = None if self._fast_llama is None else find_weight_layout(model, other.decoder)
+        other._fast_llama = None if layout is None else FastLlama(layout)
+        return other
+
+    def following(self, base: "CausalModel") -> "CausalModel":
+        """Take over the current settings of the base, and return the model.
+
+        fast_llama computes no gradients of weights, so passes with gradients use the model's own `forward`.
+        """
+        self.autocast, self.shares_prefix = base.autocast, base.shares_prefix
+        self._fast = None if base._fast is None or torch.is_grad_enabled() else self._fast_llama
+        return self
 
     def _checked_fast_llama(self) -> FastLlama | None:
         """Return fast_llama if it supports the model and gives its results."""
@@ -389,3 +410,7 @@ class CausalModel:
     def head_matrix(self, hidden: Tensor) -> Tensor | None:
         """Return the vocabulary matrix `[v, h]` if fast_llama is in use and the head is nothing but this product."""
         return None if self._fast is None else head_matrix(self.head, hidden)
+
+
+ModelOf = Callable[[PolicyVersion, int], CausalModel]
+"""(policy version, slot) -> model that computes the member's rows: the base with hooks, or the member's own."""

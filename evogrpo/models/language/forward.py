@@ -14,7 +14,8 @@ from evogrpo.functional.log_probs import chunked_log_probs
 from evogrpo.models.bank import LossFunction, PolicyVersion
 from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled
 from evogrpo.models.language.adapters import AdapterStates
-from evogrpo.models.language.causal_model import CausalModel
+from evogrpo.models.language.causal_model import CausalModel, ModelOf
+from evogrpo.models.language.full_finetuning import log_probs_of_head
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -121,6 +122,7 @@ class ForwardPasses:
         model: The base model.
         adapters: Adapters of all members.
         end_ids: `[e]` token ids that end a completion, forbidden before `min_new_tokens`.
+        model_of: Models of the members.
         micro_batch_tokens: Maximum tokens, padding included, of a forward pass with gradients. Halved when out of
             memory.
         logits_rows: Maximum tokens whose logits exist at once.
@@ -131,14 +133,22 @@ class ForwardPasses:
         processes: Ranks that divide the micro-batches among them; this process alone at first. All ranks must call the
             same methods with equal batches.
         end_ids: As passed.
+        model_of: As passed.
         micro_batch_tokens: As passed, halved when out of memory.
         logits_rows: As passed.
     """
 
     def __init__(
-        self, model: CausalModel, adapters: AdapterStates, end_ids: Tensor, *, micro_batch_tokens: int, logits_rows: int
+        self,
+        model: CausalModel,
+        adapters: AdapterStates,
+        end_ids: Tensor,
+        *,
+        model_of: ModelOf,
+        micro_batch_tokens: int,
+        logits_rows: int,
     ) -> None:
-        self.model, self.adapters, self.end_ids = model, adapters, end_ids
+        self.model, self.adapters, self.end_ids, self.model_of = model, adapters, end_ids, model_of
         self.micro_batch_tokens, self.logits_rows = micro_batch_tokens, logits_rows
         self.processes = Processes()
 
@@ -323,7 +333,12 @@ class ForwardPasses:
         repeated = [[row] for row in range(len(batch))] if fast_paths_disabled() else repetitions(batch, members)
         rows = [row for row in order if lengths[row] and repeated[row]]
         parts = []
-        for run in micro_batches(rows, prefixes.tolist(), widths, lengths, budget):
+        runs = (
+            run
+            for own in self.adapters.split_passes(policy, rows, members.tolist())
+            for run in micro_batches(own, prefixes.tolist(), widths, lengths, budget)
+        )
+        for run in runs:
             copies = [repeated[row] for row in run]
             rows_of_part = torch.tensor([row for own in copies for row in own], device=device)
             run_as = torch.arange(len(run)).repeat_interleave(torch.tensor([len(own) for own in copies])).to(device)
@@ -353,20 +368,24 @@ class ForwardPasses:
         pairs, rows = distinct_prefixes(members, inputs.prompt_ids.to(members.device))
         prompts, slots = [inputs.prompts[prompt] for _, prompt in pairs], [slot for slot, _ in pairs]
         fed, present = batch.actions[:, : used - 1], batch.present[:, : used - 1]
-        with self.model.autocast():
+        model = self.model_of(policy, slots[0])
+        with model.autocast():
             make_hook = self.adapters.hook_factory(policy)
-            hidden = self.model.hidden(prompts, slots, rows, fed, present, members, make_hook)[mask]
-            scores = chunked_log_probs(
+            hidden = model.hidden(prompts, slots, rows, fed, present, members, make_hook)[mask]
+            arguments = (
                 hidden,
-                self.model.head,
+                model.head,
                 batch.actions[:, :used][mask],
                 inputs.temperature.to(mask.device)[:, None].expand(mask.shape)[mask],
                 early[mask],
                 self.end_ids,
                 self.logits_rows,
-                entropy_gradient=entropy_gradient,
-                weight=self.model.head_matrix(hidden),
             )
+            if model is not self.model and torch.is_grad_enabled():  # the member's head is trained
+                scores = log_probs_of_head(*arguments, entropy_gradient=entropy_gradient)
+            else:
+                weight = model.head_matrix(hidden)
+                scores = chunked_log_probs(*arguments, entropy_gradient=entropy_gradient, weight=weight)
         # 3. Scatter to `[k, t]`, then copy to identical rows.
         zeros, places = torch.zeros(batch.actions.shape, device=mask.device), mask.nonzero(as_tuple=True)
         log_probs, entropies = (zeros.index_put(places, values)[part.run_as] for values in scores)

@@ -130,8 +130,8 @@ MIN_SPEED_UP = 1.5
 TOKENS, ROUNDS, SECONDS = 256, 40, 1.0
 
 
-def choose_precision(wanted: Precision, model: PreTrainedModel, device: str) -> Chosen:
-    """Return the precision of a base's weights; adapters, moments and losses are always float32.
+def choose_precision(wanted: Precision, model: PreTrainedModel, device: str, *, full: bool = False) -> Chosen:
+    """Return the precision of a base's weights; members' weights, moments and losses are always float32.
 
     Args:
         wanted: A precision, or "auto": bfloat16 on a GPU that supports it, and on a CPU whose products are at least
@@ -139,7 +139,15 @@ def choose_precision(wanted: Precision, model: PreTrainedModel, device: str) -> 
             supports; otherwise float32.
         model: The base model, with or without weights.
         device: Device of the base.
+        full: Members train all weights, which requires float32.
+
+    Raises:
+        ValueError: If members train all weights and another precision is wanted.
     """
+    if full and wanted not in ("auto", "float32"):
+        raise ValueError(f"full_finetuning requires precision float32, got {wanted}.")
+    if full:
+        return "float32"
     if wanted != "auto":
         return wanted
     if not device.startswith("cpu"):

@@ -20,6 +20,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.save_and_load import set_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
+from safetensors.torch import save as tensor_bytes
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -82,18 +83,27 @@ class Target:
         return view
 
 
-def lora_to_json(config: LoraConfig) -> dict[str, Any]:
-    """Return the supported fields as plain JSON values."""
+def default_lora() -> LoraConfig:
+    """Return the default: rank 16 on all linear layers except the vocabulary head."""
+    return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def lora_to_json(config: LoraConfig | None) -> dict[str, Any] | None:
+    """Return the supported fields as plain JSON values; None if members train all weights."""
+    if config is None:
+        return None
     values = {name: getattr(config, name) for name in sorted(SUPPORTED)}
     return {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
 
 
-def lora_from_json(values: Mapping[str, Any]) -> LoraConfig:
+def lora_from_json(values: Mapping[str, Any] | None) -> LoraConfig | None:
     """Return the configuration that `lora_to_json` wrote.
 
     Raises:
         ValueError: If a field is unknown or unsupported.
     """
+    if values is None:
+        return None
     refuse_unknown("field of lora_config", values, sorted(SUPPORTED))
     return LoraConfig(**values, task_type="CAUSAL_LM")
 
@@ -180,6 +190,26 @@ class LoraTargets:
 
     targets: tuple[Target, ...]
     left_out: Mapping[str, str]
+
+    @property
+    def size(self) -> int:
+        """Number of weights of a member."""
+        return self.targets[-1].end
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the adapted modules."""
+        return tuple(target.name for target in self.targets)
+
+    @property
+    def rank(self) -> int:
+        """Rank of the adapters."""
+        return self.targets[0].rank
+
+    @property
+    def description(self) -> str:
+        """What each member is."""
+        return f"each a LoRA adapter of rank {self.rank}"
 
     def summary(self, model: nn.Module) -> str:
         """Return the number of adapted layers and the modules left out; empty if none are."""
@@ -434,6 +464,12 @@ def peft_files(targets: Sequence[Target], config: LoraConfig, flat: Tensor) -> t
             tensors[name] = matrix.detach().cpu().clone()
     record = _peft_record(targets, config)
     return tensors, (json.dumps(record, indent=2, sort_keys=True, default=str) + "\n").encode()
+
+
+def tensors_file(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return the bytes of a safetensors file, as PEFT and transformers write them."""
+    plain = {name: value.cpu().contiguous() for name, value in tensors.items()}
+    return tensor_bytes(plain, metadata={"format": "pt"})
 
 
 def check_export(folder: Path, model: nn.Module) -> int:

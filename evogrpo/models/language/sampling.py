@@ -1,8 +1,9 @@
 """Sampling of rows in any order and number, token by token, in waves that fit into memory."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,9 @@ from evogrpo.functional.log_probs import (
     truncate_logits,
 )
 from evogrpo.functional.matmul import padded_rows
-from evogrpo.models.bank import FinishedCallback
+from evogrpo.models.bank import FinishedCallback, PolicyVersion
 from evogrpo.models.language.adapters import AdapterStates, HookFactory
-from evogrpo.models.language.causal_model import CausalModel
+from evogrpo.models.language.causal_model import CausalModel, ModelOf
 from evogrpo.models.language.compatibility import check_context
 from evogrpo.models.language.forward import distinct_prefixes, lexsort
 from evogrpo.models.language.kv_cache import Decoding
@@ -71,6 +72,7 @@ class CachedRows:
 
 def sample(
     model: CausalModel,
+    model_of: ModelOf,
     adapters: AdapterStates,
     rows: SamplingBatch,
     end_ids: Tensor,
@@ -85,6 +87,7 @@ def sample(
 
     Args:
         model: The base model, inside `working` and without gradients.
+        model_of: Models of the members.
         adapters: Adapters of all members.
         rows: Rows in any order; without uniforms, torch's default generator draws them.
         end_ids: `[e]` token ids that end a completion.
@@ -121,10 +124,12 @@ def sample(
         resumed = torch.tensor([kept.extends(*each) for each in zip(saved, prompts, versions, strict=True)])
     # 3. Sample in waves, sorted by member and prompt.
     waves: list[tuple[Tensor, CachedRows | None]] = []
+    policy: PolicyVersion = "base" if base else "weights"
     for caches, some in ((kept, order[resumed[order]]), (None, order[~resumed[order]])):
-        count = math.ceil(len(some) / rows_at_once(width, model.device.type))
-        waves += [(wave, caches) for wave in (some.chunk(count) if count else ())]  # equal sizes: none is small
-    sampler = _Sampler(model, adapters.hook_factory("base" if base else "weights"), rows, end_ids, on_finished)
+        for own in adapters.split_passes(policy, some.tolist(), rows.member_ids.tolist()):
+            count = math.ceil(len(own) / rows_at_once(width, model.device.type))
+            waves += [(wave, caches) for wave in (torch.tensor(own).chunk(count) if own else ())]  # of equal sizes
+    sampler = _Sampler(model, partial(model_of, policy), adapters.hook_factory(policy), rows, end_ids, on_finished)
     budget = CACHED_TOKENS
     for wave, caches in waves:
         budget -= len(wave) * width
@@ -153,6 +158,7 @@ class _Sampler:
 
     Args:
         model: The base model.
+        model_of: Returns the model of a slot's rows.
         make_hook: Hooks of the policy version.
         rows: All rows.
         end_ids: `[e]` token ids that end a completion.
@@ -162,12 +168,14 @@ class _Sampler:
     def __init__(
         self,
         model: CausalModel,
+        model_of: Callable[[int], CausalModel],
         make_hook: HookFactory,
         rows: SamplingBatch,
         end_ids: Tensor,
         on_finished: FinishedCallback | None,
     ) -> None:
         self._model, self._make_hook, self._rows, self._end_ids = model, make_hook, rows, end_ids
+        self._model_of = model_of
         self.on_finished = on_finished
         self._counter = rows.stop.progress("writing", len(rows), "completions")
         device, shape = model.device, (len(rows), rows.max_new_tokens)
@@ -195,6 +203,7 @@ class _Sampler:
             keep: Save the caches of the prompt and all tokens but the last.
         """
         saved = len(self._caches)
+        self._model = self._model_of(int(self._rows.member_ids[wave[0]]))
         try:
             decoding = self._prefill(wave) if kept is None else self._resume(wave, kept)
             self._decode(decoding, wave.to(self._model.device), keep)

@@ -57,6 +57,9 @@ class VLLMError(SamplerError):
     """A vLLM server does not answer, answers wrongly, or was started with other settings than the run needs."""
 
 
+NO_FULL_WEIGHTS = "vLLM samples LoRA adapters only. Leave out full_finetuning, or the sampler."
+
+
 class _LostAdapterError(Exception):
     """The server does not know the adapter, most often because it was restarted."""
 
@@ -65,7 +68,7 @@ def vllm_command(
     model: str,
     *,
     members: int,
-    rank: int,
+    rank: int | None,
     dtype: str = "float32",
     url: str = "http://127.0.0.1:8000",
 ) -> str:
@@ -74,13 +77,15 @@ def vllm_command(
     Args:
         model: Hub id or folder of the base model.
         members: Number of members that this server samples.
-        rank: LoRA rank of the members.
+        rank: LoRA rank of the members; None if they train all weights.
         dtype: Precision of the base model.
         url: Address of the server.
 
     Raises:
-        ValueError: If vLLM does not support the rank.
+        ValueError: If vLLM does not support the rank, or members train all weights.
     """
+    if rank is None:
+        raise ValueError(NO_FULL_WEIGHTS)
     if rank > LORA_RANKS[-1]:
         raise ValueError(f"vLLM supports LoRA ranks up to {LORA_RANKS[-1]}, got {rank}. Use a smaller rank.")
     place = urllib.parse.urlsplit(url)
@@ -128,8 +133,10 @@ class VLLMSampler:
 
         Raises:
             VLLMError: If a server does not answer in time or was started with wrong settings.
-            ValueError: If several processes train together.
+            ValueError: If several processes train together, or members train all weights.
         """
+        if bank.lora_config is None:
+            raise ValueError(NO_FULL_WEIGHTS)
         if processes().size > 1:
             raise ValueError(f"VLLMSampler supports one process, got {processes().size}. Start a single process.")
         self._bank, self._versions = bank, {}
@@ -300,7 +307,7 @@ class VLLMSampler:
         return " Start it with: " + vllm_command(
             loadable_name(bank.base.model) or "MODEL",
             members=max(1, members),
-            rank=bank.lora_config.r,
+            rank=bank.trained.rank,
             dtype=str(torch.bfloat16 if is_quantised(bank.base.model) else dtype).removeprefix("torch."),
             url=server.url,
         )

@@ -38,6 +38,7 @@ from evogrpo.validation import (
     Seed,
     Share,
     Text,
+    plain,
     refuse_unknown,
     settings,
 )
@@ -72,6 +73,7 @@ class LanguageAgent:
 
     Attributes:
         lora: Shape of the adapters.
+        full_finetuning: Train all weights of the model instead of adapters.
         adapter: Folder of a PEFT adapter that all members start from, instead of `lora`.
     """
 
@@ -88,19 +90,26 @@ class LanguageAgent:
     objective: Objective = field(default_factory=Objective)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lora: LoraSettings = field(default_factory=LoraSettings)
+    full_finetuning: Flag = False
     adapter: Text | None = None
     max_episode_tokens: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         if self.adapter is not None and self.lora != LoraSettings():
             raise ValueError(f"adapter {self.adapter!r} has its own LoRA settings. Remove lora.")
+        if self.full_finetuning and (self.adapter is not None or self.lora != LoraSettings()):
+            raise ValueError("full_finetuning trains all weights. Remove lora and adapter.")
         # Validate; the real token ids are known once the tokenizer is loaded.
         eos_token_ids = (0,) if self.eos_token_ids is None else self.eos_token_ids
         LanguageSettings(pad_token_id=0, eos_token_ids=eos_token_ids, **self.settings())
 
+    def lora_values(self) -> dict[str, Any] | None:
+        """Return the settings of the adapters as plain values; None if members train all weights."""
+        return None if self.full_finetuning else plain(self.lora)
+
     def settings(self) -> dict[str, Any]:
         """Return the fields that are passed to `GRPO.population` unchanged."""
-        others = ("lora", "adapter", "eos_token_ids")
+        others = ("lora", "full_finetuning", "adapter", "eos_token_ids")
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in others}
 
 

@@ -22,6 +22,7 @@ from evogrpo.training.configuration.question_tasks import (
     ReasoningTask,
 )
 from evogrpo.training.configuration.sections import Config
+from evogrpo.training.configuration.user_code import VLLM
 from evogrpo.training.forecast import Need
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types.networks import NetworkTask, PreparedNetworks
@@ -62,8 +63,11 @@ class LanguageTask:
     chooses_sizes = False
 
     def check(self, config: Config) -> None:
-        """Raise ValueError for limits on environment steps."""
+        """Raise ValueError for limits on environment steps, and for what does not go with full fine-tuning."""
         config.schedule.check_counted(plays=False)
+        vllm = config.sampler is not None and config.sampler["name"] == VLLM
+        if config.agent.full_finetuning and (vllm or config.base_parts > 1):
+            raise ValueError("agent.full_finetuning supports neither base_parts nor vLLM. Remove them.")
 
     def prepare(self, config: Config) -> "PreparedLanguage":
         """Check a configuration against the device, the model's architecture and tokenizer, and the task.
@@ -76,7 +80,7 @@ class LanguageTask:
         return prepare(config)
 
     def need(self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None) -> Need:
-        """Estimate the memory from the base model, the adapters and the longest prompt."""
+        """Estimate the memory from the base model, the members and the longest prompt."""
         from evogrpo.training.task_types.language import need
 
         return need(population, env, schedule)
@@ -95,8 +99,8 @@ class LanguageTask:
         return f"evogrpo.GRPO.load({str(best)!r}{base_argument}).generate(prompts)"
 
     def next_command(self, run_dir: Path) -> tuple[str, tuple[str | Path, ...]]:
-        """Return purpose and words of the command that exports the adapter."""
-        return "export adapter", ("export", run_dir, "FOLDER")
+        """Return purpose and words of the command that exports the best member."""
+        return "export member", ("export", run_dir, "FOLDER")
 
 
 TaskType: TypeAlias = LanguageTask | NetworkTask

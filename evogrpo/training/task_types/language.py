@@ -1,4 +1,4 @@
-"""Runs of language models on prompts: members are LoRA adapters on one frozen base model."""
+"""Runs of language models on prompts: members are LoRA adapters on one frozen base model, or have all weights."""
 
 import math
 from dataclasses import dataclass, replace
@@ -17,6 +17,7 @@ from evogrpo.evolution.strategies import Leader
 from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS, available_device
 from evogrpo.models.language.compatibility import check_causal_class, check_context, check_token_ids, context_of
 from evogrpo.models.language.fsdp import check_sharding, shard_count
+from evogrpo.models.language.full_finetuning import AllWeights, choose_trained
 from evogrpo.models.language.loading import (
     PACKAGES,
     BaseModel,
@@ -26,7 +27,7 @@ from evogrpo.models.language.loading import (
     load_outline,
     own_precision,
 )
-from evogrpo.models.language.lora import LoraTargets, check_supported, choose_targets, lora_from_json, read_adapter
+from evogrpo.models.language.lora import LoraTargets, lora_from_json, read_adapter
 from evogrpo.models.language.sampling import rows_at_once
 from evogrpo.models.language.sizing import (
     base_bytes,
@@ -54,7 +55,6 @@ from evogrpo.training.forecast import (
 from evogrpo.training.run_dir import StoredRun
 from evogrpo.training.run_state import RunState
 from evogrpo.training.schedule import Schedule
-from evogrpo.validation import plain
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -73,8 +73,8 @@ class Memory:
 
     Attributes:
         base: Weights of the frozen base model on one rank.
-        members: Adapters and AdamW moments of all members, their copies before a learning step, one gradient and the
-            common first adapter.
+        members: Weights and AdamW moments of all members and of the best one so far, the first weights, one gradient,
+            and the larger of the copies before a learning step and those made while the best member is exported.
         learning: Activations and logits of one micro-batch.
         sampling: KV caches, with the copy made when they grow; of all conversations, as further turns continue them.
     """
@@ -101,8 +101,8 @@ class PreparedLanguage:
         env: The environment.
         trial: Results of testing the reward functions.
         device: Device of the members.
-        lora: Settings of the adapters.
-        trained: Modules of the base model that the adapters change.
+        lora: Settings of the adapters; None = members train all weights.
+        trained: What members train.
     """
 
     one_thread: ClassVar[bool] = False
@@ -113,8 +113,8 @@ class PreparedLanguage:
     env: PromptEnvironment
     trial: Preflight
     device: str
-    lora: "LoraConfig"
-    trained: LoraTargets
+    lora: "LoraConfig | None"
+    trained: LoraTargets | AllWeights
 
     def facts(self) -> dict[str, str]:
         """Return facts about model, task and members."""
@@ -126,8 +126,8 @@ class PreparedLanguage:
             **({"adapters": f"train {trained}"} if trained else {}),
             **({} if config.sampler is None else {"sampler": config.sampler["name"]}),
             "task": f"{config.task.label}: {sizes_text(self.env)} questions{reserved}",
-            "population": f"{pluralize(config.population.size, 'member')}, each a LoRA adapter of "
-            f"rank {self.lora.r}" + (f" that starts from {config.agent.adapter}" if config.agent.adapter else ""),
+            "population": f"{pluralize(config.population.size, 'member')}, {self.trained.description}"
+            + (f" that starts from {config.agent.adapter}" if config.agent.adapter else ""),
         }
 
     def forecast(self) -> Forecast:
@@ -148,8 +148,8 @@ class PreparedLanguage:
         per_step, in_all = members * _member_tokens(config, groups, longest, row), ""
         if schedule.generations is not None:
             in_all = f", {count_text(schedule.generations * schedule.steps_per_generation * per_step)} in all"
-        # 2. Memory: adapters and the share of the base model.
-        adapter = sum(target.end - target.start for target in self.trained.targets)
+        # 2. Memory: members and the share of the base model.
+        weights = self.trained.size
         parts, precision = shard_count(config.base_parts), FLOAT if config.precision == "float32" else 2
         if config.precision in PACKAGES:
             precision = own_precision(device).itemsize
@@ -162,7 +162,7 @@ class PreparedLanguage:
             members=members,
             samples=config.schedule.samples_per_step,
             validation=limited(env.size("validation"), schedule.validation_questions),
-            adapter=adapter,
+            weights=weights,
             longest=longest,
             turns=turns,
             precision=precision,
@@ -198,9 +198,9 @@ class PreparedLanguage:
             "tokens": f"{bound} {count_text(per_step)} per learning step{in_all} (prompts of at most {longest}, "
             f"{limits}; updates included, evaluations left out)",
             "parameters": f"{_millions_text(sum(map(Tensor.numel, outline.parameters())))} in the base, "
-            f"{_millions_text(adapter)} in each member's adapter",
+            f"{_millions_text(weights)} in each member",
             "memory": f"about {gigabytes(memory.total)} at the peak: base {gigabytes(memory.base)} + members "
-            f"{gigabytes(memory.members)} ({members} × adapter and two moments, twice, float32) + the larger of "
+            f"{gigabytes(memory.members)} ({members} × weights and two moments, twice, float32) + the larger of "
             f"learning {gigabytes(memory.learning)} (activations and logits of a micro-batch, gradients) and sampling "
             f"{gigabytes(memory.sampling)} (KV cache); without Python and its libraries",
             "completions": f"{written} per learning step are written as {form}" if written else "none are written",
@@ -223,6 +223,7 @@ class PreparedLanguage:
             actor_network=self._base(),
             pad_token_id=int(padding or 0),
             **({"adapter": self.config.agent.adapter} if self.config.agent.adapter else {"lora_config": self.lora}),
+            full_finetuning=self.config.agent.full_finetuning,
             source=self.model,
             **options,
             **self.config.founder_options(),
@@ -291,7 +292,7 @@ def peak_memory(
     members: int,
     samples: int,
     validation: int,
-    adapter: int,
+    weights: int,
     longest: int,
     turns: int,
     precision: int,
@@ -309,7 +310,7 @@ def peak_memory(
         members: Number of members.
         samples: Completions per member and learning step.
         validation: Completions per member and evaluation.
-        adapter: Parameters of one member.
+        weights: Parameters of one member.
         longest: Tokens of the longest prompt.
         turns: Maximum number of completions of a conversation.
         precision: Bytes per number of the precision that the base model computes in.
@@ -320,11 +321,12 @@ def peak_memory(
     width, rows = longest + row_tokens(agent, turns, longest, context_of(model)), members * max(samples, validation)
     # Conversations keep the caches of all rows while those of the next turn are computed.
     cached = width * (2 * rows if turns > 1 else min(rows, rows_at_once(width, device.partition(":")[0])))
+    kept = 3 + (agent.objective.reference == "snapshot")  # weights, two moments and a reference
     return Memory(
         base=base,
-        members=(2 * 3 * members + 2) * adapter * FLOAT,
+        members=(kept * members + 5 + max(kept * members, 12)) * weights * FLOAT,
         learning=learning_bytes(model, budget, 256 if agent.reduce_memory_peak else budget, precision)
-        + members * adapter * FLOAT,
+        + members * weights * FLOAT,
         sampling=sampling_bytes(model, cached, precision),
     )
 
@@ -338,14 +340,13 @@ def prepare(config: Config) -> PreparedLanguage:
     assert config.model is not None  # it has a default
     device = available_device(config.device)
     start = None if config.agent.adapter is None else read_adapter(config.agent.adapter)
-    lora = start.lora_config if start else lora_from_json(plain(config.agent.lora))
-    check_supported(lora)
+    lora = start.lora_config if start else lora_from_json(config.agent.lora_values())
     outline = load_outline(config.model)
     check_causal_class(outline.model)
     check_sharding(outline.model, config.base_parts, device)
     check_quantised(config.precision, device, shard_count(config.base_parts))
-    trained = choose_targets(outline.model, lora, outline=True)
-    if start is not None:
+    trained = choose_trained(outline.model, lora, outline=True)
+    if start is not None and isinstance(trained, LoraTargets):
         start.flat(trained.targets)  # raises ValueError for an adapter of another base model
     longest = config.task.max_prompt_length
     context = context_of(outline.model)
@@ -366,7 +367,7 @@ def prepare(config: Config) -> PreparedLanguage:
     check_token_ids(outline.model, [env.largest_token], "tokens of prompts")
     check_token_ids(outline.model, config.agent.eos_token_ids or (), "eos_token_ids")
     check_context(context, env.longest_prompt + config.agent.max_output_tokens)
-    precision = processes().broadcast(choose_precision(config.precision, outline.model, device))
+    precision = processes().broadcast(choose_precision(config.precision, outline.model, device, full=lora is None))
     return PreparedLanguage(
         trial=trial,
         config=replace(config, precision=precision),
@@ -380,7 +381,7 @@ def prepare(config: Config) -> PreparedLanguage:
 
 
 def need(population: Population, env: Any, schedule: Schedule) -> Need:
-    """Estimate the memory from the base model, the adapters and the longest prompt."""
+    """Estimate the memory from the base model, the members and the longest prompt."""
     members: Any = population.members  # language models
     model, validation = members.bank.base.model, limited(env.size("validation"), schedule.validation_questions)
     device = str(members.device)
@@ -391,7 +392,7 @@ def need(population: Population, env: Any, schedule: Schedule) -> Need:
         members=members.banks.size,
         samples=schedule.samples_per_step,
         validation=validation,
-        adapter=members.banks.state_tensor(0, "adapter").numel(),
+        weights=members.bank.trained.size,
         longest=max(map(len, prompts.prompts)),
         turns=prompts.max_turns,
         precision=next(model.parameters()).element_size(),

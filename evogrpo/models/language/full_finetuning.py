@@ -1,0 +1,216 @@
+"""Full fine-tuning: members that own all weights of a model, each computed by a model of its own."""
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from evogrpo.models.language.compatibility import is_quantised
+from evogrpo.models.language.fsdp import sharded_over
+from evogrpo.models.language.loading import quietly
+from evogrpo.models.language.lora import CONFIG, TENSORS, LoraTargets, check_export, choose_targets
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllWeights:
+    """All weights of a model, in the order of `model.parameters()`; tied weights are one parameter.
+
+    Attributes:
+        size: Number of weights.
+    """
+
+    size: int
+    modules = ()
+    rank = None
+    description = "each with all weights of its own"
+
+    def summary(self, model: nn.Module) -> str:
+        """Return "": no module is left out."""
+        return ""
+
+    def flat(self, model: PreTrainedModel) -> Tensor:
+        """Return a copy of a model's weights as a member's flat vector `[k]`."""
+        return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def find_all_weights(model: PreTrainedModel, *, outline: bool = False) -> AllWeights:
+    """Return the weights of a model that members can train.
+
+    Args:
+        model: The base model.
+        outline: The model has no weights; do not check their dtype.
+
+    Raises:
+        ValueError: If the model is quantised, sharded or not in float32.
+    """
+    if is_quantised(model) or sharded_over(model) > 1:
+        raise ValueError("full_finetuning requires a base that is neither quantised nor sharded. Train adapters.")
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if not outline and dtypes != {torch.float32}:
+        raise ValueError(
+            f"full_finetuning requires a base in float32, got {min(map(str, dtypes))}. Load it with "
+            "load_base(..., dtype='float32')."
+        )
+    return AllWeights(size=sum(parameter.numel() for parameter in model.parameters()))
+
+
+def choose_trained(
+    model: PreTrainedModel, lora_config: LoraConfig | None, *, outline: bool = False
+) -> LoraTargets | AllWeights:
+    """Return what members train: the modules of a LoRA configuration, or all weights without one.
+
+    See `choose_targets` and `find_all_weights`.
+    """
+    if lora_config is None:
+        return find_all_weights(model, outline=outline)
+    return choose_targets(model, lora_config, outline=outline)
+
+
+class MemberModels:
+    """A model of each member, whose parameters are views of the member's weights.
+
+    Modules, buffers and configuration are copied from the base; it is never changed. The models stay in evaluation
+    mode.
+
+    Args:
+        model: The base model.
+        weights: `[p, k]` weights of all members.
+
+    Attributes:
+        models: By slot.
+    """
+
+    def __init__(self, model: PreTrainedModel, weights: Tensor) -> None:
+        self.models = [_with_weights(model, row) for row in weights]
+
+    def hook(self, slots: Tensor) -> None:
+        """Return None: a member's model needs no hook."""
+
+    def gather_gradient(self, slot: int, buffer: Tensor | None) -> None:
+        """Accumulate a member's gradient into `buffer` `[k]` in the following backward passes; None stops it."""
+        parameters = list(self.models[slot].parameters())
+        parts = [None] * len(parameters) if buffer is None else _views(buffer, self.models[slot])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.grad = part
+
+
+def _views(flat: Tensor, model: nn.Module) -> list[Tensor]:
+    """Return the parts of a flat vector `[k]` as views with the shapes of a model's parameters."""
+    shapes = [parameter.shape for parameter in model.parameters()]
+    parts = flat.split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _with_weights(model: PreTrainedModel, flat: Tensor) -> PreTrainedModel:
+    """Copy a model's modules, with a flat vector as its weights; buffers are shared."""
+    memo: dict[int, object] = {id(buffer): buffer for buffer in model.buffers()}
+    for parameter, part in zip(model.parameters(), _views(flat, model), strict=True):
+        memo[id(parameter)] = nn.Parameter(part)
+    copied: PreTrainedModel = copy.deepcopy(model, memo).eval()
+    return copied
+
+
+def log_probs_of_head(
+    hidden: Tensor,
+    head: Callable[[Tensor], Tensor],
+    targets: Tensor,
+    temperature: Tensor,
+    forbidden: Tensor,
+    forbidden_ids: Tensor,
+    chunk: int,
+    *,
+    entropy_gradient: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and entropies as `chunked_log_probs` does, with gradients of the head's weights too.
+
+    The logits of a chunk are computed again in the backward pass, so those of one chunk exist at a time.
+    """
+
+    def scores(hidden: Tensor, targets: Tensor, temperature: Tensor, forbidden: Tensor) -> tuple[Tensor, Tensor]:
+        logits = head(hidden).float() / temperature[:, None]
+        excluded = torch.zeros_like(logits[0], dtype=torch.bool).index_fill(0, forbidden_ids, value=True)
+        log_p = logits.masked_fill(forbidden[:, None] & excluded, -torch.inf).log_softmax(1)
+        entropies = -(log_p.exp() * log_p.clamp(min=-1e30)).sum(1)  # 0 * -inf would be NaN
+        return log_p.gather(1, targets[:, None])[:, 0], entropies
+
+    columns = [values.split(chunk) for values in (hidden, targets, temperature, forbidden)]
+    parts = [checkpoint(scores, *part, use_reentrant=False) for part in zip(*columns, strict=True)]
+    log_probs, entropies = (torch.cat(values) for values in zip(*parts, strict=True))
+    return log_probs, entropies if entropy_gradient else entropies.detach()
+
+
+# ---- export
+
+MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors")
+
+
+def transformers_files(model: PreTrainedModel) -> dict[str, bytes]:
+    """Return the files of a folder that `from_pretrained` loads, by name."""
+    tensors = {name: values.detach().cpu() for name, values in model.state_dict().items()}
+    with TemporaryDirectory() as folder:
+        with quietly():
+            model.save_pretrained(folder, state_dict=tensors, max_shard_size="1TB")
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Files of a member in a checkpoint that other programs load.
+
+    Attributes:
+        files: Their names.
+        what: What they contain, before the name of the base.
+        loader: Beginning of the expression that loads their folder.
+    """
+
+    files: tuple[str, ...]
+    what: str
+    loader: str
+
+
+def find_export(folder: Path) -> Export:
+    """Return the files of an adapter or of a model in a checkpoint."""
+    if (folder / CONFIG).is_file():
+        base = json.loads((folder / CONFIG).read_text())["base_model_name_or_path"]
+        loader = (
+            "peft.AutoPeftModelForCausalLM.from_pretrained(" if base else "peft.PeftModel.from_pretrained(base_model, "
+        )
+        return Export(files=(CONFIG, TENSORS), what="an adapter of", loader=loader)
+    files = tuple(name for name in MODEL_FILES if (folder / name).is_file())
+    loader = "transformers.AutoModelForCausalLM.from_pretrained("
+    return Export(files=files, what="a model that started from", loader=loader)
+
+
+def check_member(folder: Path, outline: PreTrainedModel) -> str:
+    """Check that PEFT or transformers loads an exported member, by names and shapes, and return what was checked.
+
+    Args:
+        folder: Folder with an adapter or a model.
+        outline: The base model, with or without weights. The configuration in the folder is not trusted.
+
+    Raises:
+        ValueError: If a tensor is missing, unexpected or of another shape.
+    """
+    if not (folder / "model.safetensors").is_file():
+        return f"PEFT loads all {check_export(folder, outline)} tensors"
+    with quietly():
+        result: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=outline.config, output_loading_info=True, trust_remote_code=False
+        )
+    loaded, info = result
+    odd = [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in info[kind]]
+    if odd:
+        raise ValueError(
+            f"transformers does not load {len(odd)} tensors in {folder} onto {type(outline).__name__} (for example "
+            f"{odd[0]}). The model belongs to another base model, or was written by another version of transformers."
+        )
+    return f"transformers loads all {len(list(loaded.parameters()))} tensors"
