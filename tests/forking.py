@@ -15,7 +15,14 @@ from types import MappingProxyType
 from typing import Any
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["tests.distributed.scenarios", "evogrpo.cli", "evogrpo.cli.main"])
+_SERVER.set_forkserver_preload(
+    [
+        *("tests.distributed.scenarios", "evogrpo.cli", "evogrpo.cli.main"),
+        # A run imports these for its exports and report. Missing packages are skipped.
+        *("torch.utils.tensorboard", "matplotlib.style", "matplotlib.figure", "matplotlib.backends.backend_agg"),
+        *("plotly.offline", "plotly.graph_objs._figure", "evogrpo.reporting.report"),
+    ]
+)
 
 
 def start_process(

@@ -1,6 +1,5 @@
 """Optional packages: a run with none of them, and the printed install commands."""
 
-import ast
 import importlib.metadata
 import json
 import os
@@ -140,15 +139,3 @@ def test_other_installations_keep_their_source(monkeypatch, tmp_path, record, re
 
 def test_arguments_are_quoted():
     assert shlex.split(package_command("gguf>=0.17", "a b"))[-2:] == ["gguf>=0.17", "a b"]
-
-
-def test_every_named_extra_exists():
-    named, spelt = set(EXTRA_OF.values()), []
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "extra_command":
-                named.update(argument.value for argument in node.args if isinstance(argument, ast.Constant))
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and "pip install evogrpo" in node.value:
-                spelt.append(str(path))
-    assert named <= OPTIONAL.keys()
-    assert spelt == []

@@ -25,19 +25,12 @@ def loaded_modules(statement: str) -> set[str]:
     return set(result.stdout.split())
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import evogrpo; dir(evogrpo)",
-        "import evogrpo.config.search_space",
-        "import evogrpo.evolution",
-        "import evogrpo.reporting",
-        "from evogrpo import HyperparameterConfig, Hyperparameters, RLParameter, Tournament",
-    ],
-)
-def test_numeric_modules_do_not_import_torch(statement):
-    loaded = loaded_modules(statement)
-    assert "evogrpo" in loaded
+def test_numeric_modules_do_not_import_torch():
+    loaded = loaded_modules(
+        "import evogrpo.config.search_space, evogrpo.evolution, evogrpo.reporting; dir(evogrpo)\n"
+        "from evogrpo import HyperparameterConfig, Hyperparameters, RLParameter, Tournament"
+    )
+    assert "evogrpo.evolution" in loaded
     assert not loaded & {"torch", "transformers", "peft", "accelerate"}
 
 

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from evogrpo import MultiTurnGym, evolve
+from evogrpo import evolve
 from evogrpo.data import TokenInputs
 from tests.test_progress import language, networks, teams
-from tests.tiny_training import shared_tokenizer
 
 MOST = 200
 
@@ -66,13 +65,6 @@ def test_representations_show_the_essentials():
         assert f"fitness={score:.3g}" in repr(agent)
     assert repr(env) == "HuggingFaceGym(train 54, validation 8, test 36 questions, variety)"
     assert repr(networks()[1]) == "GymnasiumGroups('CartPole-v1', train 100000, validation 2, test 2 starts)"
-
-
-def test_a_conversation_shows_its_prompt():
-    rows = [{"prompt": [{"role": "user", "content": f"{number}?"}]} for number in range(20)]
-    env = MultiTurnGym(rows, None, shared_tokenizer(), reply=lambda *_: None, reward_funcs=[zero], max_turns=2)
-    assert repr(env).startswith("MultiTurnGym(train ")
-    assert "zero" in repr(env)
 
 
 def test_long_values_are_cut():

@@ -75,10 +75,6 @@ def test_values():
     assert tree["b"].shape == (1, 2, 3)
 
 
-def test_tensors_go_to_the_device():
-    assert preprocess_observation(np.zeros((2, 3)), BOX, "meta").device.type == "meta"
-
-
 @pytest.mark.parametrize("space", [None, spaces.Text(3), spaces.Graph(BOX, None)])
 def test_unsupported_spaces_are_refused(space):
     for function in (observation_dim, action_dim, lambda space: preprocess_observation(0, space)):

@@ -1,7 +1,6 @@
 """Names of TRL, AgileRL and Stable-Baselines3 are refused with the name of this library."""
 
 import inspect
-import pydoc
 
 import pytest
 
@@ -10,18 +9,13 @@ from evogrpo import (
     GymnasiumGroups,
     HuggingFaceGym,
     HyperparameterConfig,
-    MultiAgentGRPO,
     Objective,
     RLParameter,
-    Tournament,
     evolve,
-    resume,
-    train,
 )
 from evogrpo.algorithms.factory import Options
 from evogrpo.evolution.strategies import BUILT_IN, Narrowing
 from evogrpo.synonyms import unknown_name_error
-from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.schedule import Schedule
 
 VALID = {
@@ -40,42 +34,27 @@ VALID = {
 NAMES_HERE = """
 agent lr: learning_rate
 agent clip_coef: epsilon clip_range
-agent clip_high: epsilon_high
 agent group_size: num_generations groupsize
 agent beta: kl_coef
-agent update_epochs: num_iterations n_epochs
 agent batch_size: per_device_train_batch_size
-agent entropy_coef: ent_coef
 agent max_output_tokens: max_completion_length max_new_tokens
 agent lora_config: peft_config
 agent full_finetuning: full
 agent network: net_arch
-agent gamma: discount
-agent max_grad_norm: grad_clip
 agent loss_type: loss
 schedule run_dir: output_dir tensorboard_log
 schedule checkpoint_steps: save_steps
-schedule keep_checkpoints: save_total_limit
-schedule max_timesteps: total_timesteps
 schedule steps_per_generation: evo_steps
-schedule samples_per_step: generation_batch_size
-schedule target_fitness: reward_threshold target_reward
 schedule max_seconds: timeout time_budget_s
-schedule strategy: scheduler
 schedule progress: verbose
 objective mask_truncated: mask_truncated_completions
-objective loss_type: loss
 strategy truncation_pbt: pbt
-strategy successive_halving: asha
 strategy tournament: torunament
 gymnasium wrappers: env_wrapper
 questions validation_dataset: eval_dataset
-questions tokenizer: processing_class
 generate n: num_return_sequences
-generate max_output_tokens: max_tokens
 split validation: val
 precision bfloat16: bf16
-precision nf4: int4
 task reward: reward_funcs
 """
 
@@ -135,26 +114,3 @@ def test_strategies_are_names_classes_or_objects(given):
     schedule = {"generations": 1, "steps_per_generation": 1, "samples_per_step": 4, "test_questions": 0}
     run = evolve(population, env, strategy=given, **schedule)
     assert isinstance(run.trainer.strategy, Narrowing)
-
-
-def test_strategies_are_names_in_yaml():
-    values = {"task": {"env": "CartPole-v1"}, "strategy": "tournament"}
-    assert isinstance(parse_config(values).strategy, Tournament)
-
-
-@pytest.mark.parametrize(
-    ("function", "defaults"),
-    [
-        (GRPO, {"lr": 1e-4, "group_size": 8, "beta": 0.0, "max_output_tokens": 128, "hp_config": None}),
-        (GRPO.population, {"size": None, "lr": 1e-4, "loss_type": None, "top_p": 1.0}),
-        (MultiAgentGRPO, {"lr": 1e-4, "policies": "shared", "agent_ids": False}),
-        (evolve, {"generations": None, "steps_per_generation": 8, "samples_per_step": 64}),
-        (resume, {"generations": None, "target_fitness": None}),
-        (train, {"lr": 1e-4, "steps_per_generation": 8, "target_fitness": None}),
-    ],
-)
-def test_help_lists_every_option_with_its_default(function, defaults):
-    parameters = inspect.signature(function).parameters
-    assert {name: parameters[name].default for name in defaults} == defaults
-    assert not any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    assert "lr=" in pydoc.render_doc(GRPO)

@@ -27,7 +27,7 @@ WRONG: list[Any] = [
     *(None, "x", "2", b"x", True, [], {}, (1, 2), -1, 0, 1.5, 10**18, 10**400, 1e308, 1e-320, -0.0),
     *(math.nan, math.inf, -math.inf, np.float32(0.5), np.float64(math.nan), np.int64(3), np.bool_(True)),
 ]
-FEW: list[Any] = [None, "x", -1, 1.5, math.nan, 1e308, 10**18, [], {}, True]
+FEW: list[Any] = [None, "x", -1, 1.5, math.nan, 10**18, [], True]
 RECORDS: list[tuple[type, dict[str, Any]]] = [
     (Hyperparameters, {}),
     (RLParameter, {"min": 1e-4, "max": 1e-2}),
@@ -149,11 +149,7 @@ def test_runs_refuse_invalid_values():
 def test_networks_larger_than_memory_are_refused():
     space = cart_pole()
     spaces = {"observation_space": space.observation_space, "action_space": space.action_space}
-    for options in (
-        {"network": NetworkConfig(hidden=(65_536,) * 64)},
-        {"network": NetworkConfig(hidden=(50_000,) * 40)},
-    ):
-        with pytest.raises(ValueError, match="networks of 1 members"):
-            GRPO(**spaces, **options)
+    with pytest.raises(ValueError, match="networks of 1 members"):
+        GRPO(**spaces, network=NetworkConfig(hidden=(65_536,) * 64))
     with pytest.raises(ValueError, match="the networks of 100000 members"):
         GRPO.population(100_000, **spaces, network=NetworkConfig(hidden=(4096, 4096)))

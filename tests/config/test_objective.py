@@ -9,6 +9,7 @@ from evogrpo.config.hyperparameters import CATEGORIES, Hyperparameters
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.functional.loss_types import STEP_ADVANTAGES
+from evogrpo.safe_parsing import load_yaml
 
 NUMBERS = [
     *("advantage_eps", "kl_target", "kl_horizon", "dual_clip", "delta", "sapo_tau_positive", "sapo_tau_negative"),
@@ -38,24 +39,13 @@ BESIDE = {
     "reward_shift": {"advantage": "batch_std", "reward_norm": "group"},
     "reward_scale": {"advantage": "rloo", "reward_norm": "batch"},
 }
-LEGAL = {
-    "advantage_eps": [1e-8],
-    "kl_target": [0.01],
-    "kl_horizon": [1],
-    "dual_clip": [1.1, 3],
-    "delta": [1.5],
-    "sapo_tau_positive": [0.1],
-    "sapo_tau_negative": [3],
-    "top_entropy_quantile": [1e-3, 1],
-    "importance_cap": [1, 3.0],
-    "reward_clip": [1e-3],
-    "overlong_buffer": [1],
-    "dynamic_sampling": [0, 3],
-    "reference_sync_steps": [1],
-    "reference_mixing": [1, 0.1],
-    "min_group_reward": [-1, 0, 0.5],
-    "max_group_reward": [-1, 0, 0.5],
-}
+LEGAL = load_yaml(
+    """{advantage_eps: [1.0e-8], kl_target: [0.01], kl_horizon: [1], dual_clip: [1.1, 3], delta: [1.5],
+    sapo_tau_positive: [0.1], sapo_tau_negative: [3], top_entropy_quantile: [1.0e-3, 1], importance_cap: [1, 3.0],
+    reward_clip: [1.0e-3], overlong_buffer: [1], dynamic_sampling: [0, 3], reference_sync_steps: [1],
+    reference_mixing: [1, 0.1], min_group_reward: [-1, 0, 0.5], max_group_reward: [-1, 0, 0.5]}""",
+    "legal values",
+)
 
 
 def test_all_fields_are_covered():

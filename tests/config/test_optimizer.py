@@ -59,18 +59,3 @@ def test_schedules_match_transformers(name, scheduler_arguments, settings, warmu
         assert 3.0 * settings.factor(step) == pytest.approx(scheduler.get_last_lr()[0], abs=1e-12)
         optimizer.step()
         scheduler.step()
-
-
-@pytest.mark.parametrize("warmup", [0, 4])
-def test_decays_match_closed_forms_and_stay_at_zero(warmup):
-    def factor(schedule, step):
-        return Optimizer(schedule=schedule, warmup_steps=warmup, total_steps=warmup + 12).factor(step)
-
-    assert factor("linear", warmup) == factor("cosine", warmup) == 1.0
-    assert factor("linear", warmup + 3) == pytest.approx(0.75)
-    assert factor("linear", warmup + 6) == pytest.approx(0.5)
-    assert factor("cosine", warmup + 6) == pytest.approx(0.5)
-    assert factor("cosine", warmup + 4) == pytest.approx(0.75)  # (1 + cos 60°) / 2
-    for schedule in ("linear", "cosine"):
-        assert factor(schedule, warmup + 12) == pytest.approx(0.0, abs=1e-15)
-        assert factor(schedule, warmup + 500) == pytest.approx(0.0, abs=1e-15)

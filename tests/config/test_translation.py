@@ -23,9 +23,7 @@ FREE = "adv_estimator: reinforce"
 # library | keys -> fields of the objective
 OBJECTIVE_ROWS = f"""
 trl |  ->
-trl | loss_type: grpo -> loss_type: grpo
 trl | loss_type: dr_grpo -> loss_type: dr_grpo
-trl | loss_type: bnpo -> loss_type: bnpo
 trl | loss_type: cispo, epsilon_high: 5.0 -> loss_type: cispo
 trl | entropy_coef: 0.1 -> entropy_reduction: mean
 trl | loss_type: grpo, importance_sampling_level: sequence -> loss_type: gspo
@@ -34,11 +32,8 @@ trl | importance_sampling_level: sequence -> loss_type: gspo, aggregation: token
 trl | loss_type: bnpo, importance_sampling_level: sequence -> loss_type: gspo, aggregation: token-mean
 trl | loss_type: dr_grpo, importance_sampling_level: sequence -> loss_type: gspo, aggregation: seq-mean-token-sum-norm
 trl | loss_type: sapo, sapo_temperature_pos: 2.0 -> loss_type: sapo, sapo_tau_positive: 2.0
-trl | loss_type: sapo, sapo_temperature_neg: 3.0 -> loss_type: sapo, sapo_tau_negative: 3.0
-trl | scale_rewards: group -> {{}}
 trl | scale_rewards: true -> {{}}
 trl | scale_rewards: batch -> advantage: batch_std
-trl | scale_rewards: none -> advantage: mean_only
 trl | scale_rewards: false -> advantage: mean_only
 trl | multi_objective_aggregation: normalize_then_sum -> advantage: gdpo
 trl | delta: 1.5, mask_truncated_completions: true -> delta: 1.5, mask_truncated: true
@@ -54,10 +49,8 @@ trl | use_vllm: true, vllm_importance_sampling_mode: token_truncate, vllm_import
 trl | use_vllm: true, vllm_importance_sampling_cap: 4.0 -> importance_correction: sequence_mask, importance_cap: 4.0
 trl | use_vllm: true, vllm_importance_sampling_correction: false -> {{}}
 roll |  -> {{}}
-roll | loss_agg_mode: token-mean -> aggregation: token-mean
 roll | loss_agg_mode: seq-mean-token-sum-norm -> aggregation: seq-mean-token-sum-norm
 roll | importance_sampling: seq -> loss_type: gspo
-roll | dual_clip_loss: true -> dual_clip: 1.4
 roll | dual_clip_loss: true, pg_clip: 0.3 -> dual_clip: 1.6
 roll | reward_clip: 0 -> {{}}
 roll | whiten_advantages: true, reward_clip: 5, max_len_mask: true -> {{whiten_advantages: true, reward_clip: 5.0,
@@ -65,11 +58,9 @@ roll | whiten_advantages: true, reward_clip: 5, max_len_mask: true -> {{whiten_a
 roll | difficulty_mask: true -> min_group_reward: 0.0, max_group_reward: 1.0
 roll | difficulty_mask: true, difficulty_low_threshold: 0.1, difficulty_high_threshold: 0.95 -> {{
   min_group_reward: 0.1, max_group_reward: 0.95}}
-roll | {FREE} -> advantage: reinforce
 roll | {FREE}, reward_norm: None -> advantage: reinforce
 roll | {FREE}, norm_mean_type: batch, norm_std_type: batch -> advantage: reinforce, reward_norm: batch
 roll | {FREE}, norm_mean_type: batch -> advantage: reinforce, reward_norm: batch, reward_shift: true
-roll | {FREE}, norm_std_type: batch -> advantage: reinforce, reward_norm: batch, reward_scale: true
 roll | {FREE}, reward_norm: running -> advantage: reinforce, reward_norm: running
 roll | {FREE}, reward_norm: running, reward_scale: true -> {{advantage: reinforce, reward_norm: running,
   reward_scale: true}}
@@ -81,8 +72,6 @@ roll | add_token_level_kl: true, target_kl: 0.05, kl_horizon: 500 -> {{kl_placem
   kl_target: 0.05, kl_horizon: 500}}
 roll | reward_shift: true -> advantage: mean_only
 roll | {FREE}, reward_norm: group -> {{}}
-roll | {FREE}, norm_mean_type: group, norm_std_type: group -> {{}}
-roll | {FREE}, norm_mean_type: group -> advantage: mean_only
 roll | {FREE}, norm_mean_type: group, norm_std_type: batch -> advantage: batch_std
 roll | {FREE}, norm_mean_type: group, norm_std_type: running -> {{advantage: mean_only, reward_norm: running,
   reward_scale: true}}
@@ -126,20 +115,14 @@ roll | prompt_length: '${most}', most: 90 -> max_prompt_length: 90
 # library | keys -> words of the error
 REFUSED_ROWS = """
 trl | epsilon_hi: 0.3 -> epsilon_hi.*epsilon_high
-trl | num_generation: 4 -> num_generations
-trl | loss_type: dapoo -> loss_type.*dapoo
 trl | loss_type: vespo -> loss_type.*vespo
 trl | loss_type: luspo -> importance_sampling_level
 trl | loss_type: cispo, importance_sampling_level: sequence, epsilon_high: 5.0 -> loss_type.*cispo
-trl | loss_type: sapo, importance_sampling_level: sequence -> loss_type.*sapo
-trl | loss_type: cispo -> epsilon_high.*0.2
 trl | loss_type: cispo, epsilon_high: 0.5 -> epsilon_high.*0.5
 trl | scale_rewards: std -> scale_rewards
 trl | multi_objective_aggregation: sum -> multi_objective_aggregation
 trl | mask_truncated_completions: 1 -> mask_truncated_completions
 trl | num_iterations: 1.5 -> TRL field num_iterations
-trl | beta: small -> TRL field beta
-trl | reward_weights: 3 -> TRL field reward_weights
 trl | num_generations: 1 -> group_size
 trl | delta: 1.1 -> delta
 trl | top_entropy_quantile: 0.0 -> top_entropy_quantile
@@ -151,22 +134,12 @@ trl | max_steps: 9, lr_scheduler_type: cosine, lr_scheduler_kwargs: {cycles: 1} 
 trl | max_steps: 9, lr_scheduler_kwargs: 3 -> lr_scheduler_kwargs
 trl | max_steps: 9, lr_scheduler_type: cosine_with_min_lr -> min_lr and min_lr_rate
 trl | per_device_train_batch_size: 0 -> per_device_train_batch_size must be at least 1, got 0
-trl | max_completion_length: -5 -> max_completion_length must be at least 1, got -5
 trl | top_p: 2.0 -> top_p.*2.0
-trl | top_k: -7 -> top_k.*-7
 trl | optim: sgd -> optim.*'sgd'
-trl | router_aux_loss_coef: 0.01 -> TRL field router_aux_loss_coef
 trl | generation_kwargs: {num_beams: 2} -> TRL field generation_kwargs
-trl | chat_template_kwargs: {enable_thinking: false} -> TRL field chat_template_kwargs
-trl | max_tool_calling_iterations: 3 -> TRL field max_tool_calling_iterations
-trl | vllm_structured_outputs_regex: a* -> TRL field vllm_structured_outputs_regex
-trl | neftune_noise_alpha: 5 -> TRL field neftune_noise_alpha
-trl | vllm_guided_decoding_regex: a* -> TRL field vllm_guided_decoding_regex
-trl | off_policy_mask_threshold: 0.5 -> TRL field off_policy_mask_threshold
 trl | use_adaptive_entropy: true -> TRL field use_adaptive_entropy
 roll | adv_estimater: grpo -> adv_estimater.*adv_estimator
 roll | actor_train: {training_args: {learning_rat: 1}} -> learning_rate
-roll | actor_infer: {generating_args: {temprature: 1}} -> temperature
 roll | loss_agg_mode: token-sum -> loss_agg_mode
 roll | adv_estimator: gae -> adv_estimator.*'gae'
 roll | adv_estimator: null -> adv_estimator.*'gae'
@@ -176,18 +149,12 @@ roll | reward_shift: true, reward_scale: true -> reward_shift and reward_scale
 roll | kl_penalty: full, add_token_level_kl: true -> kl_penalty.*'full'
 roll | use_kl_loss: true, kl_loss_coef: 0.1, add_token_level_kl: true -> use_kl_loss and add_token_level_kl
 roll | rollout_batch_size: 8 -> rollout_batch_size and num_return_sequences_in_group
-roll | rollout_batch_size: 0, num_return_sequences_in_group: 8 -> rollout_batch_size must be at least 1, got 0
-roll | response_length: -1 -> response_length must be at least 1
 roll | actor_infer: {generating_args: {top_p: 0.0}} -> top_p
-roll | ppo_epochs: 1.5 -> ROLL key ppo_epochs
-roll | whiten_advantages: 'yes' -> ROLL key whiten_advantages
 roll | pg_clip: wide -> ROLL key pg_clip.*'wide'
 roll | pg_clip: 2.0 -> clip_coef
 roll | importance_sampling: seq, add_token_level_kl: true -> kl_placement
-roll | importance_sampling: seq, gamma: 0.9 -> gamma
 roll | actor_infer: {generating_args: {num_beams: 3}} -> num_beams.*3
 roll | seed: '${ned}', ned: '${seed}' -> seed -> ned -> seed|ned -> seed -> ned
-roll | actor_infer: 3 -> actor_infer must be a mapping
 roll | actor_infer: {generating_args: 3} -> actor_infer.generating_args must be a mapping
 """
 # Names of keys without effect beside these values come first.
@@ -359,9 +326,7 @@ def test_constant_schedule_needs_no_max_steps():
         {"lr_scheduler_type": "constant", "warmup_steps": 3},
         {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3},
         {"lr_scheduler_type": "linear", "warmup_steps": 0.21},
-        {"lr_scheduler_type": "linear", "warmup_steps": 40},
         {"lr_scheduler_type": "cosine", "warmup_steps": 2, "lr_scheduler_kwargs": {"num_cycles": 0.7}},
-        {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": '{"num_cycles": 2}'},
         {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-4}},
         {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.3, "num_cycles": 1}},
     ],
@@ -463,41 +428,6 @@ reward_shift: false
 reward_scale: false
 add_token_level_kl: false
 """
-# Like ROLL's own examples: plain REINFORCE, whitened, easy and hard questions masked, truncated sampling.
-PIPELINE = """
-defaults:
-  - ../config/deepspeed_zero@_here_
-exp_name: "sums-${rank}"
-rank: 16
-response_length: 4096
-prompt_length: 2048
-rollout_batch_size: 64
-num_return_sequences_in_group: 8
-adv_estimator: "reinforce"
-reward_clip: 10
-advantage_clip: 2.0
-dual_clip_loss: true
-norm_mean_type: ~
-norm_std_type: ~
-max_len_mask: true
-difficulty_mask: true
-difficulty_low_threshold: 0.1
-difficulty_high_threshold: 0.95
-whiten_advantages: true
-actor_train:
-  training_args: {learning_rate: 1.0e-6, weight_decay: 0, warmup_steps: 20, per_device_train_batch_size: 1}
-  model_args: {lora_rank: "${rank}"}
-actor_infer:
-  generating_args:
-    max_new_tokens: ${response_length}
-    top_p: 0.99
-    top_k: 100
-    num_beams: 1
-    temperature: 0.99
-    num_return_sequences: ${num_return_sequences_in_group}
-rewards:
-  math_rule: {tag_included: [sums], model_args: {model_name_or_path: "${reward_pretrain}"}}
-"""
 
 
 def test_documented_example_as_file_text_and_mapping(tmp_path):
@@ -517,20 +447,6 @@ def test_documented_example_as_file_text_and_mapping(tmp_path):
     }
     assert dict(result.settings) == {"samples_per_step": 512, "max_output_tokens": 4096, "max_prompt_length": 2048}
     assert not result.ignored
-
-
-def test_complete_pipeline():
-    result = Objective.from_roll(PIPELINE)
-    assert result.objective == objective(
-        "roll", advantage="reinforce", reward_clip=10.0, dual_clip=1.4, mask_truncated=True, min_group_reward=0.1,
-        max_group_reward=0.95, whiten_advantages=True,
-    )  # fmt: skip
-    assert (result.hyperparameters["lr"], result.hyperparameters["temperature"]) == (1e-6, 0.99)
-    assert result.optimizer.warmup_steps == 20
-    assert dict(result.settings) == {
-        "samples_per_step": 512, "max_output_tokens": 4096, "max_prompt_length": 2048, "top_k": 100, "top_p": 0.99,
-    }  # fmt: skip
-    assert "rank" in result.ignored
 
 
 def test_keys_of_rolls_optimizer():

@@ -27,17 +27,18 @@ from tests.two_turns import GuessTwice
 
 LR = 1e-2
 OBJECTIVES: tuple[tuple[Objective, dict[str, Any]], ...] = (
-    (Objective(loss_type="grpo", top_entropy_quantile=0.5), {"beta": 0.05, "entropy_coef": 0.01}),
+    (
+        Objective(loss_type="grpo", top_entropy_quantile=0.5, kl_target=0.01),
+        {"beta": 0.05, "entropy_coef": 0.01},
+    ),
     (Objective(loss_type="dapo", whiten_advantages=True, kl_estimator="k1", kl_placement="reward"), {"beta": 0.05}),
-    (Objective(loss_type="bnpo", advantage="mean_only", reward_norm="running"), {}),
-    (Objective(loss_type="dr_grpo", advantage="batch_std", kl_target=0.01), {"beta": 0.05}),
     (Objective(loss_type="gspo", advantage="rloo", reference="snapshot", reference_sync_steps=2), {"beta": 0.05}),
-    (Objective(loss_type="luspo", advantage="gdpo"), {}),
-    (Objective(loss_type="cispo", advantage="return_to_go_timestep"), {}),
-    (Objective(loss_type="sapo", importance_correction="token_truncate"), {"entropy_coef": 0.01}),
-    (Objective(loss_type="gmpo", advantage="reinforce", overlong_buffer=3), {"reduce_memory_peak": False}),
+    (
+        Objective(loss_type="gmpo", advantage="reinforce", reward_norm="running", overlong_buffer=3),
+        {"reduce_memory_peak": False},
+    ),
 )
-"""Every loss type, with many other settings."""
+"""Means over tokens, completions and batches; one and two forward passes; with and without reference passes."""
 
 
 SAMPLES = 10
@@ -149,7 +150,7 @@ def run_out_of_memory(beta: float) -> None:
     """Let one rank run out of memory while it scores or learns from several rows."""
     given = {"objective": Objective(), "lr": LR, "beta": beta, "group_size": 2, "micro_batch_tokens": 24}
     together, alone = tiny_population(1, **given), tiny_agent(**given)
-    found = together.collect(tiny_env(), step=0, samples_per_step=16, block=8)
+    found = together.collect(tiny_env(), step=0, samples_per_step=8, block=4)
     bank = together.members.policies["default"].bank
 
     @contextmanager

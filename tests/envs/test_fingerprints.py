@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from gymnasium.wrappers import TimeAwareObservation
 
 from evogrpo import GymnasiumGroups, HuggingFaceGym, MultiTurnGym, PettingZooGroups
 from evogrpo.envs.fingerprint import canonical, code_hash
@@ -175,16 +176,15 @@ def test_fingerprints_of_conversations(tokenizer, options):
 @pytest.mark.parametrize(
     ("make", "options", "names"),
     [
-        (GymnasiumGroups, {"env": "MountainCar-v0"}, {"environment"}),
         (GymnasiumGroups, {"env": probes.Masked}, {"environment"}),
         (GymnasiumGroups, {"max_episode_steps": 20}, {"max_episode_steps"}),
         (GymnasiumGroups, {"env_kwargs": {"sutton_barto_reward": True}}, {"env_kwargs"}),
         (GymnasiumGroups, {"reseed_noise": True, "vectorization": "serial"}, {"reseed_noise"}),
         (GymnasiumGroups, {"seed": 4}, {"seed"}),
+        (GymnasiumGroups, {"wrappers": [TimeAwareObservation]}, {"wrappers"}),
         (GymnasiumGroups, {"test_size": 9}, {"test starts"}),
         (GymnasiumGroups, {"vectorization": "serial", "num_envs": 3}, set()),
         (PettingZooGroups, {"env": joint_probes.Masked}, {"environment"}),
-        (PettingZooGroups, {"score": "min"}, {"score"}),
         (PettingZooGroups, {"score": joint_probes.first_earns}, {"score"}),
         (PettingZooGroups, {"score": "sum"}, set()),
     ],

@@ -1,12 +1,10 @@
 """MultiTurnGym: rendering of replies, arguments of user functions, positions of rewards."""
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from evogrpo.data import Conversation
 from evogrpo.envs import MultiTurnGym, StepRewards
-from evogrpo.envs.protocol import SPLITS
 from tests.envs.conftest import CHAT, build
 
 CLOSED = (  # every turn has an end marker, as in ChatML
@@ -125,12 +123,6 @@ def test_rewards_at_a_reply_belong_to_the_last_sampled_token():
     blank = [np.nan]
     expected = [1.0, 1.0, 1.0, 1.0 + first, *blank * first, 1.0, 1.0 + second + 0.0, *blank * second]
     np.testing.assert_array_equal(steps, expected)
-
-
-def test_data_frames_are_accepted():
-    env = gym(rows=pd.DataFrame(ROWS))
-    assert sum(map(env.size, SPLITS)) + env.filtered["train"].reserve == 30
-    assert env.open("train", [0]).questions[0].startswith("guess ")
 
 
 @pytest.mark.parametrize(

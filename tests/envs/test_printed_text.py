@@ -8,11 +8,9 @@ import pytest
 from rich.console import Console
 from rich.live import Live
 
-from evogrpo import HuggingFaceGym, MultiTurnGym
+from evogrpo import HuggingFaceGym
 from evogrpo.data import single_turn_conversations
 from evogrpo.envs.text.reward_functions import MAX_LINE_LENGTH, EscapingStream, escaped_prints, forward_output
-from tests.envs.conftest import build
-from tests.envs.test_multi_turn_gym import CLOSED
 
 QA = [{"question": f"{n}?", "answer": str(n)} for n in range(12)]
 STEERING = "\x1b[2J\x1b]0;title\x07\x9b31m\r\x08\x00\u202eabc\ud800"
@@ -62,13 +60,6 @@ def test_prints_do_not_break_a_live_display(tokenizer):
     assert "\x1b[2J" not in text
     assert "\x1b]0" not in text
     assert text.rindex("BAR") > text.index("out \\x1b")  # printed text stays above the display
-
-
-def test_prints_of_reply_are_escaped(capsys):
-    rows = [{"prompt": [{"role": "user", "content": f"{n}?"}]} for n in range(9)]
-    options = {"reply": lambda row, messages: print(STEERING), "reward_funcs": lambda completions, **_: [1.0]}
-    MultiTurnGym(rows, tokenizer=build(CLOSED), max_turns=2, **options).open("train", [0]).respond(ONE)
-    assert capsys.readouterr().out == f"{ESCAPED}\n"
 
 
 @pytest.mark.parametrize("ending", ["", "\n"])

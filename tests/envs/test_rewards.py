@@ -193,20 +193,6 @@ def test_exceptions_name_the_function_and_are_chained():
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-def test_messages_show_completions_escaped_and_short():
-    hostile = "\x1b[31m" + "\u202e" + "x" * 5000 + "\r\n"
-
-    def reward(completions, **_):
-        raise RuntimeError(completions[0])
-
-    with pytest.raises(RewardError) as caught:
-        trl(reward, texts=(hostile, hostile))
-    message = str(caught.value)
-    assert message.isprintable()
-    assert r"\x1b[31m" in message
-    assert len(message) < 1000
-
-
 @pytest.mark.parametrize("on_error", ["raise", "exclude"])
 def test_failures_only_with_several_completions_are_raised(on_error):
     def reward(completions, **_):
@@ -305,13 +291,6 @@ def test_preflight_uses_two_sample_completions(tokenizer):
     assert second[0] != first[0]
     assert trial.rewards == {"reward": 0.5}
     assert trial.tokens == tuple(tokenizer(trial.prompt, add_special_tokens=False)["input_ids"])
-
-
-@pytest.mark.parametrize("on_error", ["raise", "exclude"])
-@pytest.mark.parametrize("value", ["1.0", [1.0], math.inf, {}])
-def test_preflight_refuses_invalid_rewards(tokenizer, value, on_error):
-    with pytest.raises(RewardError, match="'<lambda>' must return"):
-        preflight(tokenizer, lambda completion, answer, question: value, on_reward_error=on_error)
 
 
 def test_preflight_raises_failures_unless_excluded(tokenizer):

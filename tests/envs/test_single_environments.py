@@ -87,9 +87,7 @@ def test_environments_that_modify_their_action_change_no_record():
 
 
 @EVERYWHERE
-@pytest.mark.parametrize(
-    ("reward", "ends"), [(1, bool), (True, np.bool_), (np.float32(1), bool), (np.array([[1]]), lambda o: np.array([o]))]
-)
+@pytest.mark.parametrize(("reward", "ends"), [(True, np.bool_), (np.array([[1]]), lambda over: np.array([over]))])
 def test_arrays_of_one_number_are_accepted_as_numbers(vectorization, reward, ends):
     with GymnasiumGroups(lambda: Odd(reward=reward, ends=ends), vectorization=vectorization, num_envs=2) as env:
         played = play_each(env)
@@ -104,7 +102,6 @@ def test_arrays_of_one_number_are_accepted_as_numbers(vectorization, reward, end
     [
         (spaces.Box(0, 255, (2,), np.uint8), 200),
         (spaces.Box(-9, 9, (2,), np.float32), 1 / 3),
-        (spaces.Discrete(5), 3.0),
         (spaces.MultiBinary(3), True),
     ],
 )
@@ -131,8 +128,7 @@ def test_action_masks_reach_policy_and_record(num_envs):
 @pytest.mark.parametrize(
     "infos",
     [
-        ({"path": np.zeros(2)}, {"path": np.zeros(3)}),
-        ({"x": 1}, {"x": None}, {"x": "no"}, {"x": {"y": 1}}),
+        ({"path": np.zeros(2)}, {"path": np.zeros(3)}, {"path": None}, {"path": {"y": "no"}}),
         ({"action_mask": np.array([1, 0])}, {"action_mask": None}, {}),  # without a mask all actions are legal
     ],
 )
@@ -189,9 +185,8 @@ class Remembers(Odd):
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("num_envs", [1, 3])
-def test_recreated_environments_carry_no_state_over(vectorization, num_envs):
-    with GymnasiumGroups(Remembers, recreate_env=True, vectorization=vectorization, num_envs=num_envs) as env:
+def test_recreated_environments_carry_no_state_over(vectorization):
+    with GymnasiumGroups(Remembers, recreate_env=True, vectorization=vectorization, num_envs=3) as env:
         assert play_each(env, rows=6).lengths.tolist() == [1] * 6
     with pytest.warns(UserWarning, match="recreate_env=False"):
         reset = GymnasiumGroups(Remembers, recreate_env=False, vectorization=vectorization, num_envs=1)
@@ -285,12 +280,14 @@ def endless(**attributes):
 
 
 @EVERYWHERE
-def test_endless_episodes_are_truncated_with_one_warning(vectorization):
+def test_endless_episodes_are_truncated_with_one_warning(vectorization, monkeypatch):
+    assert GymnasiumGroups(endless).max_episode_steps == 1000
+    monkeypatch.setattr("evogrpo.envs.control.gymnasium_groups.DEFAULT_MAX_EPISODE_STEPS", 60)
     with GymnasiumGroups(endless, vectorization=vectorization, num_envs=2) as env:
-        assert (env.max_episode_steps, env.uses_default_limit) == (1000, True)
+        assert (env.max_episode_steps, env.uses_default_limit) == (60, True)
         with pytest.warns(UserWarning, match="max_episode_steps"):
             played = play_each(env, rows=2)
-        assert played.lengths.tolist() == [1000] * 2
+        assert played.lengths.tolist() == [60] * 2
         assert played.truncated.all()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -298,11 +295,12 @@ def test_endless_episodes_are_truncated_with_one_warning(vectorization):
             assert not play_each(GymnasiumGroups(Odd), rows=1).truncated.any()
 
 
-@pytest.mark.parametrize(("name", "declared"), [("max_steps", 7), ("max_cycles", np.int64(7)), ("max_steps", 5000)])
-def test_a_declared_limit_is_respected(name, declared):
+@pytest.mark.parametrize(("name", "declared"), [("max_steps", 7), ("max_cycles", np.int64(7)), ("max_steps", 200)])
+def test_a_declared_limit_is_respected(name, declared, monkeypatch):
+    monkeypatch.setattr("evogrpo.envs.control.gymnasium_groups.DEFAULT_MAX_EPISODE_STEPS", 60)
     env = GymnasiumGroups(endless, env_kwargs={name: declared})
     assert (env.max_episode_steps, env.uses_default_limit) == (declared, False)
-    assert play_each(env, rows=1).lengths.tolist() == [max(1000, declared)]  # its declared limit is not kept
+    assert play_each(env, rows=1).lengths.tolist() == [max(60, declared)]  # its declared limit is not kept
 
 
 def test_an_environments_own_limit_holds():
@@ -312,12 +310,6 @@ def test_an_environments_own_limit_holds():
     assert GymnasiumGroups(short).max_episode_steps == 20
     assert GymnasiumGroups(short, max_episode_steps=10).max_episode_steps == 10
     assert GymnasiumGroups(lambda: TimeLimit(Odd(), 7)).max_episode_steps == 7
-
-
-@pytest.mark.parametrize("steps", [30, 31])
-def test_limits_beyond_the_default_are_played_to_their_end(monkeypatch, steps):
-    monkeypatch.setattr("evogrpo.envs.control.rollout.MOST_STEPS", 30)
-    assert play_each(GymnasiumGroups(endless, max_episode_steps=steps), rows=1).lengths.tolist() == [steps]
 
 
 # ---- wrappers
@@ -341,8 +333,6 @@ class Plus(gymnasium.RewardWrapper):
 @pytest.mark.parametrize(
     ("wrappers", "earned"),
     [
-        ([], 1.0),
-        ([Times, Plus], 3.0),
         ((Plus, Times), 4.0),
         ([functools.partial(Times, factor=5.0), lambda env: Plus(Plus(env))], 7.0),
     ],
@@ -359,25 +349,3 @@ def test_spaces_are_those_of_the_outermost_wrapper():
     assert env.max_episode_steps == 500
     assert GymnasiumGroups("CartPole-v1", wrappers=[]).native
     assert GymnasiumGroups(probes.MatchDict, wrappers=[FlattenObservation]).observation_space.shape == (3,)
-
-
-def test_wrappers_are_part_of_the_fingerprint():
-    def identity(*wrappers):
-        return GymnasiumGroups(ConstantReward, wrappers=wrappers).fingerprint()
-
-    class Times3(Times):
-        def reward(self, reward):
-            return 3 * reward
-
-    class Other(Times):
-        def reward(self, reward):
-            return 4 * reward
-
-    Other.__qualname__ = Other.__name__ = "Times3"
-    kinds = [(), (Times,), (Plus,), (Times, Plus), (Plus, Times), (functools.partial(Times, factor=3.0),)]
-    kinds += [(functools.partial(Times, factor=4.0),), (Times3,), (Other,)]
-    identities = [identity(*wrappers) for wrappers in kinds]
-    assert "wrappers" not in identities[0]  # absent without wrappers
-    assert len({each.get("wrappers") for each in identities}) == len(kinds)
-    assert all({**each, "wrappers": ""} == {**identities[0], "wrappers": ""} for each in identities)
-    assert identity(Times, Plus) == identities[3]

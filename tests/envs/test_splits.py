@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import datasets
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evogrpo.envs.protocol import SPLITS
@@ -49,6 +49,7 @@ def questions(part):
     return [part.table[row]["question"] for row in part.rows]
 
 
+@settings(max_examples=40)
 @given(
     *[st.lists(st.text("abc", min_size=1, max_size=2), min_size=1, max_size=12)] * 2,
     st.sampled_from([(), ("test",), ("validation",), ("test", "validation")]),
@@ -94,6 +95,7 @@ def test_the_draw_depends_only_on_questions_and_seed():
     assert {name: questions(part) for name, part in parts.items()} == split(tables)[0]
 
 
+@settings(max_examples=40)
 @given(
     st.sets(st.integers(0, 9999), min_size=12, max_size=60),
     st.sets(st.integers(0, 9999), max_size=60),

@@ -86,8 +86,7 @@ def test_started_groups_are_scored_once_with_equal_results(open_batch, way):
     assert scores.completions == again.completions
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("where", [3, 6])
+@pytest.mark.parametrize(("way", "where"), [*((way, 3) for way in WAYS), ("async", 6)])
 def test_failures_are_raised_by_score(open_batch, way, where):
     """The failure is in a started group, or in one that was not started."""
     function, form, workers = WAYS[way]

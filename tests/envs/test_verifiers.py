@@ -145,11 +145,10 @@ def test_async_functions_run_concurrently_in_a_worker(call):
 @pytest.mark.parametrize(
     ("function", "text", "timeout", "failure"),
     [
-        (batched, "hang", 0.6, "took longer than 0.6 s and was stopped"),
         (single, "spin", 0.6, "took longer than 0.6 s and was stopped"),
-        (batched, "exit", None, r"ended its worker process \(exit code 3\)"),
+        (single, "exit", None, r"ended its worker process \(exit code 3\)"),
         (batched, "killed", None, r"ended its worker process \(signal 9.*\)"),
-        (batched, "close", None, r"ended its worker process \(it closed its pipe\)"),
+        (single, "close", None, r"ended its worker process \(it closed its pipe\)"),
     ],
 )
 def test_hanging_and_dead_workers_are_reported_and_replaced(call, function, text, timeout, failure):
@@ -159,13 +158,13 @@ def test_hanging_and_dead_workers_are_reported_and_replaced(call, function, text
 
 
 @pytest.mark.parametrize(
-    ("function", "text"), [(batched, "hang"), (patient, "hang"), (patient_single, "wait"), (batched, "killed")]
+    ("function", "text"),
+    [(batched, "hang"), (patient_single, "wait"), pytest.param(patient, "hang", marks=pytest.mark.slow)],
 )
-def test_hanging_and_crashing_calls_can_be_excluded(call, function, text):
-    reason = "ended its worker process" if text == "killed" else "took longer than"
-    with pytest.warns(UserWarning, match=rf"2 of 5 completions excluded; the first: .*{reason}"):
-        scores = call(function, "a", text, "bb", text, "ccc", timeout=0.6, on_error="exclude")
-    np.testing.assert_array_equal(scores.rewards, [1, np.nan, 2, np.nan, 3])
+def test_hanging_calls_can_be_excluded(call, function, text):
+    with pytest.warns(UserWarning, match="1 of 3 completions excluded; the first: .*took longer than"):
+        scores = call(function, "a", text, "bb", timeout=0.6, on_error="exclude")
+    np.testing.assert_array_equal(scores.rewards, [1, np.nan, 2])
 
 
 def test_child_processes_are_killed_too(call, tmp_path):
@@ -181,16 +180,17 @@ def test_failures_do_not_wait_for_hanging_calls_and_are_escaped(call):
         call(single, "hang", "raise")
     assert time.monotonic() - began < 10
     with pytest.raises(RewardError) as caught:
-        call(batched, "\x1b[31m\u202ex" * 100, "raise")
+        call(batched, "\x1b[31m\u202ex" * 5000, "raise")
     message = str(caught.value)
     assert message.isprintable()
+    assert len(message) < 1000
     assert re.search(r"raised RuntimeError: 'no \\x1b\[31m' \(.*verifier_functions.py, line \d+\) .* 'raise'", message)
 
 
 def test_workers_that_die_while_idle_are_replaced(one_worker):
     frail = one_worker(batched)
     assert frail("later").rewards == [5.0]
-    time.sleep(0.6)
+    time.sleep(0.4)
     assert frail("a").rewards == [1.0]
 
 
@@ -271,9 +271,7 @@ def test_a_timeout_uses_workers_for_synchronous_functions(function, timeout, in_
 
 def test_environments_score_in_workers_that_end_with_them(tokenizer, encode):
     rows = [{"question": f"{a}?", "answer": "a"} for a in "abcdefgh"]
-    env = HuggingFaceGym(rows, None, tokenizer, reward_fn=single, reward_timeout=1.0, reward_workers=2)
-    with pytest.raises(RewardError, match="'single' took longer than 1 s and was stopped for the completion 'hang'"):
-        env.open("train", [0, 1]).score(single_turn_conversations([0, 1], [encode("hang"), encode("a")]))
+    env = HuggingFaceGym(rows, None, tokenizer, reward_fn=single, reward_workers=1)
     for last in (False, True):
         said = single_turn_conversations([0, 1, 1], [encode(text) for text in ("a", "bb", "ccc")])
         assert env.open("train", [0, 1]).score(said).rewards.tolist() == [1.0, 2.0, 3.0]
@@ -308,7 +306,7 @@ for text in ("abc", "hang"):
 """
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("end", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_workers_end_with_a_script_that_is_stopped_during_a_reward(tmp_path, end):
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)

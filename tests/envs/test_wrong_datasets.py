@@ -12,17 +12,11 @@ from evogrpo import (
     GRPO,
     GymnasiumGroups,
     HuggingFaceGym,
-    MultiTurnGym,
-    NetworkConfig,
-    Objective,
     RLParameter,
-    Tournament,
     evolve,
-    load_base,
     resume,
     train,
 )
-from evogrpo.evolution import Mutation
 from evogrpo.safe_parsing import read_yaml_file
 from evogrpo.training.configuration.question_tasks import DatasetFiles, DatasetTask, read_rows
 from evogrpo.training.configuration.reading import parse_config
@@ -43,16 +37,9 @@ class Pair(nn.Linear):
     [
         (lambda: HuggingFaceGym(QUESTIONS, tokenizer=tiny_tokenizer(), reward_func=variety), "reward_funcs"),
         (lambda: HuggingFaceGym(dataset=QUESTIONS, tokenizer=tiny_tokenizer(), reward_fn=variety), "train_dataset"),
-        (lambda: MultiTurnGym(QUESTIONS, max_turn=3), "max_turns"),
         (lambda: GymnasiumGroups("CartPole-v1", n_envs=8), "num_envs"),
-        (lambda: GymnasiumGroups("CartPole-v1", time_limit=8), "max_episode_steps"),
         (lambda: tiny_agent().generate(["1+1"], max_new_tokens=4), "max_output_tokens"),
-        (lambda: load_base("smollm2-135m", dtyp="float32"), "dtype"),
         (lambda: RLParameter(low=1e-5, high=1e-3), "min"),
-        (lambda: Tournament(tournament_size=3), "size"),
-        (lambda: Mutation(rl_hp=0.2), "probability"),
-        (lambda: Objective(scale_rewards=False), "advantage"),
-        (lambda: NetworkConfig(net_arch=[64]), "hidden"),
         (lambda: GRPO(BOX), "action_space"),
         (lambda: GRPO(nn.Linear(4, 2)), "observation_space"),
         (lambda: GRPO(BOX, LEFT_RIGHT, Pair(4, 2)), "tuple"),

@@ -67,13 +67,6 @@ def test_a_file_is_full_when_it_holds_file_bytes(tmp_path, file_bytes, sizes):
     assert equal(read_checkpoint(tmp_path / "c")[0], tensors)
 
 
-def test_tied_tensors_may_lie_in_different_files(tmp_path):
-    tied = torch.arange(4.0)
-    write_checkpoint(tmp_path / "c", {"a": tied, "b": tied[1:], "c": tied}, {}, file_bytes=1)
-    assert len(tensor_files(tmp_path / "c")) == 3
-    assert equal(read_checkpoint(tmp_path / "c")[0], {"a": tied, "b": tied[1:], "c": tied})
-
-
 def test_a_checkpoint_can_be_moved_and_linked_to(folder, tmp_path):
     folder.rename(tmp_path / "elsewhere")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
@@ -110,17 +103,16 @@ class Fresh(Mapping[str, Tensor]):
         return self._length
 
 
-@pytest.mark.parametrize("in_a_file", [1, 3])
-def test_only_the_tensors_of_one_file_are_alive_while_writing(tmp_path, in_a_file):
-    tensors = Fresh(6)
+def test_only_the_tensors_of_one_file_are_alive_while_writing(tmp_path):
+    tensors = Fresh(4)
     gc.collect()
     before = bytes_alive()
-    write_checkpoint(tmp_path / "c", tensors, {}, file_bytes=in_a_file * MEGABYTE)
-    assert len(tensor_files(tmp_path / "c")) == 6 // in_a_file
+    write_checkpoint(tmp_path / "c", tensors, {}, file_bytes=2 * MEGABYTE)
+    assert len(tensor_files(tmp_path / "c")) == 2
     assert tensors.asked == list(tensors)
     # What is alive when a tensor is asked for: those that share its file.
-    assert [alive - before for alive in tensors.alive] == [n % in_a_file * MEGABYTE for n in range(6)]
-    assert equal(read_checkpoint(tmp_path / "c")[0], dict(Fresh(6)))
+    assert [alive - before for alive in tensors.alive] == [0, MEGABYTE, 0, MEGABYTE]
+    assert equal(read_checkpoint(tmp_path / "c")[0], dict(Fresh(4)))
 
 
 def test_a_further_file_is_made_once_and_only_when_it_is_written(tmp_path):
@@ -176,17 +168,6 @@ def test_further_files_have_plain_names(tmp_path, name):
 def test_a_kind_is_a_plain_word(tmp_path, kind):
     with pytest.raises(ValueError, match="kind of a checkpoint"):
         write_checkpoint(tmp_path / "c", {}, {}, kind=kind)
-
-
-def test_sparse_tensors_are_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match="'x'"):
-        write_checkpoint(tmp_path / "c", {"x": torch.eye(2).to_sparse()}, {})
-
-
-@pytest.mark.parametrize("name", ["__metadata__", 1])
-def test_names_that_safetensors_does_not_have_are_refused(tmp_path, name):
-    with pytest.raises(ValueError, match="name of a tensor"):
-        write_checkpoint(tmp_path / "c", {name: torch.zeros(1)}, {})
 
 
 @pytest.mark.parametrize("where", ["tensors", "files"])

@@ -6,7 +6,6 @@ import os
 import re
 
 import pytest
-import torch
 
 from evogrpo.storage.checkpoint import VERSION, CheckpointError, read_checkpoint, verify_checkpoint, write_checkpoint
 from tests.storage.conftest import ALL_FILES, FILES, RECORD, TENSORS, rewrite_manifest
@@ -157,30 +156,6 @@ def test_what_is_no_checkpoint_folder_is_refused(tmp_path, place):
     elif place == "empty":
         (tmp_path / place).mkdir()
     refused(tmp_path / place, place)
-
-
-# --- tensors in several files ----------------------------------------------------------------------------------------
-
-SHARDS = ["population.safetensors", *(f"population-{number:05d}.safetensors" for number in (2, 3, 4))]
-
-
-@pytest.fixture
-def shards(tmp_path):
-    """A checkpoint of four tensor files of the same size."""
-    tensors = {f"{slot}.adapter": torch.arange(6.0) * slot for slot in range(4)}
-    write_checkpoint(tmp_path / "generation-0005", tensors, RECORD, file_bytes=24)
-    names = sorted(path.name for path in (tmp_path / "generation-0005").glob("*.safetensors"))
-    assert names == sorted(SHARDS)
-    assert len({(tmp_path / "generation-0005" / name).stat().st_size for name in names}) == 1
-    return tmp_path / "generation-0005"
-
-
-@pytest.mark.parametrize(("one", "other"), [(0, 1), (1, 3)])
-def test_swapped_tensor_files_are_refused(shards, tmp_path, one, other):
-    (shards / SHARDS[one]).rename(tmp_path / "aside")
-    (shards / SHARDS[other]).rename(shards / SHARDS[one])
-    (tmp_path / "aside").rename(shards / SHARDS[other])
-    refused(shards, "SHA-256")
 
 
 def test_another_kind_of_checkpoint_is_refused(tmp_path):

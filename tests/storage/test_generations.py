@@ -1,7 +1,7 @@
 """The newest complete generation is found after kills, damage and pruning."""
 
+import itertools
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from evogrpo.storage.checkpoint import generation_folder, latest_checkpoint, prune, read_checkpoint, write_checkpoint
+from tests.forking import Forked
 
 
 def write(run_dir, *generations):
@@ -98,60 +99,56 @@ def test_a_kill_between_the_two_renames_of_a_replace_loses_nothing(tmp_path):
 
 # --- kills and order of writes ----------------------------------------------------------------------------------------
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
 
+def die_before_every_operation(place):
+    """Die right before the k-th operation on a file, for every k until a write gets through.
 
-# Dies right before the k-th operation on a file, for every k until a write gets through. The number of tensor files
-# differs between the versions when each tensor has a file of its own.
-EVERY_OPERATION = """
-import itertools, os, sys
-from pathlib import Path
-import torch
-from evogrpo.storage.checkpoint import read_checkpoint, write_checkpoint
+    Each tensor has a file of its own, and the versions differ in the number of tensors.
+    """
+    folder, outcomes = Path(place), []
 
-torch.set_num_threads(1)
-folder = Path(sys.argv[1])
-outcomes = []
+    def write_version(version):
+        tensors = {str(number): torch.full((8,), float(version)) for number in range(2 * version - 1)}
+        write_checkpoint(
+            folder, tensors, {"version": version}, files={"more": b"m" * version}, replace=True, file_bytes=1
+        )
 
-def write(version):
-    tensors = {str(number): torch.full((8,), float(version)) for number in range(2 * version - 1)}
-    write_checkpoint(
-        folder, tensors, {"version": version}, files={"more": b"m" * version}, replace=True, file_bytes=int(sys.argv[2])
-    )
+    def die_before(operation):
+        count = itertools.count(1)
 
-def die_before(operation):
-    count = itertools.count(1)
-    def hook(event, arguments):
-        if event in {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"} and next(count) == operation:
-            os._exit(9)
-    sys.addaudithook(hook)
+        def hook(event, arguments):
+            if event in {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"} and next(count) == operation:
+                os._exit(9)
 
-write(1)
-for operation in itertools.count(1):
-    child = os.fork()
-    if child == 0:
-        die_before(operation)
-        write(2)
-        os._exit(0)
-    finished = os.waitpid(child, 0)[1] == 0
-    tensors, record = read_checkpoint(folder)
-    assert set(tensors) == {str(number) for number in range(2 * record["version"] - 1)}, operation
-    assert all(torch.equal(x, torch.full((8,), float(record["version"]))) for x in tensors.values()), operation
-    outcomes.append(record["version"])
-    write(1)  # succeeds despite what the kill left
-    assert read_checkpoint(folder)[1] == {"version": 1}, operation
-    assert os.listdir(folder.parent) == [folder.name], operation
-    if finished:
-        break
-assert outcomes == sorted(outcomes) and set(outcomes) == {1, 2} and len(outcomes) > 15, outcomes
-"""
+        sys.addaudithook(hook)
+
+    write_version(1)
+    for operation in itertools.count(1):
+        child = os.fork()
+        if child == 0:
+            die_before(operation)
+            write_version(2)
+            os._exit(0)
+        finished = os.waitpid(child, 0)[1] == 0
+        tensors, record = read_checkpoint(folder)
+        assert set(tensors) == {str(number) for number in range(2 * record["version"] - 1)}, operation
+        assert all(torch.equal(x, torch.full((8,), float(record["version"]))) for x in tensors.values()), operation
+        outcomes.append(record["version"])
+        write_version(1)  # succeeds despite what the kill left
+        assert read_checkpoint(folder)[1] == {"version": 1}, operation
+        assert os.listdir(folder.parent) == [folder.name], operation
+        if finished:
+            break
+    assert outcomes == sorted(outcomes)
+    assert set(outcomes) == {1, 2}
+    assert len(outcomes) > 15
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks the process that dies")
-@pytest.mark.parametrize(("name", "file_bytes"), [("best", 10_000), ("generation-0007", 1)])
-def test_a_kill_before_any_file_operation_of_a_replace_leaves_the_old_or_the_new(tmp_path, name, file_bytes):
-    command = [sys.executable, "-c", EVERY_OPERATION, tmp_path / "checkpoints" / name, str(file_bytes)]
-    subprocess.run(command, check=True, env=ENVIRONMENT)
+def test_a_kill_before_any_file_operation_of_a_replace_leaves_the_old_or_the_new(tmp_path):
+    forked = Forked(die_before_every_operation, str(tmp_path / "checkpoints" / "generation-0007"), cwd=tmp_path)
+    _, errors = forked.communicate(120)
+    assert forked.returncode == 0, errors
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks up what was synced in /proc")

@@ -38,15 +38,6 @@ def test_events_come_back_in_order_with_their_times(path):
     assert path.read_bytes().isascii()
 
 
-def test_an_appended_event_is_readable_while_the_journal_is_open(path):
-    journal = Journal(path)
-    assert read_journal(path) == []
-    journal.append("run")
-    assert kinds(path) == ["run"]
-    journal.close()
-    journal.close()
-
-
 def test_reopening_goes_on_where_it_stopped(path):
     for event in ("run", "stopped"):
         with Journal(path) as journal:
