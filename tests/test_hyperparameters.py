@@ -140,11 +140,7 @@ class TestRLParameter:
 
     @pytest.mark.parametrize(
         "parameter",
-        [
-            RLParameter(min=1e-6, max=1, scale="log"),
-            RLParameter(choices=[2, 4]),
-            RLParameter(choices=["sapo", "grpo"]),
-        ],
+        [RLParameter(min=1e-6, max=1, scale="log"), RLParameter(choices=[2, 4]), RLParameter(choices=["sapo", "grpo"])],
     )
     def test_json_round_trip(self, parameter):
         assert RLParameter(**json.loads(json.dumps(parameter.to_json()))) == parameter
@@ -153,10 +149,7 @@ class TestRLParameter:
 class TestHyperparameterConfig:
     @pytest.mark.parametrize(
         ("name", "parameter"),
-        [
-            ("lr", 0.1),
-            *((name, RLParameter(**fields)) for name, fields in load_yaml(INVALID_SPACES, "spaces")),
-        ],
+        [("lr", 0.1), *((name, RLParameter(**fields)) for name, fields in load_yaml(INVALID_SPACES, "spaces"))],
     )
     def test_bounds_and_choices_must_be_valid_values(self, name, parameter):
         with pytest.raises(ValueError, match=f"{name}"):

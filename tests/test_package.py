@@ -35,8 +35,7 @@ def test_numeric_modules_do_not_import_torch():
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
-    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+    ("given", "expected"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")]
 )
 def test_importing_the_package_limits_openmp_spinning(given, expected):
     program = "import evogrpo, os; print(os.environ.get('GOMP_SPINCOUNT'))"

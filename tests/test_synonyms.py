@@ -4,15 +4,7 @@ import inspect
 
 import pytest
 
-from evogrpo import (
-    GRPO,
-    GymnasiumGroups,
-    HuggingFaceGym,
-    HyperparameterConfig,
-    Objective,
-    RLParameter,
-    evolve,
-)
+from evogrpo import GRPO, GymnasiumGroups, HuggingFaceGym, HyperparameterConfig, Objective, RLParameter, evolve
 from evogrpo.algorithms.factory import Options
 from evogrpo.evolution.strategies import BUILT_IN, Narrowing
 from evogrpo.synonyms import unknown_name_error

@@ -5,16 +5,7 @@ import unicodedata
 
 import pytest
 
-from evogrpo.text import (
-    changes_text,
-    count_text,
-    duration_text,
-    number_text,
-    pluralize,
-    printable,
-    score_text,
-    shorten,
-)
+from evogrpo.text import changes_text, count_text, duration_text, number_text, pluralize, printable, score_text, shorten
 
 
 @pytest.mark.parametrize(

@@ -198,10 +198,7 @@ class VLLMServer:
         # 2. vLLM gives greedy tokens their log-probability at temperature 1, and so all tokens in raw mode.
         if not self.processed or not body["temperature"]:
             inputs = TokenInputs(
-                prompts=rows.prompts,
-                prompt_ids=rows.prompt_ids,
-                temperature=torch.ones(len(prompts)),
-                min_new_tokens=0,
+                prompts=rows.prompts, prompt_ids=rows.prompt_ids, temperature=torch.ones(len(prompts)), min_new_tokens=0
             )
             batch = Batch(
                 inputs=inputs,

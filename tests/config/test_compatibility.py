@@ -31,10 +31,7 @@ LOSSES, ADVANTAGES = CATEGORIES["loss_type"], CATEGORIES["advantage"]
         ({"reward_shift": True, "reward_scale": True, "reward_norm": "group"}, "reward_shift and reward_scale"),
         ({"reward_shift": True}, "reward_shift.*reward_norm"),
         ({"reward_scale": True}, "reward_scale.*reward_norm"),
-        (
-            {"advantage": "mean_only", "reward_norm": "running", "reward_shift": True},
-            "reward_shift",
-        ),
+        ({"advantage": "mean_only", "reward_norm": "running", "reward_shift": True}, "reward_shift"),
         ({"advantage": "gdpo", "overlong_buffer": 8}, "overlong_buffer"),
     ],
 )
@@ -96,12 +93,7 @@ def space(**choices):
         ({"reference": "old"}, {}, {}, "reference.*beta"),
         ({"kl_estimator": "full"}, {}, {}, "kl_estimator.*beta"),
         ({"kl_estimator": "full_reversed"}, {}, {"lr": [1e-3, 1e-2]}, "kl_estimator.*beta"),
-        (
-            {"dual_clip": 3.0},
-            {},
-            {"loss_type": ["grpo", "sapo"]},
-            "loss_type='sapo', advantage='outcome': dual_clip",
-        ),
+        ({"dual_clip": 3.0}, {}, {"loss_type": ["grpo", "sapo"]}, "loss_type='sapo', advantage='outcome': dual_clip"),
         ({"dual_clip": 3.0}, {"loss_type": "cispo"}, {}, "loss_type='cispo'"),
         ({"loss_type": "gspo"}, {}, {"advantage": ["outcome", "process"]}, "loss_type='gspo', advantage='process'"),
         (

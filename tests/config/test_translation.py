@@ -14,10 +14,7 @@ from evogrpo.safe_parsing import load_yaml
 
 # What each library's settings mean without any key.
 PLAIN = {"trl": {}, "roll": {"adv_estimator": "grpo"}}
-OBJECTIVES = {
-    "trl": {"loss_type": "dapo"},
-    "roll": {"aggregation": "seq-mean-token-mean", "advantage_eps": 1e-6},
-}
+OBJECTIVES = {"trl": {"loss_type": "dapo"}, "roll": {"aggregation": "seq-mean-token-mean", "advantage_eps": 1e-6}}
 SYNCED = "sync_ref_model: true, beta: 0.1, use_bias_correction_kl: false"
 FREE = "adv_estimator: reinforce"
 # library | keys -> fields of the objective

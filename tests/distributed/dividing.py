@@ -27,10 +27,7 @@ from tests.two_turns import GuessTwice
 
 LR = 1e-2
 OBJECTIVES: tuple[tuple[Objective, dict[str, Any]], ...] = (
-    (
-        Objective(loss_type="grpo", top_entropy_quantile=0.5, kl_target=0.01),
-        {"beta": 0.05, "entropy_coef": 0.01},
-    ),
+    (Objective(loss_type="grpo", top_entropy_quantile=0.5, kl_target=0.01), {"beta": 0.05, "entropy_coef": 0.01}),
     (Objective(loss_type="dapo", whiten_advantages=True, kl_estimator="k1", kl_placement="reward"), {"beta": 0.05}),
     (Objective(loss_type="gspo", advantage="rloo", reference="snapshot", reference_sync_steps=2), {"beta": 0.05}),
     (

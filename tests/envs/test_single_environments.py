@@ -332,10 +332,7 @@ class Plus(gymnasium.RewardWrapper):
 @EVERYWHERE
 @pytest.mark.parametrize(
     ("wrappers", "earned"),
-    [
-        ((Plus, Times), 4.0),
-        ([functools.partial(Times, factor=5.0), lambda env: Plus(Plus(env))], 7.0),
-    ],
+    [((Plus, Times), 4.0), ([functools.partial(Times, factor=5.0), lambda env: Plus(Plus(env))], 7.0)],
 )
 def test_wrappers_are_applied_in_order_on_every_backend(wrappers, earned, vectorization):
     with GymnasiumGroups(ConstantReward, wrappers=wrappers, vectorization=vectorization, num_envs=2) as env:

@@ -8,15 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from evogrpo import (
-    GRPO,
-    GymnasiumGroups,
-    HuggingFaceGym,
-    RLParameter,
-    evolve,
-    resume,
-    train,
-)
+from evogrpo import GRPO, GymnasiumGroups, HuggingFaceGym, RLParameter, evolve, resume, train
 from evogrpo.safe_parsing import read_yaml_file
 from evogrpo.training.configuration.question_tasks import DatasetFiles, DatasetTask, read_rows
 from evogrpo.training.configuration.reading import parse_config

@@ -10,12 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from evogrpo.storage.checkpoint import (
-    VERSION,
-    CheckpointError,
-    read_checkpoint,
-    write_checkpoint,
-)
+from evogrpo.storage.checkpoint import VERSION, CheckpointError, read_checkpoint, write_checkpoint
 from tests.storage.conftest import ALL_FILES, FILES, RECORD, TENSORS, rewrite_manifest
 
 
