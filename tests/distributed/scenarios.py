@@ -154,7 +154,7 @@ def failing(folder: str) -> None:
 
     def reward(completion: str, answer: str, question: str) -> float:
         calls.append(completion)
-        if processes().rank == 1 and len(calls) > 15:
+        if processes().rank == 1 and len(calls) > 11:
             raise LookupError("the verifier is gone")
         return variety(completion, answer, question)
 
