@@ -61,6 +61,15 @@ def _rounding(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def without_charts() -> Iterator[None]:
+    """Leave out the charts of reports, which take longer than the runs of tests; tests/reporting draws them."""
+    from tests.cli.project import charts_left_out
+
+    with charts_left_out():
+        yield
+
+
 @pytest.fixture(scope="session")
 def stored_language_run(tmp_path_factory: pytest.TempPathFactory) -> "StoredRun":
     """Return a finished run of a language model; tests do not change its folder."""

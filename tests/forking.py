@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
+CHARTS = ("matplotlib", "plotly")
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
     [
@@ -113,3 +114,9 @@ def evogrpo(*arguments: str) -> None:
     """Run the command."""
     sys.argv = ["evogrpo", *arguments]
     runpy.run_module("evogrpo", run_name="__main__", alter_sys=True)
+
+
+def evogrpo_without_charts(*arguments: str) -> None:
+    """Run the command as if matplotlib and plotly were not installed: reports take longer than small runs."""
+    sys.modules.update(dict.fromkeys(CHARTS))
+    evogrpo(*arguments)

@@ -1,12 +1,19 @@
 """Fixtures of the command line's tests."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from evogrpo.cli import main
-from tests.cli.project import write_project
+from tests.cli.project import charts_left_out, write_project
+
+
+@pytest.fixture(autouse=True, scope="package")
+def _without_charts() -> Iterator[None]:
+    with charts_left_out():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +27,7 @@ def project(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def trained(project, tmp_path_factory) -> Path:
     """Train one generation in the run directory `run`; tests copy the folder that this returns."""
-    with pytest.MonkeyPatch.context() as patch:
+    with charts_left_out() as patch:
         patch.chdir(tmp_path_factory.mktemp("trained"))
         assert main(["train", str(project / "tiny.yaml"), "--run-dir", "run", "schedule.generations=1"]) == 0
         return Path("run").absolute()

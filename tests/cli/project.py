@@ -4,12 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import yaml
 
 from evogrpo.training.task_types import task_type_of
-from tests.forking import Forked, evogrpo
+from tests.forking import CHARTS, Forked, evogrpo, evogrpo_without_charts
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +39,7 @@ CONFIG = {
     "strategy": {"z": 0},
     "schedule": {"generations": 3, "steps_per_generation": 2, "samples_per_step": 16},
     "agent": {"max_output_tokens": 8},
+    "logging": {"tensorboard": False},
 }
 
 
@@ -50,14 +54,24 @@ def write_project(folder: Path) -> Path:
     return folder / "tiny.yaml"
 
 
+@contextmanager
+def charts_left_out() -> Iterator[pytest.MonkeyPatch]:
+    """Leave out the charts of reports as if matplotlib and plotly were not installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in CHARTS:
+            patch.setitem(sys.modules, name, None)
+        yield patch
+
+
 def prepare(config):
     """Validate a configuration as the commands do."""
     return task_type_of(config.task).prepare(config)
 
 
-def command(*arguments: str | Path, cwd: Path, file_bytes: int | None = None, **environment: str) -> Forked:
+def command(*arguments: str | Path, cwd: Path, charts: bool = False, file_bytes: int | None = None) -> Forked:
     """Fork `evogrpo` off a process that has imported everything."""
-    return Forked(evogrpo, *map(str, arguments), cwd=cwd, environment=environment, file_bytes=file_bytes)
+    function = evogrpo if charts else evogrpo_without_charts
+    return Forked(function, *map(str, arguments), cwd=cwd, file_bytes=file_bytes)
 
 
 def program(*arguments: str | Path, cwd: Path) -> "subprocess.Popen[str]":

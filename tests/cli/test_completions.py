@@ -43,15 +43,6 @@ def test_the_best_completion_comes_first_then_those_with_other_rewards():
     ]
 
 
-def test_several_reward_functions_have_a_column_each():
-    one = example(rewards={"exact": 1.0}, reward=1.0)
-    assert "exact" not in drawn([one])[0]
-    several = example(rewards={"exact": 1.0, "brief": None}, reward=2.0, advantage=None)
-    head, row = drawn([several])
-    assert head.split()[4:] == ["exact", "brief", "reward", "advantage"]
-    assert row.split()[3:] == ["1", "–", "2", "–"]
-
-
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_long_texts_are_cut_in_the_middle(width):
     question = "Say " + "please " * 60 + "now?"
@@ -72,8 +63,3 @@ def test_untrusted_text_is_escaped():
     assert len(lines) == 2
     assert all(line.isprintable() for line in lines)
     assert lines[1].count("[bold]x[/bold]") == 2
-
-
-def test_empty_completions_are_marked_and_no_completions_give_no_table():
-    assert "(nothing)" in drawn([example(completion="")])[1]
-    assert completions_table([], 0, 100) is None

@@ -57,15 +57,6 @@ def test_records_fit_and_keep_all_words(monkeypatch, run_dir, command):
     assert "\x1b" not in piped
 
 
-def test_tasks_fit_and_continuation_lines_are_indented(monkeypatch):
-    lines = CONTROL.sub("", output_of(monkeypatch, ["tasks"], colour=True)).splitlines()
-    lines_of_text = [line for line in lines if "pip install" not in line and "reasoning-gym" not in line]
-    assert max(map(len, lines_of_text)) <= 80, max(lines_of_text, key=len)
-    heads = ("Built in", "Gymnasium", "PettingZoo", "Plugins", "Your own")
-    assert [line for line in lines_of_text if line.strip() and not line.startswith((*heads, "  "))] == []
-    assert any(line.startswith("    ") for line in lines_of_text)
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

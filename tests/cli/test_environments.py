@@ -2,19 +2,16 @@
 
 import re
 import shlex
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import gymnasium
-import numpy as np
 import pytest
-import yaml
+from gymnasium.envs.classic_control import CartPoleEnv
 
-from evogrpo import GRPO
 from evogrpo.cli import main
 from evogrpo.storage.journal import read_journal
-from evogrpo.training.configuration.reading import load_config, parse_config
+from evogrpo.training.configuration.reading import parse_config
 from tests.cli.project import command, prepare
 
 SHORT = [
@@ -24,6 +21,7 @@ SHORT = [
     "task.validation_size=4",
     "task.test_size=6",
     "population.size=3",
+    "logging.tensorboard=false",
 ]
 
 
@@ -33,8 +31,7 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     process = command("train", "--env", "CartPole-v1", *SHORT, cwd=folder)
     output, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    assert errors == ""
+    assert (process.returncode, errors) == (0, "")
     return folder / "runs" / "CartPole-v1", output
 
 
@@ -63,50 +60,12 @@ def test_output_of_a_run_uses_the_terms_of_environments(finished):
     assert "untrained network, test" in page
 
 
-class Picture(gymnasium.Env):
-    """Returns a grey image."""
-
-    observation_space = gymnasium.spaces.Box(0, 255, (16, 16, 1), np.uint8)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        return np.full((16, 16, 1), 9, np.uint8), {}
-
-    def step(self, action):
-        return np.full((16, 16, 1), 9, np.uint8), 0.0, True, False, {}
-
-
-@pytest.mark.parametrize(
-    ("env", "hidden", "one"),
-    [("CartPole-v1", [64], True), ("CartPole-v1", [512, 512], False), ("Picture-v0", [64], False)],
-)
-def test_large_networks_and_images_use_all_threads(monkeypatch, env, hidden, one):
-    spec = gymnasium.envs.registration.EnvSpec("Picture-v0", entry_point=Picture, max_episode_steps=5)
-    monkeypatch.setitem(gymnasium.registry, "Picture-v0", spec)
+@pytest.mark.parametrize(("hidden", "one"), [([64], True), ([512, 512], False)])
+def test_large_networks_use_all_threads(hidden, one):
     agent = {"network": {"hidden": hidden}}
     schedule = {"generations": 1, "samples_per_step": 8}
-    config = parse_config({"task": {"env": env}, "agent": agent, "schedule": schedule})
-    prepared = prepare(config)
-    assert prepared.one_thread is one
-    assert ("convolutions, then 64 tanh" in prepared.facts()["population"]) == (env == "Picture-v0")
-
-
-def test_a_configuration_file_trains(workdir):
-    values = {
-        "task": {"env": "Pendulum-v1", "max_episode_steps": 20, "validation_size": 4, "test_size": 4},
-        "schedule": {"generations": 2, "steps_per_generation": 1, "samples_per_step": 8},
-        "population": {"size": 2},
-        "agent": {"normalise_observations": True, "evolve_network": {"max_units": 32}},
-    }
-    values["agent"]["objective"] = {"advantage_eps": 1e-3}  # keeps the other defaults
-    Path("pendulum.yaml").write_text(yaml.safe_dump(values))
-    assert main(["train", "pendulum.yaml", "--generations", "1", "--seed", "7"]) == 0
-    assert main(["report", "runs/pendulum"]) == 0
-    stored = yaml.safe_load(Path("runs/pendulum/config.yaml").read_text())
-    assert (stored["model"], stored["seed"], stored["schedule"]["generations"]) == (None, 7, 1)
-    assert stored["hyperparameters"]["lr"] == 5e-3  # the defaults of networks are written out
-    assert stored["agent"]["objective"]["advantage"] == "return_to_go_timestep"
-    assert parse_config(stored) == load_config(Path("runs/pendulum/config.yaml"))
+    config = parse_config({"task": {"env": "CartPole-v1"}, "agent": agent, "schedule": schedule})
+    assert prepare(config).one_thread is one
 
 
 def test_a_run_whose_target_is_reached_before_training_stops(workdir, capsys):
@@ -121,32 +80,6 @@ def test_a_run_whose_target_is_reached_before_training_stops(workdir, capsys):
     assert main(["resume", "runs/CartPole-v1", "target_fitness=1e6", "--generations", "1"]) == 0
     events = [event["event"] for event in read_journal(Path("runs/CartPole-v1/journal.jsonl"))]
     assert "generation" in events
-
-
-def test_a_dry_run_prints_the_forecast_and_writes_nothing(workdir, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    assert main(["train", "--env", "CartPole-v1", "--dry-run", *SHORT]) == 0
-    output = capsys.readouterr().out
-    assert "8 episodes per member and learning step, 24 in all" in output
-    assert "1 group of 8" in output
-    assert "at most 12,000 steps per learning step for all members (episodes of 500 steps)" in output  # 3 × 8 × 500
-    assert "at most 128 steps per member and learning step" in output  # 8 epochs × ceil(8 × 500 / 256)
-    assert "4 learning steps (2 generations × 2). Evaluations: 40 episodes" in output  # 4 (1 + 3 × 2) + 2 × 6
-    assert list(workdir.iterdir()) == []
-
-
-def test_the_forecast_uses_the_default_time_limit(workdir, capsys):
-    import gymnasium
-    from gymnasium.envs.classic_control.cartpole import CartPoleEnv
-
-    gymnasium.register("Endless-v0", entry_point=CartPoleEnv)
-    try:
-        assert main(["train", "--env", "Endless-v0", "--dry-run"]) == 0
-        message = " ".join(capsys.readouterr().out.split())
-        assert "sets no time limit; episodes are truncated after 1,000 steps (task.max_episode_steps)" in message
-        assert "episodes of 1000 steps" in message
-    finally:
-        del gymnasium.registry["Endless-v0"]
 
 
 @pytest.mark.parametrize(
@@ -165,20 +98,6 @@ def test_the_plan_shows_noise_and_recreation_of_environments(workdir, capsys, mo
     assert {each for each in every if each in printed} == message
 
 
-def test_environments_in_a_module_of_the_working_directory_are_found(workdir, monkeypatch):
-    Path("my_environments.py").write_text(
-        "import gymnasium\n"
-        "from gymnasium.envs.classic_control import CartPoleEnv\n"
-        "gymnasium.register('Own-v0', entry_point=CartPoleEnv, max_episode_steps=30)\n"
-    )
-    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(workdir))])
-    try:
-        assert main(["train", "--env", "my_environments:Own-v0", "--dry-run"]) == 0
-    finally:
-        gymnasium.registry.pop("Own-v0", None)
-        sys.modules.pop("my_environments", None)
-
-
 def printed_command(label, output):
     """Return the arguments of the `evogrpo` command printed after a label."""
     (line,) = [line for line in output.splitlines() if line.startswith(label)]
@@ -188,10 +107,8 @@ def printed_command(label, output):
 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError])
 def test_the_printed_command_resumes_after_a_faulty_environment_is_fixed(workdir, capsys, error):
-    from gymnasium.envs.classic_control import CartPoleEnv
-
     class Faulty(CartPoleEnv):
-        steps_left = 1000
+        steps_left = 500
 
         def step(self, action):
             Faulty.steps_left -= 1
@@ -202,7 +119,7 @@ def test_the_printed_command_resumes_after_a_faulty_environment_is_fixed(workdir
     class Mended(CartPoleEnv):
         pass
 
-    words = ["--env", "Faulty-v0", *SHORT, "schedule.generations=3"]
+    words = ["--env", "Faulty-v0", *SHORT]
     try:
         gymnasium.register("Faulty-v0", entry_point=Faulty, max_episode_steps=10)
         with pytest.raises(error) if error is not ValueError else nullcontext():
@@ -218,28 +135,15 @@ def test_the_printed_command_resumes_after_a_faulty_environment_is_fixed(workdir
 
 
 def test_the_printed_command_continues_a_run_that_max_seconds_ended(workdir, capsys):
-    brief = [
-        "schedule.max_seconds=1",
-        "schedule.test_questions=0",
-        "task.max_episode_steps=20",
-    ]
-    assert main(["train", "--env", "CartPole-v1", *brief]) == 0
+    brief = ["schedule.max_seconds=0.6", "schedule.samples_per_step=8", "schedule.steps_per_generation=1"]
+    brief += ["schedule.test_questions=0", "task.max_episode_steps=20"]
+    assert main(["train", "--env", "CartPole-v1", "task.validation_size=2", *brief]) == 0
     output = capsys.readouterr().out
-    assert "Finished: max_seconds 1 reached" in output
+    assert "Finished: max_seconds 0.6 reached" in output
     assert main(["resume", "runs/CartPole-v1"]) == 0
-    assert "This run is finished (max_seconds 1 reached" in capsys.readouterr().out
+    assert "This run is finished (max_seconds 0.6 reached" in capsys.readouterr().out
     assert main([*printed_command("train further", output), "test_questions=2"]) == 0
     assert "Finished: " in capsys.readouterr().out
-
-
-def test_a_finished_run_tells_its_end_once(finished, capsys):
-    assert main(["resume", str(finished[0])]) == 0
-    assert "This run is finished (2 generations)." in capsys.readouterr().out
-
-
-def test_a_run_directory_is_refused_as_an_agent(finished):
-    with pytest.raises(ValueError, match=r"run directory.*best"):
-        GRPO.load(finished[0])
 
 
 @pytest.mark.parametrize(

@@ -112,12 +112,8 @@ SHORT = {
         ({"task": {"name": "two_digit_sums"}, "model": "x"}, "has the name of a built-in task"),
         ({"strategy": "broken"}, r"plugin 'broken' \(plugged_broken:nothing\) raised RuntimeError: half installed"),
         ({"strategy": "value"}, "'value' .* must be a class or a function"),
-        ({"strategy": "pole"}, "A strategy needs plan"),
         ({"strategy": "stric"}, "unknown strategy 'stric': did you mean 'strict'"),
-        ({"sampler": "other"}, "unknown sampler 'other'.*counting"),
-        ({"task": {"name": "sequence"}}, "unknown task 'sequence': did you mean 'sequences'"),
         ({"sampler": {"name": "counting", "log": "x"}}, "sampler must be left out"),
-        ({"sampler": 3}, "sampler .*name and settings"),
     ],
 )
 def test_plugins_that_cannot_be_used_are_refused(installed, values, message):
@@ -146,15 +142,15 @@ def test_a_run_of_plugins_is_resumed(installed, workdir, capsys):
         parse_config(NETWORKS | {"strategy": "fixed", "task": {"env": "CartPole-v1"}}).task.environment(seed=0)
 
 
-@pytest.mark.parametrize("name", ["counting", "plugged:counting"])
-def test_a_sampler_of_the_configuration_samples_in_a_resumed_run_too(installed, project, workdir, name):
-    values = yaml.safe_load((project / "tiny.yaml").read_text()) | {"sampler": {"name": name, "log": "calls"}}
+def test_a_sampler_of_the_configuration_samples_in_a_resumed_run_too(installed, project, workdir):
+    values = yaml.safe_load((project / "tiny.yaml").read_text())
+    values |= {"sampler": {"name": "plugged:counting", "log": "calls"}, "population": {"size": 2}}
+    values["schedule"] |= {"generations": 1, "steps_per_generation": 1, "test_questions": 0}
     values["task"] = {"name": "sequences", "validation_size": 2, "test_size": 2}
     (workdir / "config.yaml").write_text(yaml.safe_dump(values | {"model": str(project / values["model"])}))
-    assert main(["train", "config.yaml", "--run-dir", "run", "schedule.generations=1"]) == 0
+    assert main(["train", "config.yaml", "--run-dir", "run"]) == 0
     calls = len((workdir / "calls").read_text())
     assert calls > 0
     assert main(["resume", "run", "--generations", "2"]) == 0
     assert len((workdir / "calls").read_text()) > calls
-    (workdir / "calls").write_text("")
     assert main(["train", "config.yaml", "--run-dir", "wrong", "sampler.port=1"]) != 0

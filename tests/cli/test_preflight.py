@@ -6,11 +6,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from evogrpo import evolve
 from evogrpo.cli import main
-from evogrpo.envs.text.reward_functions import RewardError
 from tests.tiny_models import tiny_model
-from tests.tiny_training import tiny_env, tiny_population
 
 WRONG = [
     ("def score(completion, solution):\n    return 1.0\n", "completion, answer, question"),
@@ -39,12 +36,6 @@ def test_a_dry_run_shows_the_first_prompt_and_a_sample_reward(project, workdir, 
     assert "score 0.5 for 'This is a made-up completion: 42.'" in output  # two times "a"
 
 
-def test_a_reward_function_without_return_value_is_reported(project, workdir, capsys):
-    Path("mine.py").write_text("def score(completion, answer, question):\n    float(len(completion))\n")
-    assert main(["train", str(project / "tiny.yaml"), "--dry-run", "task.reward=mine.py:score"]) == 0
-    assert "score none (does the function return a value?)" in " ".join(capsys.readouterr().out.split())
-
-
 def test_the_tokenizer_of_another_model_is_refused(project, workdir, capsys):
     tiny_model().save_pretrained("other")
     tokenizer = AutoTokenizer.from_pretrained(project / "model")
@@ -52,12 +43,3 @@ def test_the_tokenizer_of_another_model_is_refused(project, workdir, capsys):
     tokenizer.save_pretrained("other")
     assert main(["train", str(project / "tiny.yaml"), "--dry-run", "model=other"]) == 2
     assert "tokens of prompts must be in the vocabulary" in " ".join(capsys.readouterr().err.split())
-
-
-def test_python_runs_are_checked_before_the_baseline(tmp_path):
-    def wrong(completion, answer, question):
-        return "good"
-
-    with pytest.raises(RewardError, match="'wrong'"):
-        evolve(tiny_population(1), tiny_env(reward_fn=wrong), run_dir=tmp_path / "run", generations=1)
-    assert not (tmp_path / "run").exists()

@@ -51,30 +51,11 @@ def test_the_plan_names_the_preset_and_explicit_settings_win(capsys):
 def test_python_and_command_line_use_the_same_preset(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["train", "--env", "CartPole-v1", "--preset", "--run-dir", "one", *TINY]) == 0
-    train(
-        "CartPole-v1", preset=True, run_dir="other", size=2, generations=1, steps_per_generation=1, validation_size=2,
-        test_size=2, max_episode_steps=10, progress=False,
-    )  # fmt: skip
+    tiny = {"size": 2, "generations": 1, "steps_per_generation": 1, "validation_size": 2, "test_size": 2}
+    train("CartPole-v1", preset=True, run_dir="other", max_episode_steps=10, progress=False, **tiny)
     command_config, python_config = (load_config(tmp_path / name / CONFIG_FILE).to_json() for name in ("one", "other"))
     for name in ("run_dir", "run_id"):
         assert command_config.pop(name) != python_config.pop(name)
     assert command_config == python_config
     assert command_config["hyperparameters"]["lr"] == preset("CartPole-v1")["hyperparameters"]["lr"]
     capsys.readouterr()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--env", "MountainCar-v0", "--preset"], "no preset for MountainCar-v0"),
-        (["--env", "CartPol-v1", "--preset"], "'CartPol-v1' is not a registered Gymnasium environment"),
-        (["--preset", "config.yaml"], "--preset needs --env"),
-        (["--parallel-env", "mpe2.simple_spread_v3", "--preset"], "--preset is not available"),
-    ],
-)
-def test_unavailable_presets_are_refused(arguments, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["train", *arguments]) == 2
-    printed = capsys.readouterr().err
-    assert message in printed
-    assert list(tmp_path.iterdir()) == []

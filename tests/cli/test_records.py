@@ -47,31 +47,21 @@ def test_texts_of_a_journal_are_escaped(tmp_path, capsys, command, as_json):
         assert "[bold]x[/bold]" in output
 
 
-@pytest.mark.parametrize("command", ["lineage", "best", "compare"])
-def test_json_output_is_one_object(run_dir, tmp_path, capsys, command):
+def test_json_output_is_one_object(run_dir, tmp_path, capsys):
+    def told(*words):
+        assert main([*map(str, words), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
     other = tmp_path / "other"
     finish(step_run(other, options={"normalise_observations": True, "seed": 1}, generations=1))
-    assert main([command, str(run_dir), *([str(other)] if command == "compare" else []), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert main(["best", str(run_dir), "--json"]) == 0
-    best = json.loads(capsys.readouterr().out)
-    if command == "lineage":
-        assert told["winner"] == best["member"] == told["path"][-1]
-    if command == "compare":
-        first, second = told["runs"]
-        assert first["best"]["member"] == best["member"]
-        assert first["test"] == best["test"]
-        assert first["against_the_first"] is None
-        assert second["against_the_first"]["paired"]  # the validation starts are equal
-        assert told["settings"]["seed"] == [0, 1]
-
-
-def test_best_shows_the_winner_its_folder_and_the_next_commands(run_dir, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    assert main(["best", str(run_dir)]) == 0
-    output = capsys.readouterr().out
-    for words in (str(run_dir / "best"), "mean return per validation start", "--schedule", "replay"):
-        assert words in output
+    best, lineage, comparison = told("best", run_dir), told("lineage", run_dir), told("compare", run_dir, other)
+    assert lineage["winner"] == best["member"] == lineage["path"][-1]
+    first, second = comparison["runs"]
+    assert first["best"]["member"] == best["member"]
+    assert first["test"] == best["test"]
+    assert first["against_the_first"] is None
+    assert second["against_the_first"]["paired"]  # the validation starts are equal
+    assert comparison["settings"]["seed"] == [0, 1]
 
 
 def test_lineage_marks_the_winner_and_lists_all_members(run_dir, capsys):
@@ -93,17 +83,3 @@ def test_runs_without_generations_are_shown(tmp_path, capsys):
     assert main(["compare", str(tmp_path / "one"), str(tmp_path / "other")]) == 0
     assert main(["best", str(tmp_path / "one")]) == 2
     assert "error: " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("words", [["compare", "RUN"], ["compare", "RUN", "RUN"], ["lineage", "NO"], ["export", "RUN"]])
-def test_invalid_requests_are_refused(run_dir, capsys, words):
-    assert main([str(run_dir) if word == "RUN" else word for word in words]) == 2
-    assert "error:" in capsys.readouterr().err
-
-
-def test_an_exported_schedule_is_not_overwritten(run_dir, tmp_path, capsys):
-    words = ["export", str(run_dir), "--schedule", str(tmp_path / "found.yaml")]
-    assert main(words) == 0
-    assert "replay" in capsys.readouterr().out
-    assert main(words) == 2
-    assert "already exists" in capsys.readouterr().err

@@ -18,22 +18,12 @@ def score(completion, answer, question):
 
 def test_a_hanging_reward_stops_the_run_and_names_the_completion(project, workdir):
     Path("hanging.py").write_text(HANGING)
-    overrides = (*SHORT, "task.reward=hanging.py:score", "task.reward_timeout=1.0", "task.reward_workers=2")
+    overrides = (*SHORT, "task.reward=hanging.py:score", "task.reward_timeout=0.2", "task.reward_workers=1")
     process = command("train", project / "tiny.yaml", "--run-dir", "run", *overrides, cwd=workdir)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert "Reward function 'score' took longer than 1 s and was stopped for the completion" in errors
+    assert "Reward function 'score' took longer than 0.2 s and was stopped for the completion" in errors
     assert "evogrpo resume run" in output
-
-
-def test_a_function_that_cannot_be_pickled_is_refused(project, workdir, capsys):
-    Path("inner.py").write_text(
-        "import threading\nclass Score:\n    def __init__(self):\n        self.lock = threading.Lock()\n"
-        "    def __call__(self, completion, answer, question):\n        return 0.0\nscore = Score()\n"
-    )
-    overrides = ("task.reward=inner.py:score", "task.reward_timeout=5")
-    assert main(["train", str(project / "tiny.yaml"), "--dry-run", *overrides]) == 2
-    assert "Reward function 'Score' cannot be sent to a worker process" in capsys.readouterr().err
 
 
 def test_a_dry_run_shows_how_rewards_are_computed(project, workdir, capsys, monkeypatch):
