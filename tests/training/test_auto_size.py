@@ -15,7 +15,6 @@ from evogrpo.training.configuration.sections import CONFIG_FILE
 from evogrpo.training.launch import start
 from evogrpo.training.task_types import task_type_of
 from evogrpo.training.task_types.networks import prepare_in
-from tests.envs import probes
 from tests.training.test_time_limit import Clock, costly
 
 AUTO = {
@@ -79,34 +78,6 @@ def test_sizes_are_chosen_for_a_hundred_steps(clock, seconds, expected):
     )
 
 
-def test_measuring_takes_a_small_part_of_the_time(clock):
-    env = costly(clock, steps=200)
-    for seconds in (20.0, 100.0, 1000.0):
-        before = clock.now
-        prepare_in(configured(seconds), env)
-        assert clock.now - before <= min(0.05 * seconds, 10.0) + 1.0  # one step of all environments may be added
-
-
-def test_episodes_are_expected_to_become_longer(clock):
-    class Short(probes.Endless):
-        """Ends after 4 of at most 100 steps."""
-
-        def reset(self, *, seed=None, options=None):
-            self.left = 4
-            return super().reset(seed=seed)
-
-        def step(self, action):
-            clock.now += 0.003
-            self.left -= 1
-            seen, reward, *_ = super().step(action)
-            return seen, reward, self.left == 0, False, {}
-
-    # 256 episodes take 3.1 s at 4 steps, and 15.4 s at the geometric mean of 4 and 100 steps.
-    env = GymnasiumGroups(Short, max_episode_steps=100)
-    assert sizes(prepare_in(configured(15.5 * 100), env).config) == FULL
-    assert sizes(prepare_in(configured(15.3 * 100), env).config) == (8, 16, 32, 128)
-
-
 def test_groups_shrink_if_not_one_fits(clock):
     small = {"hyperparameters": {"group_size": "auto"}, "schedule": {"validation_questions": 4}}
     for seconds, group in ((250.0, 8), (50.0, 8), (30.0, 4), (13.0, 2)):
@@ -136,11 +107,6 @@ def test_automatic_sizes_are_limited_by_the_held_out_starts(clock, tmp_path):
     assert sizes(prepared.config) == (8, 32, 20, 30)
     with pytest.raises(ValueError, match="validation split must hold at least 2 starts, got 1"):
         start(prepare_in(configured(), costly(clock, validation_size=1)), tmp_path / "run")
-
-
-def test_groups_stay_whole(clock):
-    config = configured(450.0, hyperparameters={"group_size": 12})
-    assert prepare_in(config, costly(clock)).config.schedule.samples_per_step == 12
 
 
 def test_images_are_limited_by_memory(monkeypatch):

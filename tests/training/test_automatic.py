@@ -1,42 +1,26 @@
 """Automatic search spaces and strategies of configurations."""
 
 import dataclasses
-import re
-from pathlib import Path
 
 import gymnasium
 import numpy as np
 import pytest
 
-from evogrpo import GRPO, HyperparameterConfig, Objective, RLParameter
+from evogrpo import GRPO, Objective
 from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, HYPERPARAMETER_NAMES, Hyperparameters
 from evogrpo.config.search_space import DEFAULT_SEARCHED, LANGUAGE_RANGES, NETWORK_RANGES
 from evogrpo.evolution import FitnessConfig, Narrowing, SharedExperience, Tournament, spread_founders
-from evogrpo.evolution.strategies import BUILT_IN
-from evogrpo.safe_parsing import load_yaml
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.configuration.sections import AUTO_SIZES
 from evogrpo.training.task_types.networks import with_sizes
 from tests.tiny_models import tiny_model
 
-EVOLUTION = (Path(__file__).parents[2] / "docs" / "evolution.md").read_text(encoding="utf-8")
 QUESTIONS = {
     "task": {"dataset": {"train": "sums.jsonl"}, "reward": "r.py:f", "form": "trl"},
     "population": {"size": 4},
 }
 PLAY = {"task": {"env": "CartPole-v1"}, "schedule": {"generations": 1}, "population": {"size": 4}}
 SPACES = (gymnasium.spaces.Box(-1, 1, (3,), np.float32), gymnasium.spaces.Discrete(2))
-
-
-@pytest.mark.parametrize("ranges", [LANGUAGE_RANGES, NETWORK_RANGES], ids=["language", "networks"])
-class TestRanges:
-    def test_every_hyperparameter_has_a_range(self, ranges):
-        assert set(ranges) == set(HYPERPARAMETER_NAMES)
-        HyperparameterConfig(**ranges)
-
-    def test_learning_rates_span_three_decades(self, ranges):
-        low, high = ranges["lr"].bounds
-        assert high / low == pytest.approx(1000)
 
 
 BOTH = pytest.mark.parametrize("values", [QUESTIONS, PLAY], ids=["questions", "play"])
@@ -124,16 +108,6 @@ class TestHowASearchGoes:
         config = parse_config({**values, "schedule": schedule | {"steps_per_generation": 2}})
         assert config.fitness.by == "both"
 
-    @pytest.mark.parametrize(("group_size", "samples"), [(4, 16), (12, 24), (16, 16), (24, 24)])
-    def test_samples_are_whole_groups(self, values, group_size, samples):
-        config = parse_config({**values, "hyperparameters": {"group_size": group_size}})
-        assert config.schedule.samples_per_step == samples
-
-
-def test_no_shared_experience_with_separate_observation_statistics():
-    config = parse_config({**PLAY, "agent": {"normalise_observations": True}})
-    assert (config.experience, config.strategy) == (None, Tournament())
-
 
 @pytest.mark.parametrize("name", HYPERPARAMETER_NAMES)
 @pytest.mark.parametrize("section", ["hyperparameters", "search_space"])
@@ -181,29 +155,3 @@ def test_populations_search_missing_hyperparameters():
         GRPO(*SPACES, hp_config="auto")  # a single agent evolves nothing
     with pytest.raises(ValueError, match="hp_config must be"):
         GRPO.population(2, *SPACES, hp_config="automatic")
-
-
-def test_explicit_values_and_ranges_are_kept_beside_auto():
-    config = parse_config({**QUESTIONS, "hyperparameters": {"lr": 2e-5}, "search_space": {"lr": "auto"}})
-    assert config.hyperparameters.lr == 2e-5
-    assert config.search_space["lr"] == LANGUAGE_RANGES["lr"]
-    with pytest.raises(ValueError, match="lr must start in"):
-        parse_config({**QUESTIONS, "hyperparameters": {"lr": 1.0}, "search_space": {"lr": "auto"}})
-    config = parse_config({**QUESTIONS, "search_space": {"lr": {"min": 1e-5, "max": 1e-4}, "clip_coef": "auto"}})
-    assert config.search_space["lr"] == RLParameter(min=1e-5, max=1e-4)
-    assert config.search_space["clip_coef"] == LANGUAGE_RANGES["clip_coef"]
-
-
-def test_documented_search_spaces_and_settings_are_valid():
-    blocks = re.findall(r"```yaml\n(.*?)```", EVOLUTION, flags=re.DOTALL)
-    assert blocks
-    for block in blocks:
-        assert parse_config(
-            {**QUESTIONS, "hyperparameters": {"batch_size": 32}, **load_yaml(block, "the page")}
-        ).search_space
-
-
-def test_documentation_names_all_strategies():
-    table = EVOLUTION.split("| name | what it does |")[1].split("\n\n")[0]
-    named = set(re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in table.splitlines()[1:])))
-    assert named == set(BUILT_IN)

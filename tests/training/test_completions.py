@@ -1,8 +1,7 @@
 """Tables of completions."""
 
 import json
-import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pyarrow.parquet
 import pytest
@@ -11,9 +10,8 @@ from evogrpo import Objective, evolve
 from evogrpo.envs.protocol import SPLITS
 from evogrpo.reporting.records import Example
 from evogrpo.storage.journal import read_journal
-from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.run_dir import CompletionsLog
-from tests.tiny_training import SPACE, finish, resumed_run, stop_after, tiny_env, tiny_population, tiny_run, variety
+from tests.tiny_training import SPACE, resumed_run, stop_after, tiny_env, tiny_population, tiny_run, variety
 
 STEPS = {"steps_per_generation": 2, "samples_per_step": 8, "generations": 2, "test_questions": 0}
 
@@ -69,16 +67,11 @@ def test_every_step_writes_completions_rewards_and_advantages(tmp_path):
     assert {example.step for example in reports[-1].examples} == {3}
 
 
-def test_nothing_is_written_if_disabled(tmp_path):
-    list(evolve(tiny_population(2), tiny_env(), run_dir=tmp_path, completions=0, **STEPS | {"generations": 1}))
-    assert not (tmp_path / "completions").exists()
-
-
 def test_a_resumed_run_writes_the_same_tables(stored_language_run, tmp_path):
     stop_after(tiny_run(tmp_path), 3)
     (tmp_path / "completions" / "step-000003.jsonl").write_text("torn")  # as if killed during a step that is repeated
-    finish(resumed_run(tmp_path))
-    for step in range(6):
+    stop_after(resumed_run(tmp_path), 4)
+    for step in range(4):
         assert rows_of(tmp_path, step) == rows_of(stored_language_run.folder, step)
 
 
@@ -126,27 +119,11 @@ def test_values_logged_by_reward_functions_are_in_tables_and_metrics(tmp_path, f
         assert row["kind"] == ("long" if len(row["completion"]) > 3 else "short")
 
 
-def test_parquet_holds_the_same(tmp_path):
-    rows = [hostile(), Example(prompt="\ud800", completion="ok", reward=1.0, index=4, step=12, rewards={"f": None})]
-    log = CompletionsLog(tmp_path, form="parquet", limit=5)
-    log.write(12, rows)
-    log.write(12, rows)
-    table = pyarrow.parquet.read_table(tmp_path / "step-000012.parquet")
-    assert table.column("prompt").to_pylist() == [hostile().prompt, "?"]
-    assert table.column("rewards/f").to_pylist() == [0.5, None]
-    assert table.column("rewards/g").to_pylist() == [None, None]
-    assert [str(table.schema.field(name).type) for name in ("step", "reward", "advantage", "rewards/g")] == [
-        *("int64", "double", "double", "double")
-    ]
-    assert table.column("truncated").to_pylist() == [False, False]
-
-
 @pytest.mark.parametrize(
     ("logged", "kind", "stored"),
     [
         ([True, None, False], "bool", [True, None, False]),
         ([2**60 + 1, None, -1], "int64", [2**60 + 1, None, -1]),
-        ([0.5, 1, None], "double", [0.5, 1.0, None]),
         ([2**70, 1, None], "string", [str(2**70), "1", None]),
         ([1, True, "\ud800"], "string", ["1", "True", "?"]),
     ],
@@ -159,20 +136,3 @@ def test_logged_values_become_columns_of_their_type(tmp_path, logged, kind, stor
     assert table.column("logged").to_pylist() == stored
     assert table.column("reward").to_pylist() == [None] * 3
     assert table.column("rewards/f").to_pylist() == [0.5] * 3
-
-
-def test_tables_have_all_fields_of_examples_up_to_a_limit(tmp_path):
-    CompletionsLog(tmp_path, limit=3).write(0, [hostile()] * 10)
-    lines = (tmp_path / "step-000000.jsonl").read_text().splitlines()
-    assert len(lines) == 3
-    assert set(json.loads(lines[0])) >= {each.name for each in fields(Example)} - {"rewards", "columns"}
-
-
-def test_settings_that_cannot_be_written_are_refused(monkeypatch):
-    with pytest.raises(ValueError, match="completions must be at least 0, got -1"):
-        LoggingConfig(completions=-1)
-    with pytest.raises(ValueError, match="completions_format must be one of jsonl, parquet, got 'csv'"):
-        LoggingConfig(completions_format="csv")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=r"requires pyarrow.*pip install .*\[datasets\]"):
-        LoggingConfig(completions_format="parquet")

@@ -1,6 +1,5 @@
 """evolve: reports, records, saved members and results."""
 
-import dataclasses
 import itertools
 import json
 
@@ -10,11 +9,9 @@ from peft import PeftModel
 
 from evogrpo import GRPO, HyperparameterConfig, RLParameter, Tournament, evolve
 from evogrpo.algorithms.rollout.evaluation import evaluate
-from evogrpo.evolution import Mutation, Plan, Stateless
+from evogrpo.evolution import Mutation, Stateless
 from evogrpo.reporting.records import GenerationReport, StepReport, TestReport
-from evogrpo.storage.lock import LOCK
 from evogrpo.training.evolve import Run
-from evogrpo.validation import dump
 from tests.stored_runs import STARTS
 from tests.tiny_models import tiny_model
 from tests.tiny_training import (
@@ -41,23 +38,6 @@ def plain(value):
     return json.loads(json.dumps(value))
 
 
-def test_reports_are_numbered_and_frozen(any_stored_run):
-    reports = generations_of(any_stored_run)
-    assert [report.generation for report in reports] == [1, 2, 3]
-    assert [report.step for report in reports] == [2, 4, 6]
-    assert [report.tokens for report in reports] == sorted({report.tokens for report in reports})
-    assert [report.seconds for report in reports] == sorted({report.seconds for report in reports})
-    assert reports[-1].plan is None
-    assert all(isinstance(report.plan, Plan) and report.plan.generation == report.generation for report in reports[:-1])
-    for report in reports:
-        assert [member.slot for member in report.members] == [0, 1, 2]
-        assert report.best.fitness == max(member.fitness for member in report.members)
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            report.generation = 9
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            report.best.fitness = 1.0
-
-
 def test_reported_members_are_those_of_the_last_plan(any_stored_run):
     reports = generations_of(any_stored_run)
     assert sum(len(report.plan.children) for report in reports[:-1]) > 0
@@ -76,7 +56,7 @@ def test_reported_members_are_those_of_the_last_plan(any_stored_run):
     assert indices == list(range(len(indices)))
 
 
-def test_the_journal_holds_every_event(stored_language_run):
+def test_the_journal_holds_the_events_in_order(stored_language_run):
     run = stored_language_run
     assert [event["event"] for event in run.events()] == [
         *("run", "baseline", *(["step", "step", "generation"] * 3), "test", "ended")
@@ -87,17 +67,7 @@ def test_the_journal_holds_every_event(stored_language_run):
     assert [set(member) for member in opening["members"]] == [{"slot", "index", "parent", "hyperparameters"}] * 3
     (baseline,) = run.events("baseline")
     assert baseline["questions"] == 8
-    for number, event in enumerate(run.events("step")):
-        assert (event["step"], event["generation"]) == (number, number // 2 + 1)
-        for member in event["members"]:
-            assert set(member) >= {"slot", "index", "reward", "loss", "grad_norm", "clip_ratio/region_mean"}
-            assert "kl" not in member  # beta is 0: not measured
-    for event, report in zip(run.events("generation"), generations_of(run), strict=True):
-        for name in ("generation", "step", "seconds", "tokens"):
-            assert event[name] == getattr(report, name)
-        assert event["best_index"] == report.best.index
-        assert event["plan"] == (None if report.plan is None else plain(dump(report.plan)))
-        assert event["members"] == plain([member.to_json() for member in report.members])
+    assert all("kl" not in member for event in run.events("step") for member in event["members"])  # beta is 0
     assert run.events("test")[0]["questions"] == 36
     assert run.events()[-1]["reason"] == "3 generations"
 
@@ -126,14 +96,6 @@ def test_the_best_member_is_saved_with_the_state_of_its_fitness(stored_language_
     PeftModel.from_pretrained(tiny_model(), run.folder / "best")  # also a standard adapter folder
 
 
-def test_only_the_newest_checkpoints_are_kept(stored_language_run):
-    folder = stored_language_run.folder
-    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    assert names == ["generation-0002", "generation-0003"]
-    names = [LOCK, "best", "checkpoints", "completions", "journal.jsonl"]
-    assert sorted(path.name for path in folder.iterdir()) == names
-
-
 def test_costs_are_recorded_and_equal_for_equal_group_sizes():
     # With beta, completions without signal are evaluated as well.
     space = HyperparameterConfig(lr=RLParameter(min=1e-4, max=1e-2, scale="log"))
@@ -149,14 +111,6 @@ def test_costs_are_recorded_and_equal_for_equal_group_sizes():
             assert tokens == 2 * 4 * (2 * prompt + 8 * 6)
             assert sum(member.seconds for member in report.members) == pytest.approx(sum(s.seconds for s in own))
             assert all(member.seconds > 0 for member in report.members)
-
-
-def test_metrics_are_means_over_a_generations_steps(any_stored_run):
-    pairs = zip(*[iter(any_stored_run.events("step"))] * 2, strict=True)
-    for report, events in zip(generations_of(any_stored_run), pairs, strict=True):
-        for member in report.members:
-            values = [event["members"][member.slot]["reward"] for event in events]
-            assert member.metrics["reward"] == pytest.approx(sum(values) / 2)
 
 
 def test_a_finished_run_has_a_result(stored_language_run):
@@ -179,14 +133,7 @@ def test_a_finished_run_has_a_result(stored_language_run):
     assert result.test.beyond_noise == (abs(gains.mean()) > 2 * gains.std(ddof=1) / len(gains) ** 0.5)
 
 
-def test_a_run_without_a_folder_writes_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    reports = finish(tiny_run(None, generations=1))
-    assert [type(report) for report in reports] == [StepReport, StepReport, GenerationReport, TestReport]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_test_can_be_skipped(tmp_path):
+def test_the_test_can_be_skipped():
     asked = []
 
     def reward(completion, answer, question):
@@ -195,7 +142,7 @@ def test_the_test_can_be_skipped(tmp_path):
 
     env = tiny_env(reward_fn=reward)
     held_out = {row["question"] for row in env.open("test", range(env.size("test"))).rows}
-    reports = finish(tiny_run(tmp_path / "run", env=env, generations=1, test_questions=0))
+    reports = finish(tiny_run(None, env=env, generations=1, steps_per_generation=1, test_questions=0))
     assert not any(isinstance(report, TestReport) for report in reports)
     assert not held_out & set(asked)
 
@@ -243,7 +190,7 @@ class Watched(Stateless):
         return self.tournament.to_json()
 
 
-@pytest.mark.parametrize("kind", STARTS)
+@pytest.mark.parametrize("kind", ["language", "networks"])
 def test_the_elite_is_unchanged_and_children_copy_their_parents(kind):
     watched = Watched()
     run = STARTS[kind](None, size=4, generations=4, strategy=watched)
@@ -277,8 +224,6 @@ def test_a_token_limit_ends_a_generation_early(stored_language_run):
     ]
     assert [report.tokens for report in reports if isinstance(report, StepReport)] == [s.tokens for s in whole[:3]]
     assert reports[-2].plan is None
-    exact = finish(tiny_run(None, generations=None, max_tokens=budget + 1))
-    assert sum(isinstance(report, StepReport) for report in exact) == 4
 
 
 def test_a_target_ends_the_run(stored_language_run):
@@ -292,18 +237,3 @@ def test_an_existing_run_is_never_overwritten(stored_language_run):
     with pytest.raises(ValueError, match=r"already holds a run.*evogrpo resume"):
         evolve(tiny_population(2), tiny_env(), run_dir=stored_language_run.folder, generations=1, **STEPS)
     assert (stored_language_run.folder / "journal.jsonl").read_bytes() == journal
-
-
-@pytest.mark.parametrize(
-    ("options", "rule"),
-    [
-        ({}, "A run needs a limit"),
-        ({"generations": 1, "samples_per_step": 6}, "group_size"),
-        ({"generations": 1, "keep_checkpoints": 0, "run_dir": "somewhere"}, "keep_checkpoints must be at least 1"),
-    ],
-)
-def test_invalid_runs_are_refused_first(tmp_path, monkeypatch, options, rule):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=rule):
-        evolve(tiny_population(2), tiny_env(), **options)
-    assert list(tmp_path.iterdir()) == []

@@ -12,8 +12,6 @@ import pytest
 from evogrpo import GymnasiumGroups, evolve
 from evogrpo.cli import main
 from evogrpo.evolution import Tournament
-from evogrpo.reporting.report import html_page
-from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
 from tests.tiny_steps import cart_pole, step_population
 from tests.tiny_training import QUICK, shared_model, shared_tokenizer, tiny_env, tiny_population
@@ -32,20 +30,13 @@ def status_of(work):
 
 
 class Ending(gymnasium.Wrapper):
-    """Exits after some steps, in one of its methods."""
+    """Exits after some steps."""
 
-    where, left = "step", 10**9
+    left = 10**9
 
     def step(self, action):
         Ending.left -= 1
-        if Ending.left < 0 and self.where == "step":
-            sys.exit(0)
-        return super().step(action)
-
-    def reset(self, **options):
-        if Ending.left < 0 and self.where == "reset":
-            sys.exit(0)
-        return super().reset(**options)
+        return sys.exit(0) if Ending.left < 0 else super().step(action)
 
 
 class EndingStrategy(Tournament):
@@ -68,7 +59,6 @@ def run_in(where, folder):
         env = tiny_env(reward_fn=reward) if where == "reward" else tiny_env(reward_funcs=waiting)
         population = tiny_population(2)
     else:
-        Ending.where = where
         env = cart_pole() if where == "plan" else GymnasiumGroups("CartPole-v1", wrappers=[Ending], validation_size=4)
         population = step_population(2, env)
     strategy = EndingStrategy() if where == "plan" else None
@@ -83,7 +73,6 @@ def run_in(where, folder):
         ("reward", "RewardError"),
         ("async reward", "RewardError"),
         ("step", "ProgramEndError"),
-        ("reset", "ProgramEndError"),
         ("plan", "StrategyError"),
     ],
 )
@@ -137,30 +126,3 @@ def test_commands_fail_if_user_code_exits(tmp_path, monkeypatch, capfd):
     said = capfd.readouterr().err
     assert "error: " in said
     assert "exit" in said.lower()
-
-
-BEHIND = """
-import ctypes, pathlib
-calls = 0
-def score(completion, answer, question):
-    global calls
-    calls += 1
-    if calls > int(pathlib.Path("after").read_text()):
-        ctypes.CDLL(None)._exit(0)
-    return len(set(completion)) / 8
-"""
-
-
-def test_an_os_exit_shows_in_the_records(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    write_task(BEHIND)
-    Path("after").write_text("60")
-    # A process cannot prevent os._exit; the records show it.
-    assert status_of(lambda: os._exit(main(["train", "c.yaml", "--run-dir", "run"]))) == 0
-    assert main(["best", "run"]) == 0
-    assert "not ended (active or killed)" in " ".join(capfd.readouterr().out.split())
-    page = html_page(summarise(read_journal("run/journal.jsonl")))
-    assert "not ended (active or killed)" in page
-    Path("after").write_text("3")
-    assert status_of(lambda: os._exit(main(["resume", "run"]))) == 0
-    assert "did not stop cleanly" in capfd.readouterr().out

@@ -16,10 +16,9 @@ from evogrpo import (
     evolve,
     train,
 )
-from evogrpo.cli.main import main
 from evogrpo.evolution import Fixed
 from evogrpo.storage.journal import read_journal
-from tests.tiny_steps import cart_pole, step_population
+from tests.tiny_steps import cart_pole
 from tests.tiny_teams import team_env
 from tests.tiny_training import equal_states, tiny_env
 
@@ -72,18 +71,6 @@ def test_train_equals_population_and_evolve():
         assert equal_states(one.state(), other.state())
 
 
-def test_a_run_directory_works_with_the_command_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    run = train("CartPole-v1", 300, run_dir="run", **SMALL)
-    assert run.result.run_dir is not None
-    assert main(["resume", "run", "max_timesteps=900"]) == 0
-    counts = [each["timesteps"] for each in read_journal(tmp_path / "run" / "journal.jsonl") if "timesteps" in each]
-    assert counts[-1] >= 900
-    with pytest.raises(ValueError, match="already holds a run"):
-        train("CartPole-v1", 300, run_dir="run", **SMALL)
-    capsys.readouterr()
-
-
 class Wait:
     """Not callable, like callbacks of Stable-Baselines3."""
 
@@ -95,22 +82,18 @@ def make_cart_pole():
     return gymnasium.wrappers.TimeLimit(gymnasium.make("CartPole-v1").unwrapped, max_episode_steps=20)
 
 
-@pytest.mark.parametrize("given", [make_cart_pole, cart_pole(seed=1), type(make_cart_pole().unwrapped)])
-def test_factories_are_accepted_instead_of_ids(given, tmp_path):
-    settings = {name: value for name, value in SMALL.items() if name not in ("max_episode_steps", "validation_size")}
-    if isinstance(given, GymnasiumGroups):
-        del settings["test_size"]
-    elif given is not make_cart_pole:
-        settings["max_episode_steps"] = 20
-    run = train(given, 300, run_dir=tmp_path / "run", **settings)
-    assert run.result.complete
+def test_factories_and_groups_are_accepted_instead_of_ids(tmp_path):
+    settings = {name: value for name, value in SMALL.items() if name != "max_episode_steps"}
+    assert train(make_cart_pole, 300, run_dir=tmp_path / "run", **settings).result.complete
+    settings = {name: value for name, value in settings.items() if name not in ("validation_size", "test_size")}
+    assert train(cart_pole(seed=1), 300, **settings).result.complete
 
 
 @pytest.mark.parametrize("folder", [None, "run"])
 def test_an_extended_run_equals_a_longer_one(folder, tmp_path):
     run_dir = None if folder is None else tmp_path / folder
-    whole = train("CartPole-v1", generations=4, **SMALL)
-    parts = train("CartPole-v1", generations=2, run_dir=run_dir, **SMALL)
+    whole = train("CartPole-v1", generations=2, **SMALL)
+    parts = train("CartPole-v1", generations=1, run_dir=run_dir, **SMALL)
     needed = whole.result.timesteps - parts.result.timesteps
     assert parts.learn(needed) is parts
     assert parts.result.complete
@@ -120,7 +103,7 @@ def test_an_extended_run_equals_a_longer_one(folder, tmp_path):
     if run_dir is not None:
         events = [event["event"] for event in read_journal(run_dir / "journal.jsonl")]
         assert events.count("resumed") == 1
-        assert events.count("generation") == 4
+        assert events.count("generation") == 2
     with pytest.raises(ValueError, match="total_timesteps must be at least 1"):
         parts.learn(0)
 
@@ -155,7 +138,6 @@ def test_callbacks_run_with_the_callers_number_of_threads(monkeypatch):
         (("CartPol-v1", 100), {}, "not a registered Gymnasium environment"),
         (("CartPole-v1", 0), {}, "total_timesteps must be at least 1"),
         (("CartPole-v1", 100), {"max_timesteps": 5}, "it is called 'total_timesteps' here"),
-        (("CartPole-v1", 100), {"n_stepz": 5}, "unknown argument of train 'n_stepz'"),
         (("CartPole-v1", 100), {"lr": -1.0}, "hyperparameters.lr"),
         (("CartPole-v1", 100), {"hp_config": {"lr": 1}}, "hp_config must be a HyperparameterConfig"),
         ((cart_pole(), 100), {"preset": True}, "preset requires the id of a registered environment"),
@@ -165,14 +147,10 @@ def test_callbacks_run_with_the_callers_number_of_threads(monkeypatch):
             "env_kwargs is a setting of the environment. Pass it to GymnasiumGroups",
         ),
         ((gymnasium.make("CartPole-v1"), 100), {}, r"Write train\('CartPole-v1', ...\)"),
-        (("CnnPolicy", 100), {}, r"Write train\('CartPole-v1', total_timesteps=100_000\)"),
         (("Acrobot-v1", "MlpPolicy"), {}, r"Write train\('Acrobot-v1', total_timesteps=100_000\)"),
-        (("CartPole-v1", 1e5 + 0.5), {}, "total_timesteps must be an integer"),
         (("CartPole-v1", 100), {"callback": Wait()}, "callback must be a function of the run .* got Wait"),
-        (("CartPole-v1", 100), {"preset": "CartPole-v1"}, "preset must be True or False"),
         ((tiny_env(), 100), {}, r"got HuggingFaceGym. For several agents and language models, .*evolve\("),
         ((team_env(), 100), {}, r"got PettingZooGroups. .*evolve\("),
-        ((gymnasium.make_vec("CartPole-v1", num_envs=2), 100), {}, "got an existing "),
         ((5, 100), {}, "env must be an id, a callable .* got 5. Write train"),
     ],
 )
@@ -181,19 +159,7 @@ def test_invalid_arguments_are_refused_before_anything_is_played(arguments, sett
         train(*arguments, **settings)
 
 
-def test_there_is_no_best_member_before_the_first_generation():
-    env = cart_pole()
-    run = evolve(step_population(2, env), env, generations=1, samples_per_step=8)
-    with pytest.raises(ValueError, match="no best member"):
-        _ = run.best
-
-
-@pytest.mark.parametrize("wrapper", [TimeAwareObservation, "TimeAwareObservation", {"name": "TimeAwareObservation"}])
+@pytest.mark.parametrize("wrapper", [TimeAwareObservation, {"name": "TimeAwareObservation"}])
 def test_wrappers_are_classes_or_names(wrapper):
     brief = {"generations": 1, "steps_per_generation": 1, "size": 1, "max_episode_steps": 5}
     assert train("CartPole-v1", wrappers=[wrapper], **SMALL | brief).best.observation_space.shape == (5,)
-
-
-def test_wrappers_without_a_name_are_refused():
-    with pytest.raises(ValueError, match=r"got function. Pass other wrappers to GymnasiumGroups"):
-        train("CartPole-v1", wrappers=[lambda env: env], generations=1)

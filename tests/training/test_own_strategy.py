@@ -7,7 +7,6 @@ import pytest
 import yaml
 
 from evogrpo import Hyperparameters, Tournament, evolve, resume
-from evogrpo import report as run_report
 from evogrpo.evolution import Fixed, MutationOnly, TruncationPBT
 from evogrpo.reporting.records import GenerationReport, StepReport
 from evogrpo.reporting.summary import summarise
@@ -86,10 +85,9 @@ def test_mutations_that_cannot_be_found_again_are_refused_first():
     def local(hyperparameters, space, rng):
         return hyperparameters
 
-    for own in (local, lambda values, space, rng: values):
-        for strategy in (Tournament(mutation=own), TruncationPBT(mutation=own), MutationOnly(mutation=own)):
-            with pytest.raises(ValueError, match="mutation of a strategy"):
-                check_resumable(strategy)
+    for strategy in (Tournament(mutation=local), MutationOnly(mutation=lambda values, space, rng: values)):
+        with pytest.raises(ValueError, match="mutation of a strategy"):
+            check_resumable(strategy)
     with pytest.raises(ValueError, match=r"settings of .*:Sealed.*width"):
         check_resumable(Tournament(mutation=Sealed(0.1)))
     for own in (halved, Gaussian(width=0.3)):
@@ -139,7 +137,6 @@ def test_journal_and_display_show_retirements_and_costs(halving):
     assert [plan["parents"].count(None) for plan in plans] == [2, 3, 1, 2]
     assert [len(plan["children"]) for plan in plans] == [0, 0, 3, 0]
     assert [len(each.members) for each in summarise(events).generations] == [4, 2, 1, 4, 2]
-    assert run_report(folder).write().read_text(encoding="utf-8").count("<td>a new round</td>") >= 3
     shown = [[str(line) for line in plan_lines(r)] for r in reports if isinstance(r, GenerationReport)]
     assert [lines[-1] for lines in shown[:2]] == [
         f"selection: {samples} samples per step from the next generation" for samples in (16, 32)
@@ -160,7 +157,8 @@ def test_evaluation_and_best_ignore_retired_slots(halving):
 
 def test_members_sample_as_planned(tmp_path):
     options = {"hp_config": None, "evolve_network": None, "group_size": 4}
-    run = step_run(tmp_path / "run", strategy=Turns(), options=options, generations=4)
+    env = cart_pole(max_episode_steps=10)
+    run = step_run(tmp_path / "run", strategy=Turns(), env=env, options=options, generations=4)
     reports = finish(run)
     samples = [[m.samples for m in r.learned.values()] for r in reports if isinstance(r, StepReport)]
     assert samples[::2] == samples[1::2] == [[8, 8, 8], [12, 8, 4], [4, 4, 16], [8, 8, 8]]
@@ -171,37 +169,27 @@ def test_members_sample_as_planned(tmp_path):
     assert "selection: 4 4 16 samples per step by slot from the next generation" in lines
 
 
-def test_every_member_has_samples_to_learn_from():
-    run = step_run(None, strategy=Turns(shares=((8, 0, 8),)), generations=2)
-    with pytest.raises(StrategyError, match=r"samples must be positive"):
-        finish(run)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fails(Halving):
-    """Raises or returns no plan while configured to."""
+    """Raises while configured to."""
 
-    how = "raises"
+    works = False
 
     def plan(self, history, rng):
-        if Fails.how == "raises":
+        if not Fails.works:
             raise KeyError("no such thing")
-        return super().plan(history, rng) if Fails.how == "works" else None
+        return super().plan(history, rng)
 
 
-@pytest.mark.parametrize(
-    ("how", "message"), [("raises", "KeyError: 'no such thing'"), ("nothing", "Plan, got NoneType")]
-)
-def test_a_failing_strategy_loses_no_training(tmp_path, monkeypatch, how, message):
-    monkeypatch.setattr(Fails, "how", how)
+def test_a_failing_strategy_loses_no_training(tmp_path, monkeypatch):
     run = step_run(tmp_path / "run", size=4, strategy=Fails(), generations=2)
-    with pytest.raises(StrategyError, match=f"Fails cannot plan: .*{message}"):
+    with pytest.raises(StrategyError, match=r"Fails cannot plan: .*KeyError: 'no such thing'"):
         finish(run)
     events = [event["event"] for event in read_journal(tmp_path / "run" / "journal.jsonl")]
     assert events[-2:] == ["generation", "stopped"]
     again = resumed_run(tmp_path / "run", strategy=Fails)
     assert (again.run_state.generation, again.run_state.step) == (1, 2)
-    monkeypatch.setattr(Fails, "how", "works")
+    monkeypatch.setattr(Fails, "works", True)
     finish(again)
     finish(step_run(tmp_path / "plain", size=4, strategy=Fails(), generations=2))
     assert equal_states(final_states(tmp_path / "run"), final_states(tmp_path / "plain"))
@@ -224,22 +212,11 @@ class Opaque(Fixed):
         return {"seen": {1, 2}}
 
 
-class Named(Fixed):
-    """One of its settings has a reserved name."""
-
-    def __init__(self, name="mine"):
-        object.__setattr__(self, "name", name)
-
-    def to_json(self):
-        return {"name": self.name}
-
-
 class Relative(Tournament):
     """A tournament with another class name."""
 
 
 LOCAL = type("Local", (Fixed,), {})
-SCRIPT = type("Mine", (Fixed,), {"__module__": "__main__"})
 
 
 @pytest.mark.parametrize(
@@ -248,10 +225,8 @@ SCRIPT = type("Mine", (Fixed,), {"__module__": "__main__"})
         (object(), "lacks plan, mutates, to_json, state, load_state"),
         ("tournement", "did you mean 'tournament'"),
         (LOCAL(), "strategy .*Local"),
-        (SCRIPT(), "got __main__:Mine"),
         (Forgetful(), "to_json must return arguments"),
         (Opaque(), "is a set, which JSON cannot hold"),
-        (Named(), "setting called name"),
     ],
 )
 def test_strategies_that_cannot_be_used_or_restored_are_refused_before_training(tmp_path, strategy, message):
@@ -306,11 +281,9 @@ MUTATED = Tournament(mutation=Gaussian(width=0.3))
     ("begin", "wrong", "right"),
     [
         (Halving(survivors=2), [Halving(), None], [Halving]),
-        (Halving(), [Fixed], [Halving()]),
         (Tournament(z=0.5), [Fixed(), Fixed, Relative, Tournament(z=1.0)], [None, Tournament]),
         (Relative(z=0.5), [Tournament, None], [Relative]),
         (MUTATED, [Tournament(mutation=Gaussian()), Tournament(), Tournament(mutation=halved), None], [MUTATED]),
-        (Tournament(mutation=halved), [MUTATED, Tournament(), None], [Tournament(mutation=halved)]),
     ],
 )
 def test_a_resumed_run_keeps_its_strategy(tmp_path, begin, wrong, right):
@@ -402,7 +375,6 @@ def test_a_configured_run_resumes_with_its_class(configured, tmp_path):
     ("strategy", "given", "stored"),
     [
         ("tournament", "mine.py:doubled", {"name": "mine.py:doubled"}),
-        ("truncation_pbt", {"name": "mine.py:doubled"}, {"name": "mine.py:doubled"}),
         ("mutation_only", {"name": "mine.py:Times", "factor": 3.0}, {"name": "mine.py:Times", "factor": 3.0}),
     ],
 )
@@ -414,17 +386,3 @@ def test_a_configuration_names_a_mutation_in_a_file(configured, tmp_path, strate
     start = Hyperparameters(lr=1e-4)
     assert again.strategy.mutation(start, SPACE, None).lr == pytest.approx(stored.get("factor", 2.0) * 1e-4)
     check_resumable(config.strategy)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ("mine.py:dobled", "has no .*'dobled': did you mean 'doubled'"),
-        ("nowhere.py:doubled", "there is no file .*nowhere.py"),
-        ({"name": "mine.py:Times", "fator": 1}, "did you mean 'factor'"),
-        ({"name": "mine.py:doubled", "factor": 1}, "unknown setting of .*mine.py:doubled 'factor'"),
-    ],
-)
-def test_invalid_mutations_of_a_configuration_are_refused(configured, wrong, message):
-    with pytest.raises(ValueError, match=message):
-        configured({"name": "tournament", "mutation": wrong})

@@ -130,9 +130,7 @@ def test_a_configured_run_is_replayed_with_its_settings(tmp_path, own):
     [
         ({"stagess": 1}, "did you mean 'stages'"),
         ({"version": 2}, "version must"),
-        ({"stages": []}, "stages must"),
         ({"stages": "x"}, "stages must be a list"),
-        ({"of": 3}, "of must be a mapping"),
         (
             {"stages": [{"hyperparameters": {"lr": -1.0}, "generations": [1], "samples_per_step": 8}]},
             "lr must be above 0",
@@ -145,15 +143,6 @@ def test_an_invalid_schedule_is_refused(found, tmp_path, change, message):
     (tmp_path / "bad.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(ValueError, match=message):
         HyperparameterSchedule.read(tmp_path / "bad.yaml")
-
-
-def test_a_python_run_requires_members_and_environment(found, tmp_path):
-    with pytest.raises(ValueError, match="population and env"):
-        replay(found)
-    with pytest.raises(ValueError, match="population and env"):
-        replay(found, env=cart_pole())
-    with pytest.raises(ValueError, match="cannot read"):
-        replay(tmp_path / "nothing")
 
 
 RUN = {"event": "run", "samples_per_step": 8, "evolvable": {}}
@@ -183,13 +172,6 @@ def test_samples_per_member_and_changed_budgets_are_part_of_the_schedule():
         generation(3, member(0, 0, fitness=0.9, **at(1e-3)), other, step=6, samples_per_step=16),
     ]
     assert [stage.samples_per_step for stage in best_schedule(summarise(events)).stages] == [8, 4, 16]
-
-
-def test_a_missing_generation_gives_no_schedule():
-    with pytest.raises(ValueError, match=r"generations from 1 on.*\[2\]"):
-        best_schedule(summarise([RUN, generation(2, member(0, 0))]))
-    with pytest.raises(ValueError, match="no evaluated member"):
-        best_schedule(summarise([RUN]))
 
 
 def test_a_stage_must_match_its_run():

@@ -1,16 +1,13 @@
 """Runs with shared experience."""
 
 import pytest
-import torch
 
-import evogrpo
-from evogrpo import HyperparameterConfig, RLParameter, evolve, resume
+from evogrpo import evolve, resume
 from evogrpo.evolution import Leader, SharedExperience
 from evogrpo.reporting.records import GenerationReport, StepReport
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.forecast import samples_row
-from evogrpo.training.run_dir import open_run
 from evogrpo.validation import dump
 from tests.algorithms.test_own_algorithm import small
 from tests.cli.project import CONFIG
@@ -26,7 +23,7 @@ STARTS = {"language": tiny_run, "networks": step_run, "team": team_run}
 
 @pytest.mark.parametrize("kind", STARTS)
 def test_members_learn_from_shared_samples_and_costs_count_once(kind, tmp_path):
-    run = STARTS[kind](tmp_path / "run", experience=SHARED, samples_per_step=8)
+    run = STARTS[kind](tmp_path / "run", experience=SHARED, samples_per_step=8, generations=1)
     learned = [each for report in finish(run) if isinstance(report, StepReport) for each in report.learned.values()]
     assert all(each.failed is None for each in learned)
     first = learned[:3]
@@ -40,7 +37,7 @@ def test_members_learn_from_shared_samples_and_costs_count_once(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", STARTS)
 def test_members_of_every_kind_learn_from_the_leader(kind, tmp_path):
-    run = STARTS[kind](tmp_path / "run", experience=SharedExperience(), strategy=Leader())
+    run = STARTS[kind](tmp_path / "run", experience=SharedExperience(), strategy=Leader(), generations=2)
     reports = finish(run)
     steps = [report for report in reports if isinstance(report, StepReport)]
     assert all(member.failed is None for step in steps for member in step.learned.values())
@@ -73,13 +70,6 @@ def test_only_the_leader_samples_and_the_run_resumes_equal(tmp_path):
     assert runs[0].trainer.run_state.timesteps < runs[0].trainer.run_state.tokens / 3
 
 
-def test_a_leader_needs_shared_experience():
-    env = cart_pole()
-    population = step_population(3, env)
-    with pytest.raises(ValueError, match="Leader needs shared experience"):
-        evolve(population, env, strategy="leader", experience="own", **QUICK)
-
-
 def test_members_that_share_experience_act_from_different_starts():
     env = cart_pole()
     population = step_population(3, env, hp_config=STEP_SPACE)
@@ -108,10 +98,11 @@ def test_incompatible_members_are_refused(make, message):
 
 def test_invalid_experience_is_refused_everywhere():
     env = cart_pole()
-    population = step_population(2, env)
+    with pytest.raises(ValueError, match="Leader needs shared experience"):
+        evolve(step_population(3, env), env, strategy="leader", experience="own", **QUICK)
     for refused in ("alone", {"min_ess": 2}, {"least": 1}, 3):
         with pytest.raises(ValueError, match=r"experience|min_ess|least"):
-            evolve(population, env, experience=refused, **QUICK)
+            evolve(step_population(2, env), env, experience=refused, **QUICK)
         with pytest.raises(ValueError, match="experience: "):
             parse_config(CONFIG | {"experience": refused})
 
@@ -124,17 +115,3 @@ def test_configurations_round_trip(given):
     assert config.to_json()["experience"] == ("own" if given == "own" else dump(config.experience))
     row = samples_row(config, "completions")
     assert ("Each member learns from" in row) == (given != "own")
-
-
-def test_train_shares_experience(tmp_path):
-    space = HyperparameterConfig(lr=RLParameter(min=1e-3, max=2e-2))
-    run = evogrpo.train(
-        "CartPole-v1", run_dir=tmp_path / "run", experience={"min_ess": 0.1}, size=2, samples_per_step=4,
-        group_size=4, steps_per_generation=1, generations=1, max_episode_steps=10, validation_size=4, test_size=4,
-        validation_questions=4, test_questions=4, hp_config=space,
-    )  # fmt: skip
-    assert run.trainer.experience == SharedExperience(min_ess=0.1)
-    assert open_run(tmp_path / "run").record.experience == SharedExperience(min_ess=0.1)
-    assert torch.isfinite(torch.tensor(run.result.best.fitness.mean))
-    run.learn(total_timesteps=50)
-    assert run.trainer.experience == SharedExperience(min_ess=0.1)

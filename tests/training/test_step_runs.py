@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,10 +15,7 @@ from evogrpo.training.run_dir import open_run
 from tests.tiny_steps import QUICK, STEP_SPACE, OwnNetwork, cart_pole, step_population, step_run
 from tests.tiny_teams import QUICK as TEAM_QUICK
 from tests.tiny_teams import team_env, team_population
-from tests.tiny_training import (
-    finish,
-    tiny_env,
-)
+from tests.tiny_training import finish, tiny_env
 
 
 def test_a_resumed_run_writes_the_same_records(tmp_path):
@@ -51,13 +47,6 @@ def test_plan_lineage_and_checkpoint_agree_on_networks(stored_network_run):
         assert tuple(stored["hidden"]) == config.hidden
 
 
-def test_children_without_mutation_keep_their_parents_network():
-    run = step_run(None, strategy=Tournament(z=0.0, mutation=None), size=4)
-    finish(run)
-    assert {run.population.members.banks["default"].architecture(slot).hidden for slot in range(4)} == {(6, 5)}
-    assert not any(birth.changes for birth in run.population.lineage)
-
-
 def test_user_modules_evolve_and_resume(tmp_path):
     options = {"actor_network": OwnNetwork(), "evolve_network": None}
     finish(step_run(tmp_path / "run", options=options, generations=1))
@@ -81,29 +70,16 @@ def test_costs_are_environment_steps(stored_network_run):
         assert member["tokens"] > 0
 
 
-def solved(seed: int, folder: Path | None) -> float:
-    """Train a population on CartPole; return its best member's mean return from 100 new starts."""
-    env = GymnasiumGroups("CartPole-v1", seed=seed, validation_size=32, test_size=100)
-    population = GRPO.population(
-        8, env.observation_space, env.action_space, lr=1e-2, seed=seed,
-        hp_config=HyperparameterConfig(lr=RLParameter(min=2e-3, max=2e-2, scale="log")),
-    )  # fmt: skip
-    run = evolve(
-        population, env, generations=12, steps_per_generation=3, samples_per_step=32, target_fitness=490,
-        run_dir=folder,
-    )  # fmt: skip
-    assert [report.generation for report in run]
-    return population.best.test(env, split="test")
-
-
-def test_a_population_solves_cart_pole(tmp_path):
-    assert solved(0, tmp_path / "run") >= 475
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 10))
+@pytest.mark.parametrize("seed", range(10))
 def test_a_population_solves_cart_pole_from_every_seed(seed):
-    assert solved(seed, None) >= 475
+    """Measured by the best member's mean return from 100 new starts."""
+    env = GymnasiumGroups("CartPole-v1", seed=seed, validation_size=32, test_size=100)
+    space = HyperparameterConfig(lr=RLParameter(min=2e-3, max=2e-2, scale="log"))
+    population = GRPO.population(8, env.observation_space, env.action_space, lr=1e-2, seed=seed, hp_config=space)
+    schedule = {"generations": 12, "steps_per_generation": 3, "samples_per_step": 32, "target_fitness": 490}
+    assert [report.generation for report in evolve(population, env, **schedule)]
+    assert population.best.test(env, split="test") >= 475
 
 
 def test_fully_masked_truncated_episodes_give_no_update():

@@ -17,7 +17,7 @@ from evogrpo.training.configuration.reading import load_config, parse_config
 from evogrpo.training.configuration.sections import CONFIG_FILE
 from evogrpo.training.launch import read_resumable, resume, start, write_config
 from evogrpo.training.run_dir import open_run
-from evogrpo.training.task_types import TASK_TYPES, select_task, task_type_of
+from evogrpo.training.task_types import TASK_TYPES, task_type_of
 from tests.cli.project import CONFIG, write_project
 from tests.envs.conftest import build
 from tests.envs.test_environment_gym import CHAT as TOOLS
@@ -216,10 +216,3 @@ class TestTeam(TaskTypeTestCase):
 def test_every_task_type_is_tested():
     tried = {TestLanguage: "language", TestEnvironments: "language", TestNetworks: "networks", TestTeam: "joint"}
     assert set(tried.values()) == set(TASK_TYPES) == set(TERMS)
-
-
-def test_a_task_names_one_task_type():
-    every = {task.key for kind in TASK_TYPES.values() for task in kind.tasks}
-    with pytest.raises(ValueError, match="exactly one of them, got none") as refusal:
-        select_task({})
-    assert all(key in str(refusal.value) for key in every)

@@ -60,7 +60,7 @@ def run(env, *, size=3, **schedule):
     return going, [str(warning.message) for warning in said]
 
 
-@pytest.mark.parametrize("limit", [0.1, 60.0, 150.0])
+@pytest.mark.parametrize("limit", [0.1, 60.0, 100.0])
 def test_a_step_begins_only_if_a_step_an_evaluation_and_the_test_still_fit(clock, limit):
     # 25 steps an episode: a step takes 6 s, an evaluation of three members 12 s, that of the base 4 s, the test 16 s.
     env, before = costly(clock, validation_size=16, test_size=32), clock.now
@@ -92,17 +92,17 @@ def test_one_part_may_exceed_the_limit_and_the_end_says_by_how_much(clock):
 def test_a_run_that_ran_out_of_time_goes_on_with_more(clock, tmp_path):
     quick = {"steps_per_generation": 2, "samples_per_step": 8}
     env = costly(clock, validation_size=16, test_size=32)
-    first = evolve(members(env), env, run_dir=tmp_path / "run", max_seconds=100.0, **quick)
+    first = evolve(members(env), env, run_dir=tmp_path / "run", max_seconds=60.0, **quick)
     list(first)
     again = resume(tmp_path / "run", env)
     assert list(again) == []
     before = clock.now
-    further = resume(tmp_path / "run", env, max_seconds=200.0)
+    further = resume(tmp_path / "run", env, max_seconds=100.0)
     assert list(further)
     assert further.result.steps > first.result.steps
-    assert clock.now - before <= 100.0 + 16.0
+    assert clock.now - before <= 40.0 + 16.0
     reasons = [event["reason"] for event in read_journal(tmp_path / "run/journal.jsonl") if event["event"] == "ended"]
-    assert [reason.split(",")[0] for reason in reasons] == [f"max_seconds {limit} reached" for limit in (100, 200)]
+    assert [reason.split(",")[0] for reason in reasons] == [f"max_seconds {limit} reached" for limit in (60, 100)]
 
 
 def test_time_that_ran_out_while_the_last_generation_was_saved_stays_spent(clock, monkeypatch, tmp_path):
@@ -128,16 +128,9 @@ def test_time_that_ran_out_while_the_last_generation_was_saved_stays_spent(clock
 
 def test_the_callers_own_time_between_reports_is_not_counted(clock):
     env = costly(clock)
-    going = evolve(members(env), env, generations=2, steps_per_generation=3, samples_per_step=8, max_seconds=1000.0)
+    going = evolve(members(env, 1), env, generations=2, steps_per_generation=2, samples_per_step=8, max_seconds=1000.0)
     for _ in going.trainer.reports():  # after every step
         clock.now += 5000.0
-    assert going.result.steps == 6
+    assert going.result.steps == 4
     assert going.result.reason == "2 generations"
     assert going.result.seconds < 1000.0
-
-
-def test_slow_environments_end_in_time_on_a_real_clock():
-    env = GymnasiumGroups(probes.Slow, validation_size=4, test_size=4)
-    going, _ = run(env, max_seconds=0.3)
-    assert going.result.reason.startswith("max_seconds 0.3 reached")
-    assert going.result.seconds < 3.0

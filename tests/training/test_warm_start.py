@@ -8,12 +8,11 @@ import pytest
 import yaml
 
 from evogrpo import HyperparameterConfig, Hyperparameters, Objective, RLParameter, best_hyperparameters, train
-from evogrpo.evolution.founders import spread_founders, warm_start_founders
+from evogrpo.evolution.founders import warm_start_founders
 from evogrpo.training.configuration.environment_tasks import merge_sections, packaged_values
 from evogrpo.training.configuration.reading import load_config, parse_config
 from tests.reporting.journals import generation, member, written
 from tests.tiny_steps import STEP_SPACE, step_population
-from tests.tiny_teams import team_population
 from tests.tiny_training import equal_states, tiny_population
 
 RUN = {"event": "run", "evolvable": {}, "samples_per_step": 8}
@@ -50,14 +49,6 @@ def test_the_winner_comes_first_then_survivors_by_fitness_without_duplicates(tmp
     rates = [each.lr for each in found]
     assert rates[:2] == [2e-3, 3e-3]
     assert sorted(rates[2:]) == [1e-3, 4e-3]  # equally good
-
-
-def test_a_run_without_evaluated_members_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="name the folder of a run"):
-        best_hyperparameters(tmp_path)
-    failed = generation(1, *with_rates(1e-3, fitness={0: None}), best_ever=None)
-    with pytest.raises(ValueError, match="no evaluated member"):
-        best_hyperparameters(written(tmp_path / "run", RUN, failed))
 
 
 VALUES = {
@@ -105,16 +96,6 @@ def test_the_first_founder_has_the_names_of_the_objective():
     assert {each.loss_type for each in others} == {"grpo", "dapo", "cispo"}
 
 
-def test_the_remaining_founders_are_spread():
-    given = (replace(FIRST, lr=2e-3), replace(FIRST, lr=3e-3))
-    rng = np.random.default_rng
-    records = spread_founders(FIRST, SPACE, 6, rng(1), 8, given)
-    assert records[:2] == given
-    assert len({record.lr for record in records}) == 6
-    assert spread_founders(FIRST, SPACE, 1, rng(1), 8, given) == given[:1]
-    assert spread_founders(FIRST, SPACE, 6, rng(1), 8)[0] == FIRST
-
-
 def test_a_population_starts_with_the_earlier_hyperparameters_and_new_weights(stored_network_run):
     found = best_hyperparameters(stored_network_run.folder)
     population = step_population(len(found) + 1, hp_config=STEP_SPACE, founders=found, seed=5)
@@ -127,26 +108,10 @@ def test_a_population_starts_with_the_earlier_hyperparameters_and_new_weights(st
     assert len({agent.hyperparameters for agent in alike.agents}) == 1
 
 
-@pytest.mark.parametrize("make", [tiny_population, team_population, step_population])
-def test_founders_are_accepted_for_all_kinds_of_members(make):
-    space = HyperparameterConfig(lr=RLParameter(min=1e-3, max=3e-2, scale="log"))
-    population = make(3, hp_config=space, founders=[Hyperparameters(lr=rate, gamma=0.5) for rate in (2e-3, 4e-3)])
-    first, second, third = (agent.hyperparameters for agent in population.agents)
-    assert (first.lr, second.lr) == (2e-3, 4e-3)
-    assert third.lr not in (2e-3, 4e-3)
-    assert 0.5 not in {first.gamma, second.gamma, third.gamma}  # it does not evolve
-
-
 @pytest.mark.parametrize("given", [[], "runs/earlier", [{"lr": 1e-3}], 3, FIRST])
 def test_invalid_founders_are_refused(given):
     with pytest.raises(ValueError, match="founders"):
         step_population(2, founders=given)
-
-
-def test_moved_founders_warn():
-    space = HyperparameterConfig(lr=RLParameter(min=1e-3, max=3e-2, scale="log"))
-    with pytest.warns(UserWarning, match="founders: lr 0.5 -> 0.03"):
-        step_population(2, hp_config=space, founders=[Hyperparameters(lr=0.5)])
 
 
 SMALL = {
