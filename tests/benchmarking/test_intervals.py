@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from benchmarking.classic.intervals import Interval, first_reached, interquartile_mean, stratified_bootstrap, value_at
+from benchmarking.classic.intervals import interquartile_mean, stratified_bootstrap, value_at
 
 
 @pytest.mark.parametrize(
@@ -63,13 +63,3 @@ def test_a_curve_has_its_last_value_within_the_budget():
         value_at([10, 20], [0.0, 1.0], 9)
     with pytest.raises(ValueError, match="one value per point"):
         value_at([0, 1], [0.0], 1)
-
-
-def test_a_target_is_reached_at_the_first_value_above_it():
-    assert first_reached([0, 10, 20, 30], [1.0, 4.0, 2.0, 9.0], 4.0) == 10
-    assert first_reached([0, 10], [1.0, 2.0], 4.0) == float("inf")
-
-
-def test_an_interval_is_printed_with_its_ends():
-    assert str(Interval(value=475.4, low=470.0, high=500.0)) == "475 (470 to 500)"
-    assert str(Interval(value=0.5, low=0.25, high=1.0)) == "0.50 (0.25 to 1.00)"

@@ -11,18 +11,16 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarking"
 ROWS = [line for line in (FOLDER / "README.md").read_text("utf-8").splitlines() if line.startswith("| `")]
-QUICK = ("classic_control.py", "long_run.py")
 
 
 def short_forms():
-    """Return each script with the words of its short form; those of more than a few seconds are slow."""
+    """Return each script with the words of its short form."""
     forms = []
     for row in ROWS:
         command, _, short, _ = (cell.strip() for cell in row.strip("|").split(" | "))
         script, *words = re.findall(r"`([^`]*)`", command)[0].split()
         (options,) = re.findall(r"`([^`]*)`", short)
-        marks = [] if script in QUICK else [pytest.mark.slow]
-        forms.append(pytest.param(script, [*words, *shlex.split(options)], id=script, marks=marks))
+        forms.append(pytest.param(script, [*words, *shlex.split(options)], id=script))
     return forms
 
 
@@ -33,6 +31,7 @@ def test_the_table_lists_all_scripts():
     assert listed == {name for name in commands if "run_" not in name}  # those are started by the other scripts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "words"), short_forms())
 def test_a_short_form_ends_with_a_table(script, words, tmp_path):
     if script == "simple_spread.py":

@@ -32,13 +32,16 @@ _SMALLER = {
     r'GymnasiumGroups\("CartPole-v1"\)': 'GymnasiumGroups("CartPole-v1", max_episode_steps=20, **QUICK)',
     r'env_kwargs=\{"N": 3, "max_cycles": 25\}': 'env_kwargs={"N": 3, "max_cycles": 5}, **QUICK',
     r"learn\(total_timesteps=[\d_]+": "learn(total_timesteps=500",
-    r"total_timesteps=\d+_000": "total_timesteps=1_000, size=2, test_questions=4, validation_questions=4",
+    r"total_timesteps=[\d_]+_000": "total_timesteps=300, size=2, test_questions=4, validation_questions=4",
     r'GRPO.load\("runs/mine/best"': 'GRPO.load("runs/mine/best", actor_network=base.model',
     r"(generate\(\[.+?\])(, n=4.*)?\)(?=  #)": r"\1, base.tokenizer\2)",
-    r"eval_freq=[\d_]+": "eval_freq=500",
+    r"eval_freq=[\d_]+": "eval_freq=100",
     r"steps_per_generation=\d+": "steps_per_generation=1",
     r"samples_per_step=\d+": "samples_per_step=8",
     r"range\(100\)": "range(1)",
+    r"\bsize=8,": "size=2,",
+    r"lr=1e-4, group_size=8\)": "lr=1e-4, group_size=8, max_output_tokens=4)",
+    r"episodes=3, render=True": "episodes=1, render=True",
     r"range\(2, 60\)": "range(2, 12)",
 }
 SHORT = "steps_per_generation=1, samples_per_step=8, validation_questions=4, test_questions=4"
@@ -97,7 +100,7 @@ def short(completions, **columns):
     "docs/environments.md": """
 import evogrpo
 import gymnasium
-run = evogrpo.train("CartPole-v1", total_timesteps=1000)
+run = evogrpo.train("CartPole-v1", total_timesteps=1_000)
 observation = run.trainer.env.observation_space.sample()
 """,
     "docs/objective.md": "",

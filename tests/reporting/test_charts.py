@@ -58,9 +58,7 @@ def test_the_best_members_line_runs_from_the_baseline_to_its_last_result(tmp_pat
     assert run.fitness.lines[-1].colour == BEST  # drawn last
 
 
-@pytest.mark.parametrize(
-    ("name", "log"), [("lr", True), ("clip_coef", False), ("group_size", True), ("update_epochs", False)]
-)
+@pytest.mark.parametrize(("name", "log"), [("lr", True), ("update_epochs", False)])
 def test_hyperparameters_are_constant_between_births(tmp_path, fake_run, name, log):
     run = charts_of(fake_run(tmp_path, size=6, generations=8, seed=2, evolve=ALL_NAMES))
     chart = chart_of(run, name)
@@ -75,13 +73,6 @@ def test_hyperparameters_are_constant_between_births(tmp_path, fake_run, name, l
     assert births
     low, high = chart.limits
     assert all(low < getattr(result.hyperparameters, name) < high for result in results_of(run))
-
-
-def test_names_have_heights(tmp_path, fake_run):
-    chart = chart_of(charts_of(fake_run(tmp_path, size=6, generations=8, seed=2, evolve=("loss_type",))), "loss_type")
-    assert chart.names == ("cispo", "dapo", "grpo")
-    assert chart.ticks == (0, 1, 2)
-    assert {point.y for line in chart.lines for point in line.points} == {0, 1, 2}
 
 
 def test_a_member_without_a_value_has_no_line(tmp_path, fake_run):
@@ -133,12 +124,6 @@ def measured(slot, index, **metrics):
     return {"slot": slot, "index": index, **metrics}
 
 
-@pytest.mark.parametrize("value", ["much", True, [1], 1e301])
-def test_an_invalid_journal_is_refused(value):
-    with pytest.raises(ValueError, match="reward"):
-        summarise([RUN, step(3, measured(0, 0, reward=value))])
-
-
 def test_each_member_has_a_line_of_its_metrics():
     events = [
         RUN,
@@ -166,7 +151,7 @@ def test_a_learning_rate_is_drawn_if_it_was_calibrated(rates, space, drawn):
 
 
 def test_many_steps_are_averaged():
-    rewards = np.random.default_rng(0).random(20_000)
+    rewards = np.random.default_rng(0).random(10_000)
     events = [RUN, *(step(number, measured(0, 0, reward=reward)) for number, reward in enumerate(rewards.tolist()))]
     (chart,) = run_charts(summarise([*events, generation(1, member(0, 0))])).measures
     points = [point for line in chart.lines for point in line.points]

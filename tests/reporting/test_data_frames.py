@@ -1,14 +1,12 @@
 """Runs as pandas data frames."""
 
-import sys
-
 import pytest
 
 from evogrpo import read_run
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.reporting.exports import COLUMNS
 from evogrpo.storage.journal import latest_generations, read_journal
-from tests.reporting.journals import baseline, generation, member, outcome, plan, step, written
+from tests.reporting.journals import baseline, generation, member, plan, step, written
 
 RUN = {"event": "run", "seed": 3, "evolvable": {}, "samples_per_step": 8}
 STEP = step(0, {"slot": 0, "index": 0, "reward": 1.5, "kl": None})
@@ -74,15 +72,6 @@ def test_dtypes_do_not_depend_on_the_run(run_dir, tmp_path):
         assert len(early.members) == (number == 2)
 
 
-def test_a_truncated_journal_is_read_up_to_its_end(run_dir, tmp_path):
-    whole = (run_dir / "journal.jsonl").read_bytes()
-    first = whole.index(b"\n") + 1
-    (tmp_path / "run").mkdir()
-    for end in range(first, len(whole), len(whole) // 12):
-        (tmp_path / "run" / "journal.jsonl").write_bytes(whole[:end])
-        assert len(read_run(tmp_path / "run").members) <= 9
-
-
 def test_generations_repeated_after_a_resume_count_once(tmp_path):
     lost = generation(2, member(0, 1, 0), best=1, plan=plan(2, [0], (0, 2, 1)))
     events = [
@@ -98,17 +87,6 @@ def test_generations_repeated_after_a_resume_count_once(tmp_path):
     assert run.steps["step"].tolist() == [0]
     assert run.births["member"].tolist() == [0, 1]  # the plan of the generation before the resume stays valid
     assert run.resumes == 1
-
-
-def test_descendants_of_founders(tmp_path):
-    family = [
-        generation(1, member(0, 0), member(1, 1)),
-        generation(2, member(0, 0), member(1, 2, 0)),
-        generation(3, member(0, 3, 2), member(1, 4), best=3),
-    ]
-    births = read_run(written(tmp_path / "run", RUN, *family, outcome(3))).births
-    assert dict(zip(births["member"], births["founder"], strict=True)) == {0: 0, 1: 1, 2: 0, 3: 0, 4: 4}
-    assert births["parent"].isna().tolist() == [True, True, False, False, True]
 
 
 def test_path_to_the_winner_and_initial_hyperparameters(tmp_path):
@@ -130,17 +108,10 @@ def test_path_to_the_winner_and_initial_hyperparameters(tmp_path):
     assert before == {(1, 0): 0.1, (1, 1): 0.1, (2, 0): 0.2, (2, 2): 0.2, (3, 3): None, (3, 2): 0.6}
 
 
-@pytest.mark.parametrize("name", ["index", "slot", "tokens", "born"])
-def test_numbers_beyond_64_bits_are_refused(tmp_path, name):
-    event = generation(1, member(0, 0) | {name: 2**63}, best=2**63 if name == "index" else 0)
-    with pytest.raises(ValueError, match=name):
+def test_numbers_beyond_64_bits_are_refused(tmp_path):
+    event = generation(1, member(0, 0, tokens=2**63))
+    with pytest.raises(ValueError, match="tokens"):
         read_run(written(tmp_path / "run", RUN, event))
-
-
-def test_a_missing_pandas_raises_with_the_install_command(run_dir, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match=r"pip install .*pandas"):
-        read_run(run_dir)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import pytest
 from matplotlib.image import imread
@@ -16,18 +17,10 @@ from evogrpo import report
 @pytest.mark.parametrize(
     "shape",
     [
-        {"size": 4, "generations": 5},
         {"size": 1, "generations": 6, "evolve": ()},
-        {
-            "size": 8,
-            "generations": 6,
-            "evolve": ("lr", "group_size", "loss_type", "beta"),
-            "failures": [(2, 3), (6, 0)],
-        },
-        {"size": 12, "generations": 3, "failures": [(1, 3)]},
+        {"size": 8, "generations": 3, "evolve": ("lr", "group_size", "loss_type", "beta"), "failures": [(2, 3)]},
         {"size": 3, "generations": 0, "test": False},
         {"size": 2, "generations": 2, "failures": [(1, 0), (1, 1), (2, 0), (2, 1)], "test": False},
-        {"size": 3, "generations": 4, "resume_at": 3},
         {"size": 2, "generations": 2, "task": "$x_{ <b> \x1b[0m \0 漢字 %s" + "long " * 100},
     ],
     ids=lambda shape: "-".join(f"{value}" for value in shape.values())[:40],
@@ -58,15 +51,18 @@ def test_a_report_displays_itself_and_writes_nothing_until_asked(tmp_path, fake_
     shown.figure.savefig(tmp_path / "figure.svg")
     assert "</svg>" in (tmp_path / "figure.svg").read_text(encoding="utf-8")
     assert sorted(path.name for path in folder.iterdir()) == ["journal.jsonl"]
+    settings = dict(matplotlib.rcParams)
     assert shown.write() == folder / "report.html"
+    assert dict(matplotlib.rcParams) == settings
     assert (folder / "report.png").exists()
 
 
 def test_many_members_need_few_line_objects(tmp_path, fake_run):
-    figure = report(fake_run(tmp_path, size=20, generations=90)).figure
+    figure = report(fake_run(tmp_path, size=20, generations=40)).figure
     assert sum(len(axes.lines) for axes in figure.axes) < 60
 
 
+@pytest.mark.slow
 def test_matplotlib_keeps_its_settings_and_torch_is_not_imported(tmp_path, fake_run):
     fake_run(tmp_path, generations=2)
     code = f"""

@@ -106,11 +106,6 @@ def test_an_invalid_winner_is_refused(named):
         tree_of([RUN, generation(1, member(0, 0), best_ever=named)])
 
 
-def test_impossible_families_are_refused():
-    with pytest.raises(ValueError, match="parent"):
-        tree_of([RUN, generation(1, member(0, 0), member(1, 1, 5))])
-
-
 def run_with_test(folder, scores, *, data, measure="greedy", run=None, more=()):
     """Write a run whose best member has these test scores."""
     mean = sum(scores) / len(scores)
@@ -145,11 +140,6 @@ def test_equal_questions_are_compared_in_pairs(tmp_path, data):
     assert found.gain.mean == pytest.approx(mean)
     assert found.gain.standard_error == pytest.approx(math.sqrt(sum((gain - mean) ** 2 for gain in gains) / 5 / 6))
     assert found.beyond_noise  # their means do not differ significantly
-
-
-def test_common_questions_of_different_test_sets_are_compared(tmp_path):
-    found = difference(tmp_path, ASKED, scores=OTHER[:4])
-    assert (found.paired, found.questions) == (True, 4)
 
 
 @pytest.mark.parametrize(
@@ -189,22 +179,6 @@ def test_different_tasks_are_not_compared(tmp_path, data, others, why):
     assert found.gain is None
     assert found.beyond_noise is None
     assert why in found.why
-
-
-def test_different_training_questions_allow_a_comparison(tmp_path):
-    assert difference(tmp_path, ASKED, data=ASKED | {"train questions": "z", "prompts": "q", "seed": "7"}).paired
-
-
-def test_different_settings_are_listed_by_name(tmp_path):
-    first = run_with_test(tmp_path / "one", ONE, data=ENV, run={"seed": 0, "strategy": {"name": "fixed"}})
-    second = run_with_test(
-        tmp_path / "other", ONE, data=ENV, run={"seed": 1, "strategy": {"name": "tournament", "z": 1.0}}
-    )
-    told = compare_runs([first, second], [None, None]).settings
-    assert told == {"seed": (0, 1), "strategy.name": ("fixed", "tournament"), "strategy.z": (None, 1.0)}
-    configured = compare_runs([first, second], [{"a": {"b": 1}, "run_dir": "x"}, {"a": {"b": 2}, "run_dir": "y"}])
-    assert configured.settings == {"a.b": (1, 2)}
-    assert compare_runs([first, second], [{"a": {"b": 1}}, None]).settings == told
 
 
 def test_a_run_is_not_compared_with_itself(tmp_path):

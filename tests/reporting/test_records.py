@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from evogrpo.reporting.records import BaselineReport, Example, GenerationReport, StepReport, TestReport
+from evogrpo.reporting.records import BaselineReport, Example, GenerationReport, TestReport
 
 
 def test_a_journal_holds_the_reports(any_stored_run):
@@ -26,13 +26,6 @@ def test_generations_baseline_and_test_round_trip(any_stored_run):
     baseline, measured = BaselineReport.from_json(event), any_stored_run.trainer.run_state.baseline
     assert (baseline.fitness.mean, baseline.fitness.standard_error) == (measured.mean, measured.standard_error)
     assert baseline.questions == len(measured.scores)
-
-
-def test_a_step_names_the_members_that_learned(stored_language_run):
-    assert all(report.examples for report in stored_language_run.reports if isinstance(report, GenerationReport))
-    step = next(report for report in stored_language_run.reports if isinstance(report, StepReport))
-    assert {slot: member.index for slot, member in step.learned.items()} == {0: 0, 1: 1, 2: 2}
-    assert all(member.reward == member.metrics["reward"] for member in step.learned.values())
 
 
 @pytest.mark.parametrize("name", ["prompt", "completion", "reward", "index"])
