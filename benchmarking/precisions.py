@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarking.records import write_record  # the path is set above
 from evogrpo import GRPO, evolve, load_base
-from evogrpo.algorithms.rollout.evaluation import evaluate
+from evogrpo.algorithms.evaluation import evaluate
 from evogrpo.envs.text.tasks import TASKS
 from evogrpo.evolution.strategies import Fixed
 

@@ -31,7 +31,7 @@ from torch.distributions import Categorical
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarking.records import write_record  # the path is set above
-from evogrpo.algorithms.multi_agent import MultiAgentGRPO
+from evogrpo.algorithms.grpo import MultiAgentGRPO
 from evogrpo.data import SampledActions
 from evogrpo.envs.control.conversion import ActionNoise
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups

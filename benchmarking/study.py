@@ -246,7 +246,7 @@ def make_run(
 
 def test_scores(run: Any, env: Any, best: Any) -> list[float]:
     """Return the scores of a best member on the test starts; None = the untrained network."""
-    from evogrpo.algorithms.rollout.evaluation import evaluate_states
+    from evogrpo.algorithms.evaluation import evaluate_states
 
     states = [None if best is None else best.state]
     return list(evaluate_states(run.population.members, states, env, "test")[0][0].scores)

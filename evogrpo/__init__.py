@@ -22,8 +22,7 @@ __all__ = [
 
 # Public names by the module that defines them.
 _MODULES = {
-    "algorithms.grpo": ("GRPO", "EvolvableAlgorithm"),
-    "algorithms.multi_agent": ("MultiAgentGRPO",),
+    "algorithms.grpo": ("GRPO", "EvolvableAlgorithm", "MultiAgentGRPO"),
     "algorithms.population": ("Population",),
     "config.hyperparameters": ("Hyperparameters", "Optimizer"),
     "config.objective": ("Objective",),
@@ -59,8 +58,7 @@ _MODULES = {
 _MODULE_OF = {name: f"evogrpo.{module}" for module, names in _MODULES.items() for name in names}
 
 if TYPE_CHECKING:
-    from evogrpo.algorithms.grpo import GRPO, EvolvableAlgorithm
-    from evogrpo.algorithms.multi_agent import MultiAgentGRPO
+    from evogrpo.algorithms.grpo import GRPO, EvolvableAlgorithm, MultiAgentGRPO
     from evogrpo.algorithms.population import Population
     from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
     from evogrpo.config.objective import Objective

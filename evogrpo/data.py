@@ -4,16 +4,18 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, zip_longest
-from typing import Any, Protocol, TypeVar
+from itertools import chain
+from typing import Annotated, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor
 
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.text import short_repr
+from evogrpo.validation import REAL, NonNegativeInt, PositiveFloat, PositiveShare, settings
 
 __all__ = [
     "DEFAULT_POLICY", "Actor", "Batch", "Conversation", "Experience", "LearnReport", "ObservationInputs", "Rollout",
@@ -26,7 +28,7 @@ R = TypeVar("R")
 # ---- sampling
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class SamplingOptions:
     """Truncation of the distribution that completions are sampled from; see `evogrpo.functional.log_probs`.
 
@@ -43,22 +45,10 @@ class SamplingOptions:
         ValueError: If a number is out of range.
     """
 
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be at least 0, got {self.top_k}: 0 keeps all tokens")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}: 1 keeps all tokens")
-        if not 0 <= self.min_p < 1:
-            raise ValueError(f"min_p must be in [0, 1), got {self.min_p}: 0 keeps all tokens")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(
-                f"repetition_penalty must be a finite number above 0, got {self.repetition_penalty}: 1 is no penalty"
-            )
+    top_k: NonNegativeInt = 0
+    top_p: PositiveShare = 1.0
+    min_p: Annotated[float, Field(ge=0, lt=1), REAL] = 0.0
+    repetition_penalty: PositiveFloat = 1.0
 
 
 WHOLE = SamplingOptions()
@@ -201,8 +191,9 @@ class Conversation:
     @property
     def turns(self) -> tuple[tuple[int, ...], ...]:
         """Completions and replies in order."""
-        pairs = zip_longest(self.completions, self.replies)
-        return tuple(part for part in chain.from_iterable(pairs) if part is not None)
+        turns: list[tuple[int, ...]] = [()] * (len(self.completions) + len(self.replies))
+        turns[::2], turns[1::2] = self.completions, self.replies
+        return tuple(turns)
 
 
 def single_turn_conversations(starts: Sequence[int], completions: Sequence[Sequence[int]]) -> tuple[Conversation, ...]:
@@ -216,6 +207,12 @@ def single_turn_conversations(starts: Sequence[int], completions: Sequence[Seque
         Conversation(row=row, start=int(start), completions=(tuple(map(int, completion)),))
         for row, (start, completion) in enumerate(zip(starts, completions, strict=True))
     )
+
+
+def unpadded(actions: Tensor, present: Tensor) -> list[list[int]]:
+    """Return the token ids `[n, t]` of each row up to its number of present tokens."""
+    lengths = present.sum(1).tolist()
+    return [row[:length] for row, length in zip(actions.tolist(), lengths, strict=True)]
 
 
 def positions_in_turn(sampled: Tensor) -> Tensor:
@@ -274,7 +271,6 @@ class Actor(Protocol):
         Returns:
             Actions and their log-probabilities, in arrays that are never modified later.
         """
-        ...
 
 
 # ---- learning

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from evogrpo import GRPO, HuggingFaceGym, HyperparameterConfig, Population, RLParameter
 from evogrpo.algorithms.agent import Agent
+from evogrpo.algorithms.collect import collect
 from evogrpo.algorithms.learning.learning_step import learn
 from evogrpo.algorithms.policies.language_sampling import as_batch
 from evogrpo.algorithms.policies.policy_set import RolloutBatch
-from evogrpo.algorithms.rollout.collect import collect
 from evogrpo.config.hyperparameters import Optimizer
 from evogrpo.data import Batch, LearnReport
 from evogrpo.envs.protocol import GroupEnvironment

@@ -42,7 +42,8 @@ INTERFACES = {
     "evogrpo.models.language.loading": ("load_base", "BaseModel"),
     "evogrpo.models.bank": ("Sampler", "PolicyBank"),
     "evogrpo.envs.protocol": ("SupportsFingerprint", "SupportsPreflight", "SupportsProgress"),
-    "evogrpo.algorithms.policies.policy_set": ("PolicySet",),
+    "evogrpo.algorithms.policies.language": ("LanguagePolicySet",),
+    "evogrpo.algorithms.policies.networks": ("NetworkPolicySet",),
 }  # fmt: skip
 """What is reached through public names, or plugged in by users, and has a home of its own."""
 

@@ -1,7 +1,7 @@
 """Agent: a slot in a population, an identity, and its hyperparameters."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -9,7 +9,6 @@ from gymnasium import spaces
 from torch import Tensor
 
 from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.algorithms.policies.policy_set import PolicySet
 from evogrpo.algorithms.policies.settings import check_hyperparameters
 from evogrpo.config.hyperparameters import HyperparameterAttributes, Hyperparameters, Value
 from evogrpo.config.search_space import HyperparameterConfig
@@ -18,17 +17,8 @@ from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import NETWORK, Changes, MemberRecord, changes_between
 from evogrpo.evolution.mutation import Mutation
 
-_COPIED = (
-    "parent",
-    "born",
-    "hyperparameters",
-    "fitness",
-    "failed",
-    "retired",
-    "training",
-    "steps",
-    "_evaluated_network",
-)
+if TYPE_CHECKING:
+    from evogrpo.algorithms.policies.policy_set import PolicySet
 
 
 class Agent(HyperparameterAttributes):
@@ -62,7 +52,7 @@ class Agent(HyperparameterAttributes):
     unused_options: ClassVar[tuple[str, ...]] = ("objective", "target_kl")
     """Constructor arguments and hyperparameters that the algorithm does not use; passing them is an error."""
 
-    def __init__(self, members: PolicySet, slot: int, index: int, hyperparameters: Hyperparameters) -> None:
+    def __init__(self, members: "PolicySet", slot: int, index: int, hyperparameters: Hyperparameters) -> None:
         self.members = members
         self._hooks: list[Callable[[], object]] = []
         self.slot = slot
@@ -97,7 +87,7 @@ class Agent(HyperparameterAttributes):
         if not isinstance(record, Hyperparameters):
             raise ValueError(f"hyperparameters must be a Hyperparameters record, got {record!r:.80}")
         members = self.members
-        per_action = any(bank.rows_are_transitions for bank in members.banks.values())
+        per_action = members.kind != "language"
         check_hyperparameters(members.settings.objective, record, members.hp_config, per_action=per_action)
         self._hyperparameters = record
 
@@ -189,7 +179,7 @@ class Agent(HyperparameterAttributes):
         return {**options, "target_kl": None} if "target_kl" in cls.unused_options else {**options}
 
     @classmethod
-    def _member(cls, members: PolicySet, slot: int, index: int, hyperparameters: Hyperparameters) -> Self:
+    def _member(cls, members: "PolicySet", slot: int, index: int, hyperparameters: Hyperparameters) -> Self:
         """Create an agent in a slot of an existing bank."""
         agent = cls.__new__(cls)
         Agent.__init__(agent, members, slot, index, hyperparameters)
@@ -198,7 +188,8 @@ class Agent(HyperparameterAttributes):
     @staticmethod
     def copy_attributes(agent: "Agent", clone: "Agent") -> "Agent":
         """Copy everything except weights, optimizer, slot and index to `clone`, and return `clone`."""
-        for name in _COPIED:
+        copied = ("parent", "born", "hyperparameters", "fitness", "failed", "retired", "training", "steps")
+        for name in (*copied, "_evaluated_network"):
             setattr(clone, name, getattr(agent, name))
         clone._hooks = list(agent._hooks)
         return clone
@@ -207,7 +198,7 @@ class Agent(HyperparameterAttributes):
 
     @classmethod
     def learn_together(
-        cls, members: PolicySet, learners: Sequence[Learner], experience: Experience
+        cls, members: "PolicySet", learners: Sequence[Learner], experience: Experience
     ) -> dict[int, LearnReport]:
         """Take one learning step of agents that share a policy set. Subclasses define their algorithm here.
 

@@ -1,6 +1,7 @@
 """Checkpoints of agents and populations: saving, validation and loading."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields
 from functools import partial
@@ -10,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from evogrpo.algorithms.factory import AGENT_CLASSES, is_language_model, policy_set_class
-from evogrpo.algorithms.policies.policy_set import PolicySet
+from evogrpo.algorithms.factory import AGENT_CLASSES, is_language_model
+from evogrpo.algorithms.policies.networks import NetworkPolicySet
 from evogrpo.algorithms.population import Population
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from evogrpo.algorithms.agent import Agent
+    from evogrpo.algorithms.policies.policy_set import PolicySet
 
 AnyAgent = TypeVar("AnyAgent", bound="Agent")
 
@@ -125,8 +127,7 @@ def load_agent(
                 f"{AGENT_CLASSES[stored]}.load."
             )
         folder = checkpoint_path(Path(path))
-        network = _as_saved(actor_network, tensors, path)
-        members = _open(record.shared, 1, folder, network, tensors, device=device, accelerator=accelerator)
+        members = _open(record.shared, 1, folder, actor_network, tensors, device=device, accelerator=accelerator)
         agent = kind._member(members, 0, 0, Hyperparameters())
         _restore(agent, record.member, split_shared(tensors)[1])
     return agent
@@ -173,7 +174,7 @@ def population_state(population: Population) -> tuple[Mapping[str, Tensor], Popu
         for slot in range(banks.size)
         for key in banks.state_keys
     }
-    return _LazyTensors(states, _shared_by_name(population.members)), record
+    return _LazyTensors({**states, **_shared_by_name(population.members)}), record
 
 
 def restore_population(
@@ -202,8 +203,7 @@ def restore_population(
     """
     with checkpoint_errors(path):
         stored = record.members
-        network = _as_saved(actor_network, tensors, path)
-        members = _open(record.shared, len(stored), Path(path), network, tensors, device=device, accelerator=None)
+        members = _open(record.shared, len(stored), Path(path), actor_network, tensors, device=device, accelerator=None)
         members.processes = processes()
         agents = []
         for slot, member in enumerate(stored):
@@ -236,21 +236,8 @@ def split_shared(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
     return shared, others
 
 
-def _shared_by_name(members: PolicySet) -> dict[str, Tensor]:
+def _shared_by_name(members: "PolicySet") -> dict[str, Tensor]:
     return {f"{CONSTANT}{name}": tensor for name, tensor in members.shared_tensors().items()}
-
-
-def _as_saved(network: Any, tensors: Mapping[str, Tensor], path: str | Path) -> Any:
-    """Return a copy of the user's module with its weights and buffers from the checkpoint."""
-    state, _ = split_shared(tensors)
-    if not state or not isinstance(network, nn.Module) or is_language_model(network):
-        return network
-    network = deepcopy(network)
-    try:
-        network.load_state_dict(state)
-    except RuntimeError as error:
-        raise CheckpointError(f"{path} was saved with another module than the one passed: {error}") from error
-    return network
 
 
 def _open(
@@ -262,18 +249,29 @@ def _open(
     *,
     device: str | torch.device | None,
     accelerator: "Accelerator | None",
-) -> PolicySet:
+) -> "PolicySet":
     """Build the policy set of a checkpoint, without train states."""
     if record["kind"] not in AGENT_CLASSES:
         raise unknown_name_error(f"kind of agent in {folder}:", record["kind"], AGENT_CLASSES)
-    config = record["hp_config"]
-    hp_config = None if config is None else HyperparameterConfig.from_json(config)
-    return policy_set_class(record["kind"]).from_record(
+    # A copy of the user's module gets its weights and buffers from the checkpoint.
+    constants, config = split_shared(tensors)[0], record["hp_config"]
+    if constants and isinstance(actor_network, nn.Module) and not is_language_model(actor_network):
+        actor_network = deepcopy(actor_network)
+        try:
+            actor_network.load_state_dict(constants)
+        except RuntimeError as error:
+            raise CheckpointError(f"{folder} was saved with another module than the one passed: {error}") from error
+    kind: type[PolicySet] = NetworkPolicySet
+    if record["kind"] == "language":
+        from evogrpo.algorithms.policies.language import LanguagePolicySet
+
+        kind = LanguagePolicySet
+    return kind.from_record(
         record,
         size,
         folder,
-        hp_config,
-        constants=split_shared(tensors)[0],
+        None if config is None else HyperparameterConfig.from_json(config),
+        constants=constants,
         stored_bytes=sum(tensor.nbytes for tensor in tensors.values()),
         actor_network=actor_network,
         device=device,
@@ -281,7 +279,7 @@ def _open(
     )
 
 
-def _members_record(members: PolicySet) -> dict[str, Any]:
+def _members_record(members: "PolicySet") -> dict[str, Any]:
     return {
         "kind": members.kind,
         "settings": dump(members.settings),
@@ -301,18 +299,10 @@ def _restore(agent: "Agent", member: StoredMember, tensors: Mapping[str, Tensor]
         setattr(agent, field.name, getattr(member, field.name))
 
 
-class _LazyTensors(Mapping[str, Tensor]):
-    """Tensors by name: those that are copied on access, then all others."""
-
-    def __init__(self, copied: Mapping[str, Callable[[], Tensor]], others: Mapping[str, Tensor]) -> None:
-        self._copied, self._others = copied, others
+class _LazyTensors(UserDict[str, Any]):
+    """Tensors by name; a function in place of a tensor returns it on access."""
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._copied[name]() if name in self._copied else self._others[name]
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._copied
-        yield from self._others
-
-    def __len__(self) -> int:
-        return len(self._copied) + len(self._others)
+        value = self.data[name]
+        tensor: Tensor = value() if callable(value) else value
+        return tensor

@@ -11,7 +11,7 @@ from torch import jit, nn
 
 from evogrpo.algorithms.agent import Agent
 from evogrpo.algorithms.policies.networks import NetworkPolicySet
-from evogrpo.algorithms.policies.policy_set import PolicySet, Settings, autocast_context, choose_device
+from evogrpo.algorithms.policies.policy_set import autocast_context, choose_device
 from evogrpo.algorithms.policies.settings import (
     NETWORK_DEFAULTS,
     STEPWISE,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedModel
 
-    from evogrpo.algorithms.policies.language import LanguagePolicySet
+    from evogrpo.algorithms.policies.policy_set import PolicySet
 
 
 class CommonOptions(HyperparameterOptions, total=False):
@@ -150,15 +150,6 @@ AGENT_CLASSES = {"language": "GRPO", "networks": "GRPO", "joint": "MultiAgentGRP
 """Names of the agents' classes by kind in checkpoints; "joint" are small networks of several agents."""
 
 
-def policy_set_class(kind: str) -> "type[LanguagePolicySet | NetworkPolicySet]":
-    """Return the class of the policies of a kind in `AGENT_CLASSES`; that of language models is imported on use."""
-    if kind != "language":
-        return NetworkPolicySet
-    from evogrpo.algorithms.policies.language import LanguagePolicySet
-
-    return LanguagePolicySet
-
-
 def is_language_model(network: object) -> TypeGuard["PreTrainedModel"]:
     """Return True for a model of transformers, without importing it: a model exists only once it is imported."""
     loaded = sys.modules.get("transformers.modeling_utils")
@@ -174,7 +165,7 @@ NETWORKS_ONLY = tuple(name for name in _NETWORKS if name not in _LANGUAGE)
 FIRST_ARGUMENTS = ("observation_space", "action_space", "actor_network", "pad_token_id")
 """Positional arguments of the constructors."""
 
-Built = tuple[PolicySet, Hyperparameters]
+Built = tuple["PolicySet", Hyperparameters]
 """Policies of all members, and the first member's hyperparameters."""
 
 
@@ -309,7 +300,8 @@ def _network_policy_set(
 
 def create_population(
     algorithm: type[Agent],
-    build: Callable[[int, Mapping[str, Any]], Built],
+    build: Callable[..., Built],
+    arguments: Sequence[Any],
     size: int | None,
     options: Mapping[str, Any],
     *,
@@ -324,7 +316,8 @@ def create_population(
 
     Args:
         algorithm: Class of the agents.
-        build: Returns the policy set of so many members with these options.
+        build: Builds the policy set from its size, these arguments and the options.
+        arguments: First arguments of the constructor, such as the spaces.
         size: See `GRPO.population`.
         options: See `GRPO.population`.
         words: True for language models.
@@ -353,7 +346,7 @@ def create_population(
             config = HyperparameterConfig()
         samples = common_samples(options.get("group_size", Hyperparameters().group_size), config)
     # 3. Policies.
-    members, first = build(size, options)
+    members, first = build(size, *arguments, options)
     members.processes = processes()
     # 4. Founders: the user's, then a spread over the ranges of what evolves.
     space, chosen = members.hp_config or HyperparameterConfig(), tuple[Hyperparameters, ...]()
@@ -408,7 +401,9 @@ def _refuse_other_kind(names: tuple[str, ...], options: Mapping[str, Any], kind:
             raise ValueError(f"{name} is for {kind}. Leave it out.")
 
 
-def _first_member(options: Mapping[str, Any], settings: Settings, defaults: Mapping[str, Any]) -> Hyperparameters:
+def _first_member(
+    options: Mapping[str, Any], settings: LanguageSettings | NetworkSettings, defaults: Mapping[str, Any]
+) -> Hyperparameters:
     """Return the first member's hyperparameters, checked against the objective and the search space."""
     space = options.get("hp_config")
     if space is not None:

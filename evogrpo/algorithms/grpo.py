@@ -1,4 +1,4 @@
-"""GRPO: an agent that learns by comparing the completions (or episodes) of a group."""
+"""GRPO: agents that learn by comparing the completions (or episodes) of a group, one policy or several per member."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -14,14 +14,24 @@ from torch import nn
 
 from evogrpo.algorithms.agent import Agent
 from evogrpo.algorithms.checkpointing import load_agent, read_agent, save_agent
-from evogrpo.algorithms.factory import Options, build_policy_set, create_population, is_language_model
+from evogrpo.algorithms.collect import collect
+from evogrpo.algorithms.evaluation import common_scores, evaluate, open_test_environment
+from evogrpo.algorithms.factory import (
+    MultiAgentOptions,
+    Options,
+    build_joint_policy_set,
+    build_policy_set,
+    create_population,
+    is_language_model,
+)
 from evogrpo.algorithms.learning.learning_step import learn
-from evogrpo.algorithms.policies.policy_set import PolicySet
-from evogrpo.algorithms.policies.settings import LanguageSettings, NetworkSettings
+from evogrpo.algorithms.policies.policy_set import RolloutBatch
+from evogrpo.algorithms.policies.settings import JointSettings, LanguageSettings, NetworkSettings
 from evogrpo.algorithms.population import Population
-from evogrpo.algorithms.rollout.evaluation import common_scores, evaluate, open_test_environment
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import LearnReport, map_tensors
+from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
+from evogrpo.envs.control.policy_mapping import AgentSpaces
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment, Split
 from evogrpo.spaces import action_dim, observation_dim, preprocess_observation
 from evogrpo.synonyms import unknown_name_error
@@ -45,78 +55,7 @@ class NetworkGroup:
 _NETWORKS = ("actor", "base")
 
 
-class AgileRLAgent(Agent):
-    """Methods of AgileRL's agents, under AgileRL's names."""
-
-    __slots__ = ()
-
-    def evolvable_attributes(self, networks_only: bool = False) -> dict[str, dict[str, torch.Tensor]]:
-        """Return copies of what selection copies: weights, own reference, optimizer state and running statistics.
-
-        Args:
-            networks_only: Return weights only.
-        """
-        state = self.state()
-        weights = {name: state.pop(name) for name in self.members.weights}
-        if networks_only:
-            return {"actor": weights}
-        others: tuple[str, ...] = ("running_stats", "reference")
-        kept = {name: {name: state.pop(name)} for name in others if name in state}
-        return {"actor": weights, "optimizer": state, **kept}
-
-    @staticmethod
-    def inspect_attributes(agent: Agent, input_args_only: bool = False) -> dict[str, Any]:
-        """Return an agent's attributes other than networks and optimizers.
-
-        Args:
-            agent: The agent.
-            input_args_only: Return constructor arguments only.
-        """
-        members = agent.members
-        arguments: dict[str, Any] = {
-            "index": agent.index,
-            "hp_config": agent.hp_config,
-            **agent.hyperparameters.to_json(),
-            **{field.name: getattr(members.settings, field.name) for field in fields(cast(Any, members.settings))},
-            **members.arguments(),
-        }
-        if input_args_only:
-            return arguments
-        state = ("slot", "parent", "born", "fitness", "failed", "retired", "training", "steps")
-        return {**arguments, **{name: getattr(agent, name) for name in state}}
-
-    def register_network_group(self, group: NetworkGroup) -> None:
-        """Set the network that `get_policy` returns and `test` evaluates. Learning is not affected.
-
-        Raises:
-            ValueError: If the agent has no network of that name.
-        """
-        if group.eval_network not in _NETWORKS:
-            raise unknown_name_error("network", group.eval_network, _NETWORKS)
-        self._evaluated_network = group.eval_network
-
-    @staticmethod
-    def get_state_dim(observation_space: Any) -> Any:
-        """Return the shape of an observation; see `evogrpo.spaces.observation_dim`."""
-        return observation_dim(observation_space)
-
-    @staticmethod
-    def get_action_dim(action_space: Any) -> Any:
-        """Return the number of outputs that an action needs; see `evogrpo.spaces.action_dim`."""
-        return action_dim(action_space)
-
-    def preprocess_observation(self, observation: Any) -> Any:
-        """Turn an observation into tensors on the agent's device; see `evogrpo.spaces.preprocess_observation`."""
-        if self.observation_space is None:
-            raise ValueError("preprocess_observation needs observation_space. Pass it to the constructor.")
-        return preprocess_observation(observation, self.observation_space, self.device)
-
-    def to_device(self, *experiences: Any) -> tuple[Any, ...]:
-        """Move all tensors in the experiences, nested ones included, to the agent's device."""
-        return tuple(map_tensors(item, lambda leaf: leaf.to(self.device)) for item in experiences)
-
-
-class EvolvableAlgorithm(AgileRLAgent):
+class EvolvableAlgorithm(Agent):
     """Base class of agents that learn from groups of completions or episodes; subclasses define `learn_together`.
 
     The constructor creates one agent in a bank of its own. `population` creates several agents that share one bank and
@@ -197,13 +136,10 @@ class EvolvableAlgorithm(AgileRLAgent):
         Raises:
             ValueError: If an argument is unknown, missing or out of range.
         """
-
-        def build(size: int, options: Mapping[str, Any]) -> tuple[PolicySet, Hyperparameters]:
-            return build_policy_set(size, observation_space, action_space, actor_network, pad_token_id, options)
-
         return create_population(
             cls,
-            build,
+            build_policy_set,
+            (observation_space, action_space, actor_network, pad_token_id),
             size,
             options,
             words=is_language_model(actor_network),
@@ -457,6 +393,73 @@ class EvolvableAlgorithm(AgileRLAgent):
         """
         read_agent(self, path)
 
+    # ---- further methods of AgileRL's agents
+
+    def evolvable_attributes(self, networks_only: bool = False) -> dict[str, dict[str, torch.Tensor]]:
+        """Return copies of what selection copies: weights, own reference, optimizer state and running statistics.
+
+        Args:
+            networks_only: Return weights only.
+        """
+        state = self.state()
+        weights = {name: state.pop(name) for name in self.members.weights}
+        if networks_only:
+            return {"actor": weights}
+        others: tuple[str, ...] = ("running_stats", "reference")
+        kept = {name: {name: state.pop(name)} for name in others if name in state}
+        return {"actor": weights, "optimizer": state, **kept}
+
+    @staticmethod
+    def inspect_attributes(agent: Agent, input_args_only: bool = False) -> dict[str, Any]:
+        """Return an agent's attributes other than networks and optimizers.
+
+        Args:
+            agent: The agent.
+            input_args_only: Return constructor arguments only.
+        """
+        members = agent.members
+        arguments: dict[str, Any] = {
+            "index": agent.index,
+            "hp_config": agent.hp_config,
+            **agent.hyperparameters.to_json(),
+            **{field.name: getattr(members.settings, field.name) for field in fields(cast(Any, members.settings))},
+            **members.arguments(),
+        }
+        if input_args_only:
+            return arguments
+        state = ("slot", "parent", "born", "fitness", "failed", "retired", "training", "steps")
+        return {**arguments, **{name: getattr(agent, name) for name in state}}
+
+    def register_network_group(self, group: NetworkGroup) -> None:
+        """Set the network that `get_policy` returns and `test` evaluates. Learning is not affected.
+
+        Raises:
+            ValueError: If the agent has no network of that name.
+        """
+        if group.eval_network not in _NETWORKS:
+            raise unknown_name_error("network", group.eval_network, _NETWORKS)
+        self._evaluated_network = group.eval_network
+
+    @staticmethod
+    def get_state_dim(observation_space: Any) -> Any:
+        """Return the shape of an observation; see `evogrpo.spaces.observation_dim`."""
+        return observation_dim(observation_space)
+
+    @staticmethod
+    def get_action_dim(action_space: Any) -> Any:
+        """Return the number of outputs that an action needs; see `evogrpo.spaces.action_dim`."""
+        return action_dim(action_space)
+
+    def preprocess_observation(self, observation: Any) -> Any:
+        """Turn an observation into tensors on the agent's device; see `evogrpo.spaces.preprocess_observation`."""
+        if self.observation_space is None:
+            raise ValueError("preprocess_observation needs observation_space. Pass it to the constructor.")
+        return preprocess_observation(observation, self.observation_space, self.device)
+
+    def to_device(self, *experiences: Any) -> tuple[Any, ...]:
+        """Move all tensors in the experiences, nested ones included, to the agent's device."""
+        return tuple(map_tensors(item, lambda leaf: leaf.to(self.device)) for item in experiences)
+
 
 def _no_experiences(experiences: int | None, elsewhere: Mapping[str, Any]) -> str:
     """Return the message for a call of `learn` as in Stable-Baselines3."""
@@ -494,3 +497,135 @@ class GRPO(EvolvableAlgorithm):
     unused_options: ClassVar[tuple[str, ...]] = ()
 
     learn_together = staticmethod(learn)
+
+
+class MultiAgentGRPO(GRPO):
+    """A member that acts for all agents of a multi-agent environment, trained by group relative policy optimisation.
+
+    A group is `group_size` joint episodes from one joint reset seed. Each agent's part of an episode is compared with
+    the same agent's parts of the group's other episodes: an advantage is relative within (seed, agent). A policy that
+    several agents share learns from all their rows.
+
+    Everything else is as in `GRPO`; `learn` takes the `experience` that `collect` returned. The constructor creates one
+    member in banks of its own; `MultiAgentGRPO.population` creates several that share them.
+
+    Args:
+        observation_spaces: Observation space of each agent by name, as in `PettingZooGroups.observation_spaces`.
+        action_spaces: Action space of each agent by name.
+        options: All other options, with defaults; see `evogrpo.algorithms.factory.MultiAgentOptions`.
+
+    Raises:
+        ValueError: If an argument is unknown or out of range, or agents of one policy differ in their spaces.
+
+    Source: DeepSeekMath (arXiv:2402.03300), section 4.1, applied to each agent separately.
+    """
+
+    __slots__ = ()
+
+    kinds = ("joint",)
+
+    @lists_options(MultiAgentOptions.__annotations__, Hyperparameters, JointSettings)
+    def __init__(
+        self,
+        observation_spaces: AgentSpaces | None = None,
+        action_spaces: AgentSpaces | None = None,
+        **options: Unpack[MultiAgentOptions],
+    ) -> None:
+        members, first = build_joint_policy_set(1, observation_spaces, action_spaces, options)
+        Agent.__init__(self, members, 0, options.get("index", 0), first)
+
+    @classmethod
+    @lists_options(MultiAgentOptions.__annotations__, Hyperparameters, JointSettings)
+    def population(  # type: ignore[override]  # spaces by agent
+        cls,
+        size: int | None = None,
+        observation_spaces: AgentSpaces | None = None,
+        action_spaces: AgentSpaces | None = None,
+        wrapper_cls: type[Any] | None = None,
+        wrapper_kwargs: Mapping[str, Any] | None = None,
+        *,
+        samples_per_step: int | None = None,
+        spread: bool = True,
+        founders: Sequence[Hyperparameters] | None = None,
+        **options: Unpack[MultiAgentOptions],
+    ) -> Population:
+        """Create members that play and learn in the same batches.
+
+        The first member has the given hyperparameters; those that evolve are spread over their ranges for the others.
+
+        Args:
+            size: Number of members.
+            observation_spaces: As for one member.
+            action_spaces: As for one member.
+            wrapper_cls: Class that wraps every agent: `population[i]` is `wrapper_cls(agent, **wrapper_kwargs)`.
+            wrapper_kwargs: Keyword arguments of `wrapper_cls`.
+            samples_per_step: Joint episodes per member and learning step. Only needed if group_size evolves over a
+                range: values are then divisors of it.
+            spread: False starts all members with the given hyperparameters.
+            founders: Hyperparameters of the first members, as `evogrpo.best_hyperparameters(RUN)` returns them; the
+                others are spread. Values outside their ranges are moved to the nearest bound, with a warning.
+            options: As for one member.
+
+        Raises:
+            ValueError: If an argument is unknown or out of range.
+        """
+        return create_population(
+            cls,
+            build_joint_policy_set,
+            (observation_spaces, action_spaces),
+            size,
+            options,
+            words=False,
+            samples_per_step=samples_per_step,
+            spread=spread,
+            founders=founders,
+            wrapper_cls=wrapper_cls,
+            wrapper_kwargs=wrapper_kwargs,
+        )
+
+    def collect(self, env: PettingZooGroups, samples_per_step: int | None = None) -> RolloutBatch:
+        """Play groups of joint episodes for one learning step, on the training starts of the agent's current step.
+
+        Args:
+            env: The environment.
+            samples_per_step: Number of joint episodes; one group by default.
+
+        Raises:
+            ValueError: If the group size does not divide it, or the environment does not fit the member.
+        """
+        self.check_single_rank("collect")
+        self.members.check(env)
+        samples = samples_per_step or self.group_size
+        block = max(1, samples // self.group_size)
+        return collect(self.members, [self.learner()], env, samples_per_step=samples, block=block)
+
+
+_CLASSES: dict[str, type[GRPO]] = {kind: each for each in (GRPO, MultiAgentGRPO) for kind in each.kinds}
+
+
+def own_algorithm(algorithm: type[Agent]) -> str | None:
+    """Return the name of a user's own algorithm for checkpoints; None for built-in ones."""
+    return None if algorithm in _CLASSES.values() else algorithm.__qualname__
+
+
+def algorithm_class(kind: str, stored: str | None, given: type[Agent] | None = None) -> type[Agent]:
+    """Return the class of a stored population's agents; a name in a checkpoint is never imported.
+
+    Args:
+        kind: Kind of their policy set.
+        stored: Name of the algorithm in the checkpoint; None = built-in.
+        given: The user's class; None = the built-in class of this kind.
+
+    Raises:
+        ValueError: If the user's class is missing or does not match.
+        KeyError: If no built-in class has this kind.
+    """
+    found = _CLASSES[kind] if given is None and stored is None else given
+    if found is None:
+        raise ValueError(f"The run's agents have a class of your own, {stored!r}. Pass algorithm={stored}.")
+    if own_algorithm(found) != stored or kind not in found.kinds:
+        ours = stored or _CLASSES[kind].__name__
+        raise ValueError(
+            f"The run's agents have the class {ours!r}, got {found.__qualname__!r}. Pass algorithm={ours}."
+        )
+    return found

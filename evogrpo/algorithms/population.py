@@ -4,13 +4,13 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from evogrpo.algorithms.policies.policy_set import PolicySet, RolloutBatch
-from evogrpo.algorithms.rollout.collect import check_groups, collect
-from evogrpo.algorithms.rollout.evaluation import measure_fitness
+from evogrpo.algorithms.collect import check_groups, collect
+from evogrpo.algorithms.evaluation import measure_fitness
+from evogrpo.algorithms.policies.policy_set import RolloutBatch
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Experience, LearnReport
 from evogrpo.distributed import ProcessError, Processes
@@ -26,6 +26,7 @@ from evogrpo.randomness import generator
 
 if TYPE_CHECKING:
     from evogrpo.algorithms.agent import Agent
+    from evogrpo.algorithms.policies.policy_set import PolicySet
 
 
 class Population(Sequence[Any]):
@@ -45,7 +46,7 @@ class Population(Sequence[Any]):
     def __init__(
         self,
         agents: "Sequence[Agent]",
-        members: PolicySet,
+        members: "PolicySet",
         *,
         wrapper_cls: type[Any] | None = None,
         wrapper_kwargs: Mapping[str, Any] | None = None,
@@ -56,7 +57,13 @@ class Population(Sequence[Any]):
         founders = [replace(agent.record(), reason="founder") for agent in self.agents]
         self.lineage = tuple(founders if lineage is None else lineage)
         self.next_index = 1 + max(agent.index for agent in self.agents)
-        self._handed_out = [_wrapped(agent, wrapper_cls, wrapper_kwargs) for agent in agents]
+        self._handed_out: list[Any] = list(agents)
+        if wrapper_cls is not None:
+            if not callable(wrapper_cls):
+                raise ValueError(f"wrapper_cls must be a class that takes an agent, got {wrapper_cls!r:.80}")
+            if wrapper_kwargs is not None and not isinstance(wrapper_kwargs, Mapping):
+                raise ValueError(f"wrapper_kwargs must be a mapping of keyword arguments, got {wrapper_kwargs!r:.80}")
+            self._handed_out = [wrapper_cls(agent, **(wrapper_kwargs or {})) for agent in agents]
 
     def __len__(self) -> int:
         return len(self.agents)
@@ -66,11 +73,7 @@ class Population(Sequence[Any]):
         members = ", ".join(f"#{agent.index}{score}" for agent, score in zip(self.agents, scores, strict=True))
         return f"Population({len(self)} {type(self.agents[0]).__name__} members: {members})"
 
-    @overload
-    def __getitem__(self, slot: int) -> Any: ...
-    @overload
-    def __getitem__(self, slot: slice) -> list[Any]: ...
-    def __getitem__(self, slot: int | slice) -> Any:
+    def __getitem__(self, slot: Any) -> Any:
         return self._handed_out[slot]
 
     def __iter__(self) -> Iterator[Any]:
@@ -89,7 +92,7 @@ class Population(Sequence[Any]):
     @property
     def plays(self) -> bool:
         """True if members act step by step in an environment, False if they generate text."""
-        return any(bank.rows_are_transitions for bank in self.members.banks.values())
+        return self.members.kind != "language"
 
     @property
     def algorithm(self) -> "type[Agent]":
@@ -129,7 +132,7 @@ class Population(Sequence[Any]):
         distinct_starts: bool = False,
         stop: Stop = NEVER,
     ) -> RolloutBatch:
-        """Sample and reward one learning step of the healthy members; see `rollout.collect.collect`.
+        """Sample and reward one learning step of the healthy members; see `evogrpo.algorithms.collect.collect`.
 
         Args:
             env: Provides starts and rewards.
@@ -331,13 +334,3 @@ class Population(Sequence[Any]):
             self.next_index = max(self.next_index, child.index + 1)
             if child.changes:
                 agent.mutated()
-
-
-def _wrapped(agent: "Agent", wrapper_cls: Any, wrapper_kwargs: Any) -> Any:
-    if wrapper_cls is None:
-        return agent
-    if not callable(wrapper_cls):
-        raise ValueError(f"wrapper_cls must be a class that takes an agent, got {wrapper_cls!r:.80}")
-    if wrapper_kwargs is not None and not isinstance(wrapper_kwargs, Mapping):
-        raise ValueError(f"wrapper_kwargs must be a mapping of keyword arguments, got {wrapper_kwargs!r:.80}")
-    return wrapper_cls(agent, **(wrapper_kwargs or {}))

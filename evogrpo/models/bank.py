@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -33,18 +33,16 @@ class Sampler(Protocol):
             on_finished: May be called with each finished row, at most once, so that rewards can start early. A sampler
                 may ignore it.
         """
-        ...
 
     def sync(self, slots: Sequence[int]) -> None:
         """Reload the weights of these slots. Called before sampling whenever weights have changed."""
-        ...
 
 
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(row numbers `[k]` in the batch, their log_probs `[k, t]` and entropies `[k, t]`, both in nats and 0 where masked) ->
 `[k]` weighted losses, to be summed. Must have no side effects: rows are repeated after running out of memory.
-Entropies carry a gradient only in `update(..., entropy_gradient=True)`. With `update(..., reference_distributions=...)`
-a fourth argument follows: divergences `[k, t]` in nats with a gradient, 0 where masked."""
+Entropies carry a gradient only in `update(..., entropy_gradient=True)`. With `StackedBank.update(...,
+reference_distributions=...)` a fourth argument follows: divergences `[k, t]` in nats with a gradient, 0 if masked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,23 +69,6 @@ TrainState = dict[str, Tensor]
 """Copies of one member's weights, optimizer moments, step count, running statistics and, if it has one, reference."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReferenceDistributions:
-    """Reference policy of the rows of a batch as full distributions, for an exact KL.
-
-    Attributes:
-        outputs: `[n, t, o]` distribution parameters from `FullDistributionBank.distributions`.
-        reverse: Compute KL(reference || policy) instead of KL(policy || reference).
-    """
-
-    outputs: Tensor
-    reverse: bool
-
-    def select(self, rows: Tensor) -> "ReferenceDistributions":
-        """Return the given rows, in that order."""
-        return ReferenceDistributions(outputs=self.outputs[rows], reverse=self.reverse)
-
-
 RUNNING_STATS = ("kl_factor", "reward_count", "reward_mean", "reward_m2", "lr_factor", "lr_ceiling")
 """Columns of `PolicyBank.running_stats`: factor on beta (adaptive KL); count, mean and sum of squared deviations of the
 raw rewards so far (running reward normalisation); factor on lr and its largest value (`target_kl`)."""
@@ -105,7 +86,6 @@ class PolicyBank(Protocol):
     @property
     def size(self) -> int:
         """Number of slots."""
-        ...
 
     @property
     def rows_are_transitions(self) -> bool:
@@ -113,12 +93,10 @@ class PolicyBank(Protocol):
 
         False if actions depend on earlier ones, as the tokens of a completion do.
         """
-        ...
 
     @property
     def running_stats(self) -> Tensor:
         """`[p, 6]` float64 on the CPU, modified in place: the columns `RUNNING_STATS`. Inherited and saved."""
-        ...
 
     def log_probs(self, batch: Batch, *, base: bool = False) -> Tensor:
         """Return `[n, t]` log-probabilities of the batch's actions in nats, without gradient; 0 where masked.
@@ -127,18 +105,15 @@ class PolicyBank(Protocol):
             batch: Rows of any members, in any order.
             base: Use the untrained base policy instead of the members' policies.
         """
-        ...
 
     def entropies(self, batch: Batch) -> Tensor:
         """Return `[n, t]` entropies of the action distributions in nats, without gradient; 0 where masked."""
-        ...
 
     def reference_log_probs(self, batch: Batch) -> Tensor:
         """Return `[n, t]` log-probabilities under the reference policy in nats, without gradient; 0 where masked.
 
         The reference is each member's own if the bank stores one per member, and the base policy otherwise.
         """
-        ...
 
     def mix_reference(self, slot: int, mixing: float) -> None:
         """Set the weights of a member's own reference to mixing * policy + (1 - mixing) * reference; 1 copies them.
@@ -146,7 +121,6 @@ class PolicyBank(Protocol):
         Raises:
             ValueError: If the bank has no own references.
         """
-        ...
 
     def update(
         self,
@@ -166,28 +140,22 @@ class PolicyBank(Protocol):
             hyperparameters: By slot.
             entropy_gradient: Make the entropies that `loss_fn` gets differentiable.
         """
-        ...
 
     def cost(self, batch: Batch) -> dict[int, int]:
         """Return the number of tokens (or environment steps) in one pass over the batch, by slot."""
-        ...
 
     def inherit(self, parents: Sequence[int | None]) -> None:
         """Copy the train state of slot `parents[i]` to slot i, all at once; None = a new member."""
-        ...
 
     @property
     def state_keys(self) -> tuple[str, ...]:
         """Keys of a train state, the same for all members."""
-        ...
 
     def state_tensor(self, slot: int, name: str) -> Tensor:
         """Return a copy of one tensor of a member's train state."""
-        ...
 
     def state(self, slot: int) -> TrainState:
         """Return a copy of a member's train state."""
-        ...
 
     def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
         """Load a train state into a slot.
@@ -195,30 +163,3 @@ class PolicyBank(Protocol):
         Raises:
             ValueError: If keys, shapes or dtypes do not match; the slot is then unchanged.
         """
-        ...
-
-
-@runtime_checkable
-class FullDistributionBank(Protocol):
-    """A `PolicyBank` that can also return full action distributions, for an exact KL."""
-
-    def distributions(self, batch: Batch, *, reference: bool) -> Tensor:
-        """Return `[n, t, o]` parameters of the action distributions, without gradient; 0 where masked.
-
-        Args:
-            batch: Rows of any members, in any order.
-            reference: Use the reference policy instead of the members' policies.
-        """
-        ...
-
-    def update(
-        self,
-        batch: Batch,
-        loss_fn: LossFunction,
-        hyperparameters: Mapping[int, Hyperparameters],
-        *,
-        entropy_gradient: bool = False,
-        reference_distributions: ReferenceDistributions | None = None,
-    ) -> Update:
-        """Take one optimizer step; with `reference_distributions`, the loss also gets the divergences from them."""
-        ...

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from evogrpo.algorithms.rollout.evaluation import evaluate_states, measure_fitness
+from evogrpo.algorithms.evaluation import evaluate_states, measure_fitness
 from evogrpo.config.search_space import MAX_SAMPLES
 from evogrpo.data import LearnReport
 from evogrpo.evolution.fitness import GREEDY, ROLLOUTS, Fitness, ahead, paired_difference

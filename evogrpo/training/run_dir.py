@@ -29,7 +29,7 @@ from evogrpo.algorithms.checkpointing import (
     split_shared,
 )
 from evogrpo.algorithms.factory import AGENT_CLASSES
-from evogrpo.algorithms.multi_agent import algorithm_class, own_algorithm
+from evogrpo.algorithms.grpo import algorithm_class, own_algorithm
 from evogrpo.algorithms.population import Population
 from evogrpo.distributed import processes
 from evogrpo.envs.fingerprint import check_fingerprint

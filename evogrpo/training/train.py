@@ -13,7 +13,7 @@ from evogrpo.algorithms.grpo import GRPO
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
-from evogrpo.envs.control.making import time_limit
+from evogrpo.envs.control.seeded_groups import time_limit
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.strategies import default_measures
 from evogrpo.storage.atomic_files import make_folder, replace_file

@@ -17,8 +17,7 @@ import numpy as np
 from gymnasium.wrappers import RecordVideo
 
 from evogrpo.algorithms.grpo import GRPO
-from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
-from evogrpo.envs.control.making import EnvFactory
+from evogrpo.envs.control.gymnasium_groups import EnvFactory, GymnasiumGroups
 from evogrpo.envs.control.pettingzoo_groups import AGENT_REWARDS, PettingZooGroups
 from evogrpo.envs.control.seeded_groups import SeededGroups
 from evogrpo.extras import extra_command, require

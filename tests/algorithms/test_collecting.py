@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from evogrpo import Objective, StepRewards
-from evogrpo.algorithms.rollout.collect import groups_without_signal
-from evogrpo.algorithms.rollout.evaluation import evaluate
+from evogrpo.algorithms.collect import groups_without_signal
+from evogrpo.algorithms.evaluation import evaluate
 from evogrpo.data import Batch, TokenInputs
 from evogrpo.functional.rewards import consecutive_ids, zero_variance_groups
 from tests.tiny_models import EOS, tiny_model

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from evogrpo.algorithms.multi_agent import MultiAgentGRPO
+from evogrpo.algorithms.grpo import MultiAgentGRPO
 from evogrpo.algorithms.policies.settings import STEPWISE
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import HyperparameterConfig

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from evogrpo import HyperparameterConfig, RLParameter
+from evogrpo.algorithms.evaluation import evaluate
 from evogrpo.algorithms.policies.settings import STEPWISE
-from evogrpo.algorithms.rollout.evaluation import evaluate
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.randomness import generator
 from evogrpo.testing.policy_banks import assert_states_agree

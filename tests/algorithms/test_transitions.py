@@ -14,7 +14,6 @@ from evogrpo.algorithms.learning.learning_step import learn, minibatches
 from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.functional.loss_types import FULL_KLS
-from evogrpo.models.bank import ReferenceDistributions
 from evogrpo.models.networks.distributions import MASKED_LOGIT
 from evogrpo.testing.policy_banks import assert_gradients_agree, assert_states_agree
 from tests.oracles.slow_advantages import of_actions, returns_to_go
@@ -142,7 +141,7 @@ def test_the_loss_uses_the_kl_of_every_action_with_temperature_and_mask(case, ba
         return divergences.sum(1)
 
     named = {slot: Hyperparameters(lr=1e-3, max_grad_norm=1e9) for slot in range(3)}
-    bank.update(batch, loss_fn, named, reference_distributions=ReferenceDistributions(outputs=other, reverse=backwards))
+    bank.update(batch, loss_fn, named, reference_distributions=other, reverse_kl=backwards)
     assert sorted(seen) == list(range(len(batch)))
     assert float(expected[mask].min()) > 0
     assert not bool(expected[~mask].any())

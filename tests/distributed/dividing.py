@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from evogrpo import GRPO
-from evogrpo.algorithms.rollout.collect import collect
+from evogrpo.algorithms.collect import collect
 from evogrpo.config.objective import Objective
 from evogrpo.data import Batch
 from evogrpo.distributed import ProcessError, processes

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from evogrpo.algorithms.rollout.collect import collect
-from evogrpo.algorithms.rollout.evaluation import evaluate
+from evogrpo.algorithms.collect import collect
+from evogrpo.algorithms.evaluation import evaluate
 from evogrpo.distributed import RunStop, processes
 from evogrpo.interruption import Interrupted
 from evogrpo.models.language.fsdp import layers_of, sharded_over

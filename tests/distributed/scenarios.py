@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from evogrpo.algorithms.multi_agent import MultiAgentGRPO
+from evogrpo.algorithms.grpo import MultiAgentGRPO
 from evogrpo.cli import main
 from evogrpo.config.objective import Objective
 from evogrpo.distributed import processes

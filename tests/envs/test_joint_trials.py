@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import pytest
 
-from evogrpo.algorithms.multi_agent import MultiAgentGRPO
+from evogrpo.algorithms.grpo import MultiAgentGRPO
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import map_policies
 from evogrpo.testing.environments import PseudoRandomActor

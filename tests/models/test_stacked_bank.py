@@ -3,13 +3,15 @@
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.models.networks.architecture import NetworkConfig
+from evogrpo.models.networks.bank import StackedBank
 from evogrpo.randomness import generator
 from evogrpo.testing.policy_banks import PolicyBankTestCase
 from tests.models.test_devices import DEVICES
-from tests.tiny_networks import CASES, acted_batch, observe, stacked
+from tests.tiny_networks import CASES, VECTOR, acted_batch, observe, stacked
 
 
 class StackedBankTestCase(PolicyBankTestCase):
@@ -61,6 +63,14 @@ def test_rows_act_independently_of_other_members(name, member_ids):
         of_member = np.array(member_ids) == slot
         np.testing.assert_allclose(acted.actions[of_member], apart.actions[of_member], rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(acted.log_probs[of_member], apart.log_probs[of_member], rtol=1e-4, atol=1e-4)
+
+
+def test_a_dict_or_tuple_of_one_box_acts_as_the_box():
+    ids, seen = np.zeros(5, np.int64), np.random.default_rng(0).standard_normal((5, *VECTOR.shape), np.float32)
+    plain = StackedBank(VECTOR, spaces.Discrete(3), size=1).act(seen, ids, uniforms=None)
+    for space, same in ((spaces.Dict({"a": VECTOR}), {"a": seen}), (spaces.Tuple([VECTOR]), (seen,))):
+        acted = StackedBank(space, spaces.Discrete(3), size=1).act(same, ids, uniforms=None)
+        np.testing.assert_allclose(acted.log_probs, plain.log_probs, rtol=1e-5)
 
 
 def test_acting_uses_current_weights():

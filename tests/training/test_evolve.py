@@ -8,7 +8,7 @@ import pytest
 from peft import PeftModel
 
 from evogrpo import GRPO, HyperparameterConfig, RLParameter, Tournament, evolve
-from evogrpo.algorithms.rollout.evaluation import evaluate
+from evogrpo.algorithms.evaluation import evaluate
 from evogrpo.evolution import Mutation, Stateless
 from evogrpo.reporting.records import GenerationReport, StepReport, TestReport
 from evogrpo.training.evolve import Run

@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from evogrpo import GRPO, GymnasiumGroups, evolve
-from evogrpo.algorithms.rollout.evaluation import common_scores, evaluate
+from evogrpo.algorithms.evaluation import common_scores, evaluate
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.reporting.records import GenerationReport
 from evogrpo.storage.journal import read_journal

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from evogrpo import GymnasiumGroups, MultiAgentGRPO, Objective, PettingZooGroups
+from evogrpo.algorithms.evaluation import evaluate_questions, measure_fitness
 from evogrpo.algorithms.policies.policy_set import EvaluationRequest
-from evogrpo.algorithms.rollout.evaluation import evaluate_questions, measure_fitness
 from evogrpo.evolution import Fitness, FitnessConfig
 from evogrpo.reporting.lineage import best_member
 from evogrpo.reporting.records import FinalistsReport, GenerationReport, StepReport

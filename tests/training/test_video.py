@@ -9,8 +9,8 @@ import pytest
 from gymnasium import spaces
 
 from evogrpo import GymnasiumGroups, MultiAgentGRPO, PettingZooGroups, record_video
-from evogrpo.algorithms.rollout.collect import collect
-from evogrpo.algorithms.rollout.evaluation import evaluate
+from evogrpo.algorithms.collect import collect
+from evogrpo.algorithms.evaluation import evaluate
 from evogrpo.training.video import lossless_fps
 from tests.envs import joint_probes
 from tests.tiny_steps import cart_pole, step_agent

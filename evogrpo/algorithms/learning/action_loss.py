@@ -70,10 +70,11 @@ class RowHyperparameters:
         clip_low, clip_high, beta, entropy_coef, gamma, advantage_clip = columns
 
         def masks(names: Mapping[int, str]) -> dict[str, Tensor]:
-            slots = {name: [slot for slot, own in names.items() if own == name] for name in sorted(set(names.values()))}
-            return {
-                name: torch.isin(member_ids, torch.tensor(own, device=member_ids.device)) for name, own in slots.items()
-            }
+            found = {}
+            for name in sorted(set(names.values())):
+                slots = [slot for slot, own in names.items() if own == name]
+                found[name] = torch.isin(member_ids, torch.tensor(slots, device=member_ids.device))
+            return found
 
         return cls(
             clip_low=clip_low,

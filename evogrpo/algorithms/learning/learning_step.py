@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from evogrpo.algorithms.learning.action_loss import MEASURES, ActionLosses, RowH
 from evogrpo.algorithms.learning.metrics import merge_reports, sample_metrics, sampling_metrics, update_metrics
 from evogrpo.algorithms.learning.step_size import StepSizes
 from evogrpo.algorithms.learning.training_rows import Learner, TrainingRows
-from evogrpo.algorithms.policies.settings import check_action_objective
 from evogrpo.config.objective import Objective
 from evogrpo.data import Batch, Experience, LearnReport, UpdateReport, select_rows
 from evogrpo.functional.advantages import advantages
@@ -28,12 +27,15 @@ from evogrpo.functional.rewards import (
     update_running_statistics,
     zero_variance_groups,
 )
-from evogrpo.models.bank import FullDistributionBank, ReferenceDistributions
 from evogrpo.randomness import generator
 from evogrpo.warnings import warn
 
 if TYPE_CHECKING:
-    from evogrpo.algorithms.policies.policy_set import Policy, PolicySet
+    from evogrpo.algorithms.policies.language import LanguagePolicySet
+    from evogrpo.algorithms.policies.network_policy import StackedPolicy
+    from evogrpo.algorithms.policies.policy_set import PolicySet
+
+    Policy = LanguagePolicySet | StackedPolicy
 
 
 def learn(members: "PolicySet", learners: Sequence[Learner], experience: Experience) -> dict[int, LearnReport]:
@@ -54,7 +56,7 @@ def learn(members: "PolicySet", learners: Sequence[Learner], experience: Experie
 
     Raises:
         ValueError: If a policy is unknown, a learner has no rows, a row belongs to no learner or source, a reward is
-            infinite, or the objective does not fit the bank or the batch.
+            infinite, or the objective does not fit the batch.
     """
     # 1. Check that the experience has rows of every member that is learned from, and of no other.
     policies = members.policies
@@ -97,7 +99,7 @@ def learn(members: "PolicySet", learners: Sequence[Learner], experience: Experie
                 if dealt:
                     step.update(dealt, first=number == 0)
                     counter.add(sum(map(len, dealt.values())))
-            slots = step.slots_to_repeat(slots)
+            slots = step.repeat(slots)
         for slot, report in step.reports().items():
             reports[slot][policy] = report
 
@@ -138,7 +140,9 @@ def minibatches(learner: Learner, batch: Batch, seed: int, *, keep_groups: bool 
 class _LearningStep:
     """Learning step of one policy: advantages and loss are set up once, then shared by all optimizer steps."""
 
-    def __init__(self, policy: "Policy", learners: Mapping[int, Learner], batch: Batch) -> None:
+    def __init__(
+        self, policy: "LanguagePolicySet | StackedPolicy", learners: Mapping[int, Learner], batch: Batch
+    ) -> None:
         self._bank, self._settings, self._learners = policy.bank, policy.settings, learners
         self._objective = objective = policy.settings.objective
         self._objectives = {slot: objective.of(learner.hyperparameters) for slot, learner in learners.items()}
@@ -146,10 +150,7 @@ class _LearningStep:
         self._sums = torch.zeros(self._bank.size, len(MEASURES), dtype=torch.float64)
         self._action_counts = torch.zeros(self._bank.size, dtype=torch.float64)
 
-        # 1. Check that the objective fits the bank and the batch.
-        if self._bank.rows_are_transitions:
-            for own in self._objectives.values():
-                check_action_objective(own)
+        # 1. Check that the objective fits the batch.
         if objective.importance_correction is not None and batch.sampler_log_probs is None:
             raise ValueError("importance_correction needs sampler_log_probs in the batch. Add them or leave it out.")
 
@@ -266,21 +267,13 @@ class _LearningStep:
 
         # 3. Forward, backward and AdamW in the bank.
         part = self._training_rows.select_for_pass(run)
-        hyperparameters = {slot: self.step_sizes.hyperparameters(slot) for slot in steps}
+        hyperparameters = {slot: self.step_sizes.hyperparameters[slot] for slot in steps}
         bonus = any(h.entropy_coef > 0 for h in hyperparameters.values())
-        distributions = self._training_rows.distributions
-        if distributions is None:
-            update = self._bank.update(part, loss_fn, hyperparameters, entropy_gradient=bonus)
-        else:
-            assert isinstance(self._bank, FullDistributionBank)
+        exact_kl: dict[str, Any] = {}
+        if self._training_rows.distributions is not None:
             reverse = objective.kl_estimator == "full_reversed"
-            update = self._bank.update(
-                part,
-                loss_fn,
-                hyperparameters,
-                entropy_gradient=bonus,
-                reference_distributions=ReferenceDistributions(outputs=distributions[run], reverse=reverse),
-            )
+            exact_kl = {"reference_distributions": self._training_rows.distributions[run], "reverse_kl": reverse}
+        update = self._bank.update(part, loss_fn, hyperparameters, entropy_gradient=bonus, **exact_kl)
 
         # 4. Move own references towards the policy every `reference_sync_steps` optimizer steps.
         every = objective.reference_sync_steps
@@ -296,7 +289,7 @@ class _LearningStep:
         self._sums.index_add_(0, part.member_ids.cpu(), sums.cpu())
         self._action_counts.index_add_(0, member_ids.cpu(), mask.sum(1).double().cpu())
 
-    def slots_to_repeat(self, slots: Collection[int]) -> set[int]:
+    def repeat(self, slots: Collection[int]) -> set[int]:
         """Return the members among `slots` that repeat all of their updates, with their train states restored."""
         repeated = self.step_sizes.repeat({slot: self._updates[slot] for slot in slots if self._updates[slot]})
         for slot in repeated:

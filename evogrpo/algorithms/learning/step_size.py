@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.algorithms.learning.training_rows import Learner, TrainingRows
-from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Hyperparameters
+from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL
 from evogrpo.data import UpdateReport
 from evogrpo.models.bank import RUNNING_STATS, PolicyBank
 
@@ -187,6 +187,7 @@ class StepSizes:
     Attributes:
         idle: Slots of members whose advantages are all 0. They take no optimizer step, as AdamW would move their
             weights by momentum alone.
+        hyperparameters: By slot, with the learning rate that the next pass uses.
         metrics: Metrics of the members that were measured, by slot; see `metrics.NAMES`.
     """
 
@@ -200,7 +201,8 @@ class StepSizes:
     ) -> None:
         self._bank, self._training_rows, self._learners = bank, training_rows, learners
         self.idle, self.metrics = set[int](), dict[int, dict[str, float]]()
-        self._factors, self._controls = dict[int, float](), dict[int, StepControl]()
+        self.hyperparameters = {slot: learner.hyperparameters for slot, learner in learners.items()}
+        self._controls = dict[int, StepControl]()
         self._rows, self._before = dict[int, Tensor](), dict[int, Tensor]()
         outcomes, transitions = training_rows.outcomes, bank.rows_are_transitions
         for slot, learner in learners.items():
@@ -213,7 +215,7 @@ class StepSizes:
                 self.idle.add(slot)
                 continue
             start = StepSize(*(bank.running_stats[slot, STEP_SIZE] * _scale(target_kl)).tolist())
-            self._factors[slot] = start.factor
+            self._set_factor(slot, start.factor)
             if start.calibrated and not transitions and learner.step % MEASURED_STEPS:
                 continue  # measuring takes a pass over some completions
             target = step_target(target_kl, signal, transitions=transitions)
@@ -228,11 +230,9 @@ class StepSizes:
                 self._before[slot] = self._bank.log_probs(self._training_rows.select_for_pass(self._rows[slot]))
         self._states = {slot: bank.state(slot) for slot in self._controls}
 
-    def hyperparameters(self, slot: int) -> Hyperparameters:
-        """Return a member's hyperparameters with the learning rate that its next pass uses."""
+    def _set_factor(self, slot: int, factor: float) -> None:
         own = self._learners[slot].hyperparameters
-        factor = self._controls[slot].factor if slot in self._controls else self._factors.get(slot, 1.0)
-        return own if factor == 1.0 else replace(own, lr=own.lr * factor)
+        self.hyperparameters[slot] = own if factor == 1.0 else replace(own, lr=own.lr * factor)
 
     def repeat(self, updates: Mapping[int, Sequence[UpdateReport]]) -> set[int]:
         """Measure the last pass; return the slots that repeat it, with their train states restored.
@@ -257,8 +257,9 @@ class StepSizes:
             kl, clipped = measured_step(before, log_probs, mask, *self._learners[slot].hyperparameters.clip_bounds)
             if not all(math.isfinite(report.grad_norm) for report in updates[slot]):
                 kl = math.inf
-            lr = self.hyperparameters(slot).lr
+            lr = self.hyperparameters[slot].lr
             repeated = control.update(kl, clipped)
+            self._set_factor(slot, control.factor)
             if repeated or control.undone:
                 self._bank.load_state(slot, self._states[slot])
             if repeated:

@@ -10,7 +10,8 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import Batch, select_rows
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.functional.corrections import effective_sample_fraction
-from evogrpo.models.bank import FullDistributionBank, PolicyBank
+from evogrpo.models.bank import PolicyBank
+from evogrpo.models.networks.bank import StackedBank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,12 +198,8 @@ class TrainingRows:
         Args:
             rows: Indices of training rows.
             old: Use the policies that sampled, which must not have changed since; otherwise the reference.
-
-        Raises:
-            ValueError: If the bank provides no distributions.
         """
-        if not isinstance(self._bank, FullDistributionBank):
-            raise ValueError("kl_estimator 'full' is not available for language models. Choose 'k3' or 'k2'.")
+        assert isinstance(self._bank, StackedBank), "LanguageSettings refuses kl_estimator 'full'"
         if len(rows):
             part = self.select_for_pass(rows)
             if old and part.sampled_by is not None:

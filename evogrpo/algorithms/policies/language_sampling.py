@@ -21,6 +21,7 @@ from evogrpo.data import (
     TokenInputs,
     positions_in_turn,
     single_turn_conversations,
+    unpadded,
 )
 from evogrpo.distributed import processes
 from evogrpo.envs.protocol import PromptBatch, Scores
@@ -331,7 +332,7 @@ def sample_conversations(
             if streamed is not None:
                 streamed.cancel()
             raise
-        return sampled, single_turn_conversations(starts, _token_lists(sampled))
+        return sampled, single_turn_conversations(starts, unpadded(sampled.actions, sampled.present))
 
     # 2. First turn of all conversations; KV caches are kept for the next one.
     states = [_State() for _ in starts]
@@ -388,16 +389,10 @@ def _stream_groups(batch: SingleTurnBatch, rows: SamplingBatch) -> FinishedCallb
     return on_finished
 
 
-def _token_lists(rollout: Rollout) -> list[list[int]]:
-    """Return the sampled token ids of each row, without padding."""
-    lengths = rollout.present.sum(1).tolist()
-    return [row[:length] for row, length in zip(rollout.actions.tolist(), lengths, strict=True)]
-
-
 def _append(states: Sequence[_State], active: Sequence[int], sampled: Rollout) -> None:
     """Append one turn to the active conversations."""
     truncated = sampled.truncated.tolist()
-    for number, (row, tokens) in enumerate(zip(active, _token_lists(sampled), strict=True)):
+    for number, (row, tokens) in enumerate(zip(active, unpadded(sampled.actions, sampled.present), strict=True)):
         states[row].completions.append(tokens)
         states[row].log_probs.append(sampled.log_probs[number, : len(tokens)])
         states[row].truncated = truncated[number]

@@ -128,26 +128,52 @@ class StackedPolicy:
         numbers = normalised_leaves(self.observation_space)
         return unflatten(self.observation_space, statistics.normalise(leaves, numbers, member_ids))
 
-    def normalised(
-        self, episodes: PolicyEpisodes, member_ids: NDArray[np.int64]
-    ) -> tuple[Any, ObservationStatistics | None]:
-        """Return the normalised observations `[n, t, ...]` of episodes, and statistics of the raw ones.
+    def batch(
+        self, episodes: PolicyEpisodes, members: NDArray[np.int64], temperature: NDArray[np.float32]
+    ) -> tuple[Batch, ObservationStatistics | None]:
+        """Return rows to learn from, one per agent and episode, and statistics of their raw observations.
 
         Args:
-            episodes: The episodes.
-            member_ids: `[n]` slots.
+            episodes: Episodes of the policy.
+            members: Slot of the member that acts in each episode.
+            temperature: Sampling temperature of each episode.
         """
-        if self.statistics is None:
-            return episodes.observations, None
-        space, present = self.observation_space, episodes.present
-        leaves = flatten(space, episodes.observations)
-        summary = episode_statistics(self.bank.size, leaves, normalised_leaves(space), present, member_ids)
-        flat = unflatten(space, [leaf.reshape(present.size, *leaf.shape[2:]) for leaf in leaves])
-        changed = flatten(space, self.shown(flat, member_ids.repeat(present.shape[1])))
-        shown = [leaf.reshape(*present.shape, *leaf.shape[1:]).copy() for leaf in changed]
-        for leaf in shown:
-            leaf[~present] = 0
-        return unflatten(space, shown), summary
+        # 1. Normalise the observations.
+        acted, member_ids, observations, summary = episodes.present, members[episodes.rows], episodes.observations, None
+        if self.statistics is not None:
+            space = self.observation_space
+            leaves = flatten(space, observations)
+            summary = episode_statistics(self.bank.size, leaves, normalised_leaves(space), acted, member_ids)
+            flat = unflatten(space, [leaf.reshape(acted.size, *leaf.shape[2:]) for leaf in leaves])
+            changed = flatten(space, self.shown(flat, member_ids.repeat(acted.shape[1])))
+            shown = [leaf.reshape(*acted.shape, *leaf.shape[1:]).copy() for leaf in changed]
+            for leaf in shown:
+                leaf[~acted] = 0
+            observations = unflatten(space, shown)
+        # 2. Rewards: NaN for agents that never acted in an episode, as they have none to compare. The sum is
+        #    cumulative, because a pairwise sum would depend on the padding.
+        own = isinstance(self.settings, JointSettings) and self.settings.credit == "agent"
+        earned = episodes.own_rewards if own else episodes.team_rewards
+        rewards = np.where(acted.any(axis=1), earned.cumsum(axis=1)[:, -1], np.nan)
+        present, truncated = torch.from_numpy(acted), torch.from_numpy(episodes.truncated)
+        masks = episodes.action_masks
+        batch = Batch(
+            inputs=ObservationInputs(
+                observations=to_tensors(observations),
+                temperature=torch.from_numpy(temperature[episodes.rows]),
+                action_masks=None if masks is None else torch.from_numpy(masks),
+            ),
+            actions=torch.from_numpy(episodes.actions),
+            present=present,
+            action_mask=present & ~truncated[:, None] if self.settings.objective.mask_truncated else present,
+            rewards=torch.from_numpy(rewards).float(),
+            group_ids=torch.from_numpy(episodes.group_ids),
+            member_ids=torch.from_numpy(member_ids),
+            sampler_log_probs=torch.from_numpy(episodes.log_probs),
+            step_rewards=torch.from_numpy(np.where(acted, earned, np.nan)).float(),
+            truncated=truncated,
+        )
+        return batch, summary
 
     # ---- architecture
 
@@ -232,47 +258,6 @@ def _array(value: Any) -> NDArray[Any]:
         value = value.detach().cpu()
         return np.asarray(value.float() if value.dtype == torch.bfloat16 else value)  # numpy has no bfloat16
     return np.asarray(value)
-
-
-def episode_batch(
-    settings: NetworkSettings,
-    episodes: PolicyEpisodes,
-    observations: Any,
-    members: NDArray[np.int64],
-    temperature: NDArray[np.float32],
-) -> Batch:
-    """Return one policy's rows to learn from, one per agent and episode.
-
-    Args:
-        settings: Settings of the members.
-        episodes: Episodes of the policy.
-        observations: `[n, t, ...]` normalised observations.
-        members: Slot of the member that acts in each episode.
-        temperature: Sampling temperature of each episode.
-    """
-    own = isinstance(settings, JointSettings) and settings.credit == "agent"
-    earned, acted = episodes.own_rewards if own else episodes.team_rewards, episodes.present
-    # NaN for agents that never acted in an episode: they have no reward to compare. The sum is cumulative, because a
-    # pairwise sum would depend on the padding.
-    rewards = np.where(acted.any(axis=1), earned.cumsum(axis=1)[:, -1], np.nan)
-    present, truncated = torch.from_numpy(acted), torch.from_numpy(episodes.truncated)
-    masks = episodes.action_masks
-    return Batch(
-        inputs=ObservationInputs(
-            observations=to_tensors(observations),
-            temperature=torch.from_numpy(temperature[episodes.rows]),
-            action_masks=None if masks is None else torch.from_numpy(masks),
-        ),
-        actions=torch.from_numpy(episodes.actions),
-        present=present,
-        action_mask=present & ~truncated[:, None] if settings.objective.mask_truncated else present,
-        rewards=torch.from_numpy(rewards).float(),
-        group_ids=torch.from_numpy(episodes.group_ids),
-        member_ids=torch.from_numpy(members[episodes.rows]),
-        sampler_log_probs=torch.from_numpy(episodes.log_probs),
-        step_rewards=torch.from_numpy(np.where(acted, earned, np.nan)).float(),
-        truncated=truncated,
-    )
 
 
 def as_step_batch(experiences: StepExperiences, learner: Learner, networks: StackedPolicy) -> Batch:

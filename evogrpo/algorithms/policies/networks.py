@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.algorithms.policies.network_policy import StackedPolicy, as_step_batch, check_observations, episode_batch
+from evogrpo.algorithms.policies.network_policy import StackedPolicy, as_step_batch, check_observations
 from evogrpo.algorithms.policies.policy_set import (
     HELD_OUT,
     Banks,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class NetworkPolicySet:
-    """Small networks of all members, one per policy; see `evogrpo.algorithms.policies.policy_set.PolicySet`.
+    """Policies of small networks: one network per policy and member.
 
     A single agent is a mapping with one policy named "default".
 
@@ -195,9 +195,7 @@ class NetworkPolicySet:
         experience: dict[str, Batch] = {}
         seen: dict[str, ObservationStatistics] = {}
         for name, episodes in played.episodes.items():
-            policy = self.policies[name]
-            shown, summary = policy.normalised(episodes, member_ids[episodes.rows])
-            experience[name] = episode_batch(self.settings, episodes, shown, member_ids, temperature)
+            experience[name], summary = self.policies[name].batch(episodes, member_ids, temperature)
             if summary is not None:
                 seen[name] = summary
             self.masked |= self._single and episodes.action_masks is not None
@@ -213,7 +211,12 @@ class NetworkPolicySet:
         )
 
     def evaluate(self, env: Any, request: EvaluationRequest) -> tuple[NDArray[np.float64], tuple[int, ...]]:
-        """Play held-out starts, sampled at temperature 1 or greedy; rewards are undiscounted returns or the score."""
+        """Play held-out starts, sampled at temperature 1 or greedy; rewards are undiscounted returns or the score.
+
+        Returns:
+            `[n]` raw task rewards in the order of `EvaluationRequest.start_ids`, float64; NaN = no reward. And the
+            steps processed, for each slot of the request.
+        """
         self.check(env)
         noise = ActionNoise(
             self.settings.seed,
@@ -488,7 +491,10 @@ def space_to_json(space: spaces.Space[Any]) -> dict[str, Any]:
         case spaces.Tuple():
             return {"kind": "tuple", "parts": [space_to_json(part) for part in space.spaces]}
         case spaces.Box():
-            bounds = {name: _bounds_to_json(getattr(space, name)) for name in ("low", "high")}
+            bounds: dict[str, Any] = {}
+            for name in ("low", "high"):  # one bound if all are equal; infinite ones as text
+                flat = [str(value) if np.isinf(value) else value.item() for value in getattr(space, name).ravel()]
+                bounds[name] = flat[0] if flat and all(value == flat[0] for value in flat) else flat
             return {"kind": "box", **bounds, "shape": list(space.shape), "dtype": str(space.dtype)}
         case spaces.Discrete():
             return {"kind": "discrete", "n": int(space.n), "start": int(space.start), "dtype": str(space.dtype)}
@@ -529,12 +535,6 @@ def space_from_json(values: Mapping[str, Any], stored_bytes: int = 0) -> spaces.
             check_stored_size(math.prod(np.atleast_1d(values["n"]).tolist()), stored_bytes)
             return spaces.MultiBinary(values["n"])
     raise ValueError(f"unknown kind of space {values['kind']!r}")
-
-
-def _bounds_to_json(bounds: NDArray[Any]) -> Any:
-    """Return one bound if all are equal, otherwise all of them as a flat list; infinite ones as text."""
-    flat = [str(value) if np.isinf(value) else value.item() for value in bounds.ravel()]
-    return flat[0] if flat and all(value == flat[0] for value in flat) else flat
 
 
 def _bounds_from_json(values: Any, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> NDArray[Any]:

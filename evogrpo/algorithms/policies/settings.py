@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import field
+from functools import cached_property
 from numbers import Integral
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -204,7 +205,7 @@ class LanguageSettings:
             )
         _ = self.sampling_options  # refuses what is out of range
 
-    @property
+    @cached_property
     def sampling_options(self) -> SamplingOptions:
         """Truncation and rescaling of the sampling distribution."""
         return SamplingOptions(

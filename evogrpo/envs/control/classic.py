@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 from gymnasium.envs.registration import EnvSpec
+from gymnasium.utils.seeding import np_random
 from numpy.typing import NDArray
 
 from evogrpo.data import DEFAULT_POLICY
@@ -98,11 +99,6 @@ class ClassicControl(VectorEnv):
         return self._state.T.astype(np.float32, order="C")
 
 
-def reset_generator(seed: int) -> np.random.Generator:
-    """Return the generator that gymnasium makes from a reset seed."""
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed)))
-
-
 _CARTPOLE_GRAVITY = 9.8
 _MASS_POLE = 0.1
 _TOTAL_MASS = 0.1 + 1.0
@@ -132,7 +128,7 @@ class CartPole(ClassicControl):
     @staticmethod
     @lru_cache(maxsize=8192)
     def _start(seed: int) -> Start:
-        state = reset_generator(seed).uniform(low=-0.05, high=0.05, size=(4,))
+        state = np_random(seed)[0].uniform(low=-0.05, high=0.05, size=(4,))
         return tuple(state.tolist()), tuple(state.astype(np.float32).tolist())
 
     def _advance(self, actions: NDArray[np.generic]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
@@ -176,7 +172,7 @@ class Acrobot(ClassicControl):
     @lru_cache(maxsize=8192)
     def _start(seed: int) -> Start:
         # The first state is rounded to float32, and the first observation is computed in float32.
-        a, b, a_dot, b_dot = state = reset_generator(seed).uniform(low=-0.1, high=0.1, size=(4,)).astype(np.float32)
+        a, b, a_dot, b_dot = state = np_random(seed)[0].uniform(low=-0.1, high=0.1, size=(4,)).astype(np.float32)
         observation = (np.cos(a), np.sin(a), np.cos(b), np.sin(b), a_dot, b_dot)
         return tuple(state.tolist()), tuple(map(float, observation))
 
@@ -242,7 +238,7 @@ _GOAL_CONTINUOUS = 0.45
 
 @lru_cache(maxsize=8192)
 def _car_start(seed: int) -> Start:
-    position = reset_generator(seed).uniform(low=-0.6, high=-0.4)
+    position = np_random(seed)[0].uniform(low=-0.6, high=-0.4)
     return (float(position), 0.0), (float(np.float32(position)), 0.0)
 
 
@@ -342,7 +338,7 @@ class Pendulum(ClassicControl):
     @lru_cache(maxsize=8192)
     def _start(seed: int) -> Start:
         high = np.array([np.pi, 1.0])
-        theta, speed = state = reset_generator(seed).uniform(low=-high, high=high)
+        theta, speed = state = np_random(seed)[0].uniform(low=-high, high=high)
         observation = np.array([np.cos(theta), np.sin(theta), speed], dtype=np.float32)
         return tuple(state.tolist()), tuple(observation.tolist())
 

@@ -1,32 +1,35 @@
 """GymnasiumGroups: groups of episodes of any Gymnasium environment."""
 
+import importlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 import gymnasium
+from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
+from gymnasium.wrappers import TimeLimit
 
 from evogrpo.distributed import cores_per_rank
 from evogrpo.envs.control.classic import native_class
-from evogrpo.envs.control.making import (
-    EnvFactory,
-    Wrap,
-    check_wrapper,
-    declared_limit,
-    env_spec,
-    make_example,
-    time_limit,
-    wrapper_name,
-)
 from evogrpo.envs.control.policy_mapping import single_agent
 from evogrpo.envs.control.random_play import check_determinism
-from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, SeededGroups
-from evogrpo.envs.control.vector_env import GymnasiumVectorEnv, ProcessVectorEnv, VectorEnv
+from evogrpo.envs.control.seeded_groups import (
+    DEFAULT_MAX_EPISODE_STEPS,
+    SeededGroups,
+    declared_limit,
+    make_example,
+    time_limit,
+)
+from evogrpo.envs.control.vector_env import GymnasiumVectorEnv, ProcessVectorEnv, ReseededNoise, VectorEnv
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import Split
 from evogrpo.spaces import check_action_space, leaf_spaces
 from evogrpo.validation import names_unknown
+
+Wrap = Callable[["gymnasium.Env[Any, Any]"], "gymnasium.Env[Any, Any]"]
+"""A class of `gymnasium.Wrapper`, or another callable that returns an environment wrapped."""
 
 Vectorization = Literal["auto", "native", "serial", "processes"]
 
@@ -205,3 +208,130 @@ class GymnasiumGroups(SeededGroups):
             make, count = self._make, self._num_envs
             return ProcessVectorEnv(make, self.observation_space, self.action_space, count=count, **options)
         return GymnasiumVectorEnv(self._create, self.observation_space, self.action_space, **options)
+
+
+# ---- creation of environments
+
+
+def check_env(env: object) -> None:
+    """Raise ValueError unless the object is a single environment with spaces."""
+    name = type(env).__name__
+    if getattr(env, "num_envs", 1) != 1:
+        raise ValueError(
+            f"env must be a single environment, got a vector of several ({name}). Give the id or a callable that "
+            "creates a single one, and set num_envs."
+        )
+    if not isinstance(env, gymnasium.Env):
+        raise ValueError(
+            f"env must create a gymnasium.Env, got {name}. Use evogrpo.PettingZooGroups for several agents, and the "
+            "package shimmy for environments of the old Gym."
+        )
+    for kind in ("observation_space", "action_space"):
+        space = getattr(env, kind, None)
+        if not isinstance(space, gymnasium.Space):
+            raise ValueError(f"{name}.{kind} must be a space of gymnasium.spaces, got {type(space).__name__}")
+
+
+def env_spec(env: str) -> EnvSpec:
+    """Return the spec registered under an id, which may lack its version or name a module, as in `gymnasium.make`.
+
+    Raises:
+        gymnasium.error.Error: If there is none.
+        ImportError: If the module does not exist.
+    """
+    module, _, name = env.rpartition(":")
+    if module:
+        importlib.import_module(module)
+    namespace, plain, version = parse_env_id(name)
+    if version is None:
+        version = find_highest_version(namespace, plain)
+    try:
+        return gymnasium.spec(get_env_id(namespace, plain, version))
+    except (gymnasium.error.NameNotFound, gymnasium.error.NamespaceNotFound) as error:
+        fix = f"{module} must call gymnasium.register." if module else "For environments of a package write PACKAGE:ID."
+        raise type(error)(f"{error} {fix}") from error
+
+
+def check_wrapper(wrap: object, name: str, options: Mapping[str, Any] | None = None) -> None:
+    """Raise ValueError unless the object can be called with an environment and these options.
+
+    Args:
+        wrap: A class, or a callable that takes an environment.
+        name: Name in messages.
+        options: Further keyword arguments.
+    """
+    if not callable(wrap) or (isinstance(wrap, type) and not issubclass(wrap, gymnasium.Wrapper)):
+        raise ValueError(
+            f"wrapper {name} must be a subclass of gymnasium.Wrapper, such as gymnasium.wrappers.FlattenObservation, "
+            f"or a function that takes an environment, got {wrap!r}"
+        )
+    try:
+        inspect.signature(wrap).bind(None, **(options or {}))
+    except TypeError as error:
+        raise ValueError(
+            f"wrapper {name}: {error}. Set its options by functools.partial(...) in Python, by "
+            f"task.wrappers=[{{name: {name}, options: {{...}}}}] in a configuration."
+        ) from error
+
+
+def wrapper_name(wrap: object) -> str:
+    """Return the name of a wrapper."""
+    inner = wrap.func if isinstance(wrap, partial) else wrap
+    return str(getattr(inner, "__name__", type(inner).__name__))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvFactory:
+    """Creates environments, in this process or another one.
+
+    Attributes:
+        env: A registered id, or a callable.
+        env_kwargs: Keyword arguments of either.
+        max_episode_steps: Steps after which an episode is truncated; None = the environment's own limit.
+        noise_seed: Root seed of the noise after reset; None = the environment's own noise.
+        wrappers: Wrappers, the first one innermost.
+
+    Raises:
+        ValueError: If `env` is neither.
+    """
+
+    env: "str | Callable[..., gymnasium.Env[Any, Any]]"
+    env_kwargs: Mapping[str, Any]
+    max_episode_steps: int | None
+    noise_seed: int | None
+    wrappers: Sequence[Wrap] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.env, str) and not callable(self.env):
+            raise ValueError(
+                f"env must be an id or a callable that creates environments, got {type(self.env).__name__}."
+            )
+
+    def __call__(self) -> "gymnasium.Env[Any, Any]":
+        """Create one environment.
+
+        Raises:
+            ValueError: If the callable returns anything else, the environment has a lower limit of its own, or a
+                wrapper fails.
+        """
+        if isinstance(self.env, str):
+            env_spec(self.env)  # for its error messages
+            env = gymnasium.make(self.env, max_episode_steps=self.max_episode_steps, **self.env_kwargs)
+        else:
+            env = self.env(**self.env_kwargs)
+            check_env(env)
+            if self.max_episode_steps is not None:
+                own = time_limit(env)
+                if own is not None and own < self.max_episode_steps:
+                    raise ValueError(
+                        f"max_episode_steps must be at most {own}, the environment's own limit, got "
+                        f"{self.max_episode_steps}"
+                    )
+                env = TimeLimit(env, self.max_episode_steps)
+        for wrap in self.wrappers:
+            try:
+                env = wrap(env)
+            except Exception as error:
+                raise ValueError(f"wrapper {wrapper_name(wrap)} failed on {env}: {error!r}") from error
+            check_env(env)
+        return env if self.noise_seed is None else ReseededNoise(env, self.noise_seed)

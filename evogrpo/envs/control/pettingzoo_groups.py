@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 
 from evogrpo.data import Actor
 from evogrpo.envs.control.conversion import legal_actions, scalars, to_environment
-from evogrpo.envs.control.making import declared_limit, make_example
 from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies, prefix_of
 from evogrpo.envs.control.random_play import STARTS, check_determinism, find_opposed_agent
 from evogrpo.envs.control.rollout import EpisodeRequest, Episodes
-from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, SeededGroups
+from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, SeededGroups, declared_limit, make_example
 from evogrpo.envs.control.vector_env import PolicyInput, SerialVectorEnv, VectorEnv, VectorStep
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import Split

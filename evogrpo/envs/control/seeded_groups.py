@@ -3,12 +3,14 @@
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from copy import copy
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import gymnasium
+import numpy as np
+from gymnasium.wrappers import TimeLimit
 
 from evogrpo.data import Actor
 from evogrpo.envs.control.policy_mapping import PolicyMapping
@@ -20,12 +22,42 @@ from evogrpo.randomness import generator
 from evogrpo.validation import whole_between, whole_number
 from evogrpo.warnings import warn
 
+Made = TypeVar("Made", bound=Any)
+
 SEEDS_PER_SPLIT = 1 << 29  # the seeds of all splits fit into 31 bits, which every environment accepts
 DEFAULT_MAX_EPISODE_STEPS = 1000
 """Steps after which an episode is truncated if neither the environment nor the caller sets a limit."""
 
 RENDER_MODE = "human"
 """Render mode of environments that open a window and run at their own speed."""
+
+
+def time_limit(env: "gymnasium.Env[Any, Any]") -> int | None:
+    """Return the step limit of an environment's `TimeLimit` wrappers; None if there is none."""
+    limits = []
+    while isinstance(env, gymnasium.Wrapper):
+        if isinstance(env, TimeLimit):
+            limits.append(env._max_episode_steps)
+        env = env.env
+    return min(limits, default=None)
+
+
+def declared_limit(unwrapped: object) -> int | None:
+    """Return the step limit in an environment's attributes, as MiniGrid has it; None if there is none."""
+    for name in ("max_episode_steps", "_max_episode_steps", "max_steps", "max_cycles"):
+        limit = getattr(unwrapped, name, None)
+        if isinstance(limit, int | np.integer) and not isinstance(limit, bool) and limit > 0:
+            return int(limit)
+    return None
+
+
+def make_example(make: Callable[[], Made]) -> Made:
+    """Create an environment; raise ValueError if another call returns the same one."""
+    env, other = make(), make()
+    if env.unwrapped is other.unwrapped:
+        raise ValueError("env must create a new environment at each call, but returned the same one twice.")
+    other.close()
+    return env
 
 
 @contextmanager

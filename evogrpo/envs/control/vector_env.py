@@ -9,15 +9,18 @@ from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
+from gymnasium.utils import seeding
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from numpy.typing import NDArray
 
 from evogrpo.data import DEFAULT_POLICY
 from evogrpo.envs.control.conversion import Leaves, legal_actions, scalars, stack
-from evogrpo.envs.control.making import MakeEnv, noise_seed
 from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.interruption import NEVER, Stop
+from evogrpo.randomness import generator
 from evogrpo.spaces import flatten, leaf_spaces, unflatten
+
+MakeEnv = Callable[[], "gymnasium.Env[Any, Any]"]
 
 
 class PolicyInput(NamedTuple):
@@ -329,6 +332,41 @@ class PauseAtEnd(gymnasium.Wrapper[Any, Any, Any, Any]):
         space, mask = self.env.observation_space, info.get("action_mask")
         leaves = stack(self._parts, [flatten(space, observation)])
         return unflatten(space, [leaf[0] for leaf in leaves]), {} if mask is None else {"action_mask": mask}
+
+
+_SEED_BITS = 31
+
+
+def noise_seed(seed: int, replica: int) -> int:
+    """Return a reset seed that also names the noise after reset; see `ReseededNoise`."""
+    return seed + (replica << _SEED_BITS)
+
+
+class ReseededNoise(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Replaces the noise after reset, so that the episodes of a group share their start only.
+
+    `unwrapped.np_random` is replaced by the generator (seed, "noise", reset seed, replica). Other sources of
+    randomness in an environment are not affected. The bits of a reset seed above the lower 31 hold the replica, since
+    vector environments pass nothing else to a single environment.
+
+    Args:
+        env: Environment.
+        seed: Root seed of the run.
+    """
+
+    def __init__(self, env: "gymnasium.Env[Any, Any]", seed: int) -> None:
+        super().__init__(env)
+        self._seed = seed
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Reset with the lower 31 bits of the seed; None = a random start."""
+        if seed is None:
+            return self.env.reset(seed=None, options=options)
+        replica, start = divmod(seed, 1 << _SEED_BITS)
+        result = self.env.reset(seed=start, options=options)
+        noise = int(generator(self._seed, "noise", start, replica).integers(2**63))
+        self.env.unwrapped.np_random, _ = seeding.np_random(noise)  # the generator class that environments expect
+        return result
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Architectures that fast_llama computes, and the layout of their weights."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -228,16 +228,22 @@ def find_weight_layout(model: PreTrainedModel, decoder: nn.Module) -> WeightLayo
         return None
     config: Any = decoder.config
     activation = getattr(config, style.activation)
-    kinds = {(weights.dtype, weights.device, *_types(weights)) for weights in decoder.parameters()}
-    dtype, device, *types = next(iter(kinds))
+    kinds = set()
+    for weights in decoder.parameters():  # sharded weights count as plain, because layers are gathered
+        types = (nn.Parameter, Tensor) if isinstance(weights, DTensor) else (type(weights), type(weights.data))
+        kinds.add((weights.dtype, weights.device, types))
+    dtype, device, types = next(iter(kinds))
+    ropes = [config.rope_parameters]
+    if style.rotary_by_kind:
+        ropes = [config.rope_parameters[kind] for kind in set(config.layer_types)]
     if (
         activation not in ACTIVATIONS
         or getattr(config, "use_bidirectional_attention", None)
-        or any(rope.get("rope_type") not in ROPES or "partial_rotary_factor" in rope for rope in _ropes(config, style))
+        or any(rope.get("rope_type") not in ROPES or "partial_rotary_factor" in rope for rope in ropes)
         or len(kinds) != 1
         or dtype not in PRECISIONS
         or device.type not in DEVICES
-        or types != [nn.Parameter, Tensor]  # quantised weights have their own products
+        or types != (nn.Parameter, Tensor)  # quantised weights have their own products
         or any(not _plain(module, decoder) for module in decoder.modules())
     ):
         return None
@@ -255,11 +261,6 @@ def find_weight_layout(model: PreTrainedModel, decoder: nn.Module) -> WeightLayo
         width=first.head_dim,
         scaling=first.scaling,
     )
-
-
-def _types(weights: nn.Parameter) -> tuple[type, type]:
-    """Return the types of a parameter and its data; sharded weights count as plain, because layers are gathered."""
-    return (nn.Parameter, Tensor) if isinstance(weights, DTensor) else (type(weights), type(weights.data))
 
 
 def is_unmodified(decoder: nn.Module) -> bool:
@@ -290,12 +291,6 @@ def _plain(module: nn.Module, decoder: nn.Module) -> bool:
     return kind.__module__ in (own, "torch.nn.modules.container") or (
         kind.__name__ in ("SiLU", "SiLUActivation", "GELUTanh")
     )
-
-
-def _ropes(config: Any, style: Architecture) -> list[Mapping[str, Any]]:
-    """Return the config of rotary embeddings of each kind of layer."""
-    ropes = config.rope_parameters
-    return [ropes[kind] for kind in set(config.layer_types)] if style.rotary_by_kind else [ropes]
 
 
 def _norm(module: Any, style: Architecture) -> Norm:

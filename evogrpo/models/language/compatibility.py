@@ -249,7 +249,9 @@ def find_head(model: PreTrainedModel, decoder: nn.Module) -> Head:
         ratio = (hidden.float() * natural).sum() / natural.square().sum().clamp(min=1e-30)
         if close((ratio * natural).to(entered[0].dtype), hidden):
             probe = (ratio * enlarged).to(hidden.dtype)[0]
-            for head in _heads(_in_own_precision(bare, hidden.dtype), model.config.get_text_config()):
+            own: torch.dtype = next(bare.parameters()).dtype  # which may be another one, as in Mamba
+            cast: Head = bare if own == hidden.dtype else lambda hidden: bare(hidden.to(own))
+            for head in _heads(cast, model.config.get_text_config()):
                 if all(close(*rows) for rows in zip(head(probe), expected, strict=True)):
                     return head
     raise ValueError(
@@ -269,12 +271,6 @@ def _heads(bare: Head, config: Any) -> Iterator[Head]:
     for cap in caps:
         yield from (_head(bare, scale, cap) for scale in scales)
     yield from (bare if scale == 1.0 else _head(bare, scale, None) for scale in scales)
-
-
-def _in_own_precision(bare: nn.Module, given: torch.dtype) -> Head:
-    """Cast hidden states to the dtype of the output embeddings, as Mamba does."""
-    own: torch.dtype = next(bare.parameters()).dtype
-    return bare if own == given else lambda hidden: bare(hidden.to(own))
 
 
 def _head(bare: Head, scale: float, cap: float | None) -> Head:

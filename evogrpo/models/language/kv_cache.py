@@ -73,17 +73,14 @@ class _GrowingLayer(PrefixLayer):
 
     def __init__(self, prefix: tuple[Tensor, Tensor], rows: Tensor, room: int) -> None:
         super().__init__()
-        self.length = int(prefix[0].shape[-2])
-        self.storage = tuple(self._expand(part, rows, room) for part in prefix)
-
-    def _expand(self, part: Tensor, rows: Tensor, room: int) -> Tensor:
-        heads, width = part.shape[1], part.shape[3]
-        storage = part.new_empty((len(rows), heads, self.length + room, width))
+        self.length, self.storage = int(prefix[0].shape[-2]), tuple[Tensor, ...]()
         # Rows of one prompt are adjacent: broadcast its keys or values instead of indexing row by row.
         values, counts = torch.unique_consecutive(rows, return_counts=True)
-        for value, own in zip(values.tolist(), storage[:, :, : self.length].split(counts.tolist()), strict=True):
-            own.copy_(part[value])
-        return storage
+        for part in prefix:
+            storage = part.new_empty((len(rows), part.shape[1], self.length + room, part.shape[3]))
+            for value, own in zip(values.tolist(), storage[:, :, : self.length].split(counts.tolist()), strict=True):
+                own.copy_(part[value])
+            self.storage += (storage,)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -97,32 +94,6 @@ class _GrowingLayer(PrefixLayer):
 
     def get_seq_length(self) -> int:
         return self.length
-
-    def keep(self, rows: Tensor) -> None:
-        """Keep these rows only."""
-        self.storage = tuple(storage[rows] for storage in self.storage)
-
-    def states_of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return copies of the keys and values of some rows."""
-        keys, values = (storage[rows, :, : self.length] for storage in self.storage)
-        return keys, values
-
-
-class GrowingCache(Cache):
-    """KV cache of rows that are being decoded."""
-
-    def __init__(self, prefix: "Prefix", rows: Tensor, room: int) -> None:
-        self.growing = [_GrowingLayer(layer, rows, room) for layer in prefix.layers]
-        super().__init__(layers=list(self.growing))
-
-    def keep(self, rows: Tensor) -> None:
-        """Keep these rows only, in every layer."""
-        for layer in self.growing:
-            layer.keep(rows)
-
-    def states_of(self, rows: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Return copies of the keys and values of some rows, by layer."""
-        return tuple(layer.states_of(rows) for layer in self.growing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,15 +183,12 @@ class Decoding(Protocol):
 
     def start(self) -> Tensor:
         """Return hidden states `[n, h]` of the prompts' last tokens."""
-        ...
 
     def advance(self, tokens: Tensor) -> Tensor:
         """Feed one token `[n]` per row and return its hidden states `[n, h]`."""
-        ...
 
     def keep(self, rows: Tensor) -> None:
         """Keep these rows only, in this order; a repeated row is copied."""
-        ...
 
     def save_cache(self, rows: Tensor, real: Tensor) -> Any:
         """Return the KV cache of some rows for `CausalModel.resume`, or None if the model has none.
@@ -229,7 +197,6 @@ class Decoding(Protocol):
             rows: Row numbers `[k]`.
             real: `[k, t]` booleans: False for fed tokens that are padding.
         """
-        ...
 
 
 class CachedDecoding:
@@ -251,7 +218,8 @@ class CachedDecoding:
         self._first = prefix.last_hidden[rows]
         self._mask = prefix.mask[rows]
         self._prompt_width = prefix.mask.shape[1]
-        self._cache = GrowingCache(prefix, rows, room)
+        self._layers = [_GrowingLayer(layer, rows, room) for layer in prefix.layers]
+        self._cache = Cache(layers=list(self._layers))
         self._adapter_hook = make_hook(slots)
 
     def start(self) -> Tensor:
@@ -265,14 +233,16 @@ class CachedDecoding:
 
     def keep(self, rows: Tensor) -> None:
         """Keep these rows only."""
-        self._cache.keep(rows)
+        for layer in self._layers:
+            layer.storage = tuple(storage[rows] for storage in layer.storage)
         self._mask, self._slots = self._mask[rows], self._slots[rows]
         self._adapter_hook = self._make_hook(self._slots)
 
     def save_cache(self, rows: Tensor, real: Tensor) -> KVCache:
         """Return the KV cache of some rows, with padding masked."""
         mask = torch.cat([self._mask[rows, : self._prompt_width], real], dim=1)
-        return KVCache(layers=self._cache.states_of(rows), mask=mask).left_padded()
+        layers = [tuple(storage[rows, :, : layer.length] for storage in layer.storage) for layer in self._layers]
+        return KVCache(layers=tuple(layers), mask=mask).left_padded()  # type: ignore[arg-type]  # pairs
 
 
 class PlainDecoding:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import Batch, SampledActions, map_tensors
-from evogrpo.models.bank import LossFunction, PolicyVersion, ReferenceDistributions, Update
+from evogrpo.models.bank import LossFunction, PolicyVersion, Update
 from evogrpo.models.networks.distributions import MASKED_LOGIT
 from evogrpo.models.networks.networks import ModuleNetwork
 from evogrpo.models.networks.train_states import IntArray, Layout, Stack, StackedTrainStates, lay_out
@@ -116,11 +116,11 @@ class StackedBank(StackedTrainStates):
             if base:
                 layouts = [(self.base, layout) for layout in lay_out(np.zeros_like(slots))]
             else:
-                layouts = [
-                    (stack, replace(layout, index=items[layout.index]))
-                    for stack, items, rows in self.by_stack(slots)
-                    for layout in lay_out(rows)
-                ]
+                layouts = []
+                for number, stack in enumerate(self.stacks):
+                    items = np.flatnonzero(self._stack_of[slots] == number)
+                    rows = self._row_of[slots[items]]
+                    layouts += [(stack, replace(layout, index=items[layout.index])) for layout in lay_out(rows)]
             cached = self._layout_cache[purpose] = (key, slots.copy(), layouts)
         return cached[2]
 
@@ -156,7 +156,12 @@ class StackedBank(StackedTrainStates):
         return self._scores(batch, "reference" if self.own_reference else "base")[0]
 
     def distributions(self, batch: Batch, *, reference: bool) -> Tensor:
-        """Return `[n, t, o]` distribution parameters; see `evogrpo.models.bank.FullDistributionBank`."""
+        """Return `[n, t, o]` parameters of the action distributions, without gradient; 0 where masked.
+
+        Args:
+            batch: Rows of any members, in any order.
+            reference: Use the reference policy instead of the members' policies.
+        """
         width = self.distribution.outputs + sum(map(math.prod, self.distribution.free_parameters.values()))
         own: PolicyVersion = "reference" if self.own_reference else "base"
         version: PolicyVersion = own if reference else "weights"
@@ -201,13 +206,18 @@ class StackedBank(StackedTrainStates):
         hyperparameters: Mapping[int, Hyperparameters],
         *,
         entropy_gradient: bool = False,
-        reference_distributions: ReferenceDistributions | None = None,
+        reference_distributions: Tensor | None = None,
+        reverse_kl: bool = False,
     ) -> Update:
-        """Take one AdamW step for every member named in `hyperparameters`; see `evogrpo.models.bank`."""
+        """Take one AdamW step for every member named in `hyperparameters`; see `evogrpo.models.bank`.
+
+        With `reference_distributions` `[n, t, o]`, as `distributions` returns them, `loss_fn` also gets the divergences
+        KL(policy || reference), or KL(reference || policy) with `reverse_kl`.
+        """
         while True:
             try:
                 losses, scores = self._add_gradients(
-                    batch, loss_fn, hyperparameters, entropy_gradient, reference_distributions
+                    batch, loss_fn, hyperparameters, entropy_gradient, reference_distributions, reverse_kl
                 )
                 break
             except torch.OutOfMemoryError:
@@ -229,7 +239,8 @@ class StackedBank(StackedTrainStates):
         loss_fn: LossFunction,
         hyperparameters: Mapping[int, Hyperparameters],
         entropy_gradient: bool,
-        reference_distributions: ReferenceDistributions | None,
+        reference_distributions: Tensor | None,
+        reverse_kl: bool,
     ) -> tuple[list[float], list[Tensor]]:
         """Compute the gradients of all stacks; return the losses by slot, and the scores `[n, t]` of each kind."""
         losses, scores = torch.zeros(self.size), list[Tensor]()
@@ -239,8 +250,10 @@ class StackedBank(StackedTrainStates):
             batch.stop.check()
             # 1. Forward pass of some rows.
             rows = batch if len(part) == len(batch) else batch.select(part)
-            reference = None if reference_distributions is None else reference_distributions.select(part)
-            read = partial(self._read_scores, entropy_gradient=entropy_gradient, reference_distributions=reference)
+            reference = None if reference_distributions is None else reference_distributions[part]
+            read = partial(
+                self._read_scores, entropy_gradient=entropy_gradient, reference=reference, reverse_kl=reverse_kl
+            )
             tape: list[tuple[Tensor, Callable[[Tensor], None]]] = []
             found = self._forward(rows, "weights", tape, read)
             loss = loss_fn(part, *found)
@@ -325,7 +338,8 @@ class StackedBank(StackedTrainStates):
         outputs: Tensor,
         *,
         entropy_gradient: bool,
-        reference_distributions: ReferenceDistributions | None = None,
+        reference: Tensor | None = None,
+        reverse_kl: bool = False,
     ) -> list[Tensor]:
         """Return log-probabilities, entropies and, with reference distributions, divergences `[c]` of some actions."""
         take, distribution = partial(_take, places=places), self.distribution
@@ -344,9 +358,9 @@ class StackedBank(StackedTrainStates):
 
         actions, first = take(batch.actions).to(outputs.device), adjusted(outputs)
         found = list(distribution.evaluate_actions(first, actions, entropy_gradient=entropy_gradient))
-        if reference_distributions is not None:
-            pair = adjusted(outputs), adjusted(take(reference_distributions.outputs).to(outputs.device))
-            found.append(distribution.kl(*reversed(pair) if reference_distributions.reverse else pair))
+        if reference is not None:
+            pair = adjusted(outputs), adjusted(take(reference).to(outputs.device))
+            found.append(distribution.kl(*reversed(pair) if reverse_kl else pair))
         return found
 
 

@@ -50,12 +50,6 @@ class ObservationEncoder:
         self.images: list[Image] = [shape for leaf in self._leaves if (shape := _image(leaf)) is not None]
         self.features = sum(spaces.flatdim(leaf) for leaf in self._leaves if _image(leaf) is None)
 
-    @property
-    def is_identity(self) -> bool:
-        """True if an observation is a single array of numbers that are used unchanged."""
-        (leaf, *others) = self._leaves
-        return not others and isinstance(leaf, spaces.Box) and leaf.dtype != np.uint8
-
     def __call__(self, observations: Any, device: torch.device | str) -> tuple[Tensor | None, list[Tensor]]:
         """Return features `[m, f]` (None if there are none) and images `[m, channels, height, width]`, as float32.
 

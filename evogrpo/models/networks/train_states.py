@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -127,7 +127,8 @@ class Stack:
         self.gradient = torch.zeros_like(self.tensors["weights"])
         self._gradients = split(self.gradient, self.shapes)
         self._views = {name: split(matrix, self.shapes) for name, matrix in self.tensors.items()}
-        self.reads_features = isinstance(network, DefaultNetwork) and network.encoder.is_identity
+        space = network.encoder.space if isinstance(network, DefaultNetwork) else None
+        self.reads_features = isinstance(space, spaces.Box) and space.dtype != np.uint8
 
     def row(self, name: str, row: int) -> Tensor:
         """Return a view `[k]` of one member's row of a tensor."""
@@ -245,6 +246,9 @@ class StackedTrainStates:
         extra_stats: Number of additional running statistics per member, initially 0.
 
     Attributes:
+        size: Number of slots.
+        running_stats: `[p, 6]` float64 on the CPU: running statistics; see `evogrpo.models.bank.RUNNING_STATS`.
+        extra_stats: `[p, s]` float64 on the CPU: additional running statistics, changed in place; saved and inherited.
         distribution: Action distribution of the networks' outputs.
         stacks: One stack per architecture.
         base: The initial weights, as a stack of one row.
@@ -302,24 +306,9 @@ class StackedTrainStates:
         stats = torch.tensor((*INITIAL_RUNNING_STATS, *[0.0] * extra_stats), dtype=torch.float64)
         self._initial = _TrainState(config=config, tensors=tensors, running_stats=stats, step=0)
         self.base = Stack(first, self.distribution, config, [0], {"weights": weights[None]})
-        self._stats = stats.repeat(size, 1)
-        self._steps = [0] * size
+        self.size, self._stats, self._steps = size, stats.repeat(size, 1), [0] * size
+        self.running_stats, self.extra_stats = self._stats.tensor_split([len(RUNNING_STATS)], dim=1)  # views
         self._rebuild_stacks([self._initial] * size)
-
-    @property
-    def size(self) -> int:
-        """Number of slots."""
-        return len(self._steps)
-
-    @property
-    def running_stats(self) -> Tensor:
-        """`[p, 6]` float64 on the CPU: running statistics; see `evogrpo.models.bank.RUNNING_STATS`."""
-        return self._stats[:, : len(RUNNING_STATS)]
-
-    @property
-    def extra_stats(self) -> Tensor:
-        """`[p, s]` float64 on the CPU: additional running statistics, changed in place; saved and inherited."""
-        return self._stats[:, len(RUNNING_STATS) :]
 
     # ---- stacks
 
@@ -332,16 +321,6 @@ class StackedTrainStates:
     def architecture(self, slot: int) -> NetworkConfig | None:
         """Return a member's architecture; None for a user's module."""
         return self.locate(slot)[0].config
-
-    def by_stack(self, slots: IntArray) -> Iterator[tuple[Stack, IntArray, IntArray]]:
-        """Yield each stack that items of these slots are in, the numbers of its items, and the row of each."""
-        if len(self.stacks) == 1:
-            yield self.stacks[0], np.arange(len(slots)), slots
-            return
-        for number, stack in enumerate(self.stacks):
-            items = np.flatnonzero(self._stack_of[slots] == number)
-            if len(items):
-                yield stack, items, self._row_of[slots[items]]
 
     def locate(self, slot: int) -> tuple[Stack, int]:
         """Return a member's stack and its row there."""
@@ -467,11 +446,10 @@ class StackedTrainStates:
         """Give a member another architecture and keep what it has learned; see `morph`.
 
         Raises:
-            ValueError: If the bank's network is a user's module, or the change is not possible.
+            ValueError: If the change is not possible.
         """
         stack, state = self.locate(slot)[0], self._view(slot)
-        if stack.config is None:
-            raise ValueError("the architecture of a custom module cannot change: leave out actor_network to evolve it.")
+        assert stack.config is not None, "the architecture of a user's module does not change"
         shapes = self._network_for(config).shapes | dict(self.distribution.free_parameters)
         parameters = {name: split(values, stack.shapes) for name, values in state.tensors.items()}
         changed = {name: join(part, shapes) for name, part in morph(parameters, stack.config, config, rng).items()}

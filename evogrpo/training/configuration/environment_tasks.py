@@ -11,8 +11,7 @@ import gymnasium
 from evogrpo.algorithms.policies.settings import STEPWISE, Credit, NetworkSettings
 from evogrpo.config.hyperparameters import Optimizer
 from evogrpo.config.objective import Objective
-from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups, Vectorization
-from evogrpo.envs.control.making import Wrap, check_wrapper, env_spec
+from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups, Vectorization, Wrap, check_wrapper, env_spec
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups, summed
 from evogrpo.envs.control.policy_mapping import Policies
 from evogrpo.extras import require

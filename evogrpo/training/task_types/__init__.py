@@ -6,8 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from evogrpo.algorithms.grpo import GRPO
-from evogrpo.algorithms.multi_agent import MultiAgentGRPO
+from evogrpo.algorithms.grpo import GRPO, MultiAgentGRPO
 from evogrpo.algorithms.population import Population
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import LANGUAGE_RANGES, RLParameter

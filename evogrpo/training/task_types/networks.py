@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from evogrpo.algorithms.grpo import GRPO
-from evogrpo.algorithms.multi_agent import MultiAgentGRPO
+from evogrpo.algorithms.grpo import GRPO, MultiAgentGRPO
 from evogrpo.algorithms.policies.settings import NETWORK_DEFAULTS, STEPWISE
 from evogrpo.algorithms.population import Population
 from evogrpo.config.objective import drop_single_group_size

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.algorithms.policies.policy_set import PolicySet, RolloutBatch, SamplingRequest
+from evogrpo.algorithms.policies.policy_set import RolloutBatch, SamplingRequest
 from evogrpo.config.search_space import check_group_size
 from evogrpo.data import Batch
 from evogrpo.envs.protocol import GroupEnvironment
@@ -16,9 +17,12 @@ from evogrpo.functional.loss_types import STEP_ADVANTAGES
 from evogrpo.functional.rewards import consecutive_ids, place_on_last_action, zero_variance_groups
 from evogrpo.interruption import NEVER, Stop
 
+if TYPE_CHECKING:
+    from evogrpo.algorithms.policies.policy_set import PolicySet
+
 
 def collect(
-    members: PolicySet,
+    members: "PolicySet",
     learners: Sequence[Learner],
     env: GroupEnvironment,
     *,
@@ -82,7 +86,7 @@ def collect(
 
 
 def sample_groups(
-    members: PolicySet,
+    members: "PolicySet",
     env: GroupEnvironment,
     learners: Sequence[Learner],
     groups: Sequence[range],
@@ -160,7 +164,7 @@ def _moved(sampled: RolloutBatch, device: torch.device | str) -> RolloutBatch:
 
 
 def resample_groups(
-    members: PolicySet,
+    members: "PolicySet",
     env: GroupEnvironment,
     learners: Sequence[Learner],
     sampled: RolloutBatch,

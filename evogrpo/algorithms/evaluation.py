@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 import numpy as np
@@ -11,13 +11,18 @@ from gymnasium.wrappers import TimeLimit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evogrpo.algorithms.policies.policy_set import EvaluationRequest, PolicySet
-from evogrpo.algorithms.rollout.collect import check_groups
+from evogrpo.algorithms.collect import check_groups
+from evogrpo.algorithms.policies.policy_set import EvaluationRequest
 from evogrpo.data import Actor
-from evogrpo.envs.control.making import declared_limit, time_limit
 from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.envs.control.rollout import EpisodeRequest, Episodes, StartBatch, play_episodes
-from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, RENDER_MODE, explain_window_errors
+from evogrpo.envs.control.seeded_groups import (
+    DEFAULT_MAX_EPISODE_STEPS,
+    RENDER_MODE,
+    declared_limit,
+    explain_window_errors,
+    time_limit,
+)
 from evogrpo.envs.control.vector_env import GymnasiumVectorEnv
 from evogrpo.envs.protocol import GroupEnvironment, Split
 from evogrpo.envs.text.huggingface_gym import PromptEnvironment
@@ -35,9 +40,12 @@ from evogrpo.interruption import NEVER, Stop
 from evogrpo.validation import flag, whole_between
 from evogrpo.warnings import warn
 
+if TYPE_CHECKING:
+    from evogrpo.algorithms.policies.policy_set import PolicySet
+
 
 def evaluate_questions(
-    members: PolicySet, env: GroupEnvironment, request: EvaluationRequest
+    members: "PolicySet", env: GroupEnvironment, request: EvaluationRequest
 ) -> tuple[NDArray[np.float64], tuple[int, ...]]:
     """Evaluate members on held-out questions, on part of them on each rank.
 
@@ -79,7 +87,7 @@ def evaluate_questions(
 
 
 def evaluate(
-    members: PolicySet,
+    members: "PolicySet",
     slots: Sequence[int],
     env: GroupEnvironment,
     split: Split,
@@ -115,7 +123,7 @@ def evaluate(
 
 
 def measure_fitness(
-    members: PolicySet,
+    members: "PolicySet",
     slots: Sequence[int],
     env: GroupEnvironment,
     split: Split,
@@ -172,8 +180,10 @@ def measure_fitness(
             tokens[slot] += amount
         if last < count:
             running = [running[row] for row in still_racing(scores[running, :last], error)]
-            if len(running) == 1 and rival is not None and _is_behind(scores[running[0]], rival, error):
-                break
+            if len(running) == 1 and rival is not None:
+                theirs = [rival.by_key.get(question, np.nan) for question in range(count)]
+                if clearly_behind(np.array(theirs), scores[running[0]], error):
+                    break
     # 2. Compare members on the questions that have a reward for all of them.
     kept = common_questions(scores, evaluated, split)
     every = [
@@ -187,7 +197,7 @@ def measure_fitness(
 
 
 def evaluate_states(
-    members: PolicySet,
+    members: "PolicySet",
     states: Sequence[Mapping[str, Tensor] | None],
     env: GroupEnvironment,
     split: Split,
@@ -224,14 +234,6 @@ def evaluate_states(
         rewards.append(scores)
         tokens += sum(spent)
     return [Fitness.from_scores(row) for row in common_scores(np.concatenate(rewards), split).tolist()], tokens
-
-
-def _is_behind(scores: NDArray[np.float64], rival: Fitness, error: float) -> bool:
-    theirs = np.full(len(scores), np.nan)
-    for key, score in rival.by_key.items():
-        if key < len(scores):
-            theirs[key] = score
-    return clearly_behind(theirs, scores, error)
 
 
 def common_questions(rewards: NDArray[np.float64], evaluated: NDArray[np.bool_], split: Split) -> NDArray[np.bool_]:
@@ -316,16 +318,6 @@ class _KeepOpen(gymnasium.Wrapper[Any, Any, Any, Any]):
         """Do nothing: the user closes the environment."""
 
 
-@runtime_checkable
-class _Drawable(Protocol):
-    """An environment that can be watched; `render_tests` says that it is to be."""
-
-    render_tests: bool
-
-    def rendered(self) -> Any:
-        """Return it with a window."""
-
-
 @contextmanager
 def open_test_environment(
     env: Any, *, episodes: int | None, render: bool
@@ -355,7 +347,7 @@ def open_test_environment(
     check_groups(env)
     if not render and not getattr(env, "render_tests", False):
         yield env, episodes
-    elif not isinstance(env, _Drawable):
+    elif not hasattr(env, "rendered"):
         raise ValueError(f"{type(env).__name__} cannot be rendered. Leave out render.")
     else:
         with closing(env.rendered()) as shown:

@@ -1,1 +1,0 @@
-"""Rollouts and evaluations."""
