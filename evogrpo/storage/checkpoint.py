@@ -265,6 +265,7 @@ def _tensor_files(kind: str, tensors: Mapping[str, Tensor], file_bytes: int) -> 
         # safetensors refuses tensors that share memory, and would write all of the storage behind a view.
         whole = tensor.detach().resolve_conj().resolve_neg().to("cpu")
         held[name] = whole.clone(memory_format=torch.contiguous_format)
+        del tensor, whole  # else they are alive while the next tensor is made
     yield file_name, _serialise(held)
 
 
