@@ -18,7 +18,7 @@ from evogrpo.evolution.history import NETWORK, Changes, MemberRecord, changes_be
 from evogrpo.evolution.mutation import Mutation
 
 if TYPE_CHECKING:
-    from evogrpo.algorithms.policies.policy_set import PolicySet
+    from evogrpo.algorithms.policies import PolicySet
 
 
 class Agent(HyperparameterAttributes):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from evogrpo.algorithms.agent import Agent
-    from evogrpo.algorithms.policies.policy_set import PolicySet
+    from evogrpo.algorithms.policies import PolicySet
 
 AnyAgent = TypeVar("AnyAgent", bound="Agent")
 

@@ -18,7 +18,7 @@ from evogrpo.functional.rewards import consecutive_ids, place_on_last_action, ze
 from evogrpo.interruption import NEVER, Stop
 
 if TYPE_CHECKING:
-    from evogrpo.algorithms.policies.policy_set import PolicySet
+    from evogrpo.algorithms.policies import PolicySet
 
 
 def collect(

@@ -41,7 +41,7 @@ from evogrpo.validation import flag, whole_between
 from evogrpo.warnings import warn
 
 if TYPE_CHECKING:
-    from evogrpo.algorithms.policies.policy_set import PolicySet
+    from evogrpo.algorithms.policies import PolicySet
 
 
 def evaluate_questions(

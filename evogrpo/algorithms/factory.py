@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedModel
 
-    from evogrpo.algorithms.policies.policy_set import PolicySet
+    from evogrpo.algorithms.policies import PolicySet
 
 
 class CommonOptions(HyperparameterOptions, total=False):

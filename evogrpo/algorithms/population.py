@@ -26,7 +26,7 @@ from evogrpo.randomness import generator
 
 if TYPE_CHECKING:
     from evogrpo.algorithms.agent import Agent
-    from evogrpo.algorithms.policies.policy_set import PolicySet
+    from evogrpo.algorithms.policies import PolicySet
 
 
 class Population(Sequence[Any]):

@@ -166,7 +166,8 @@ def candidates(fitness: Mapping[int, Fitness], z: float, most: int) -> list[int]
 def update_best(run: RunParts, measured: Mapping[int, Measured]) -> int:
     """Compare the best of a generation with the best so far, make it a finalist, and return its slot.
 
-    The best is chosen on validation questions if there are any.
+    The best is chosen on validation questions if there are any; of equal ones the lowest index, as in
+    `evogrpo.evolution.history.Generation.healthy`.
 
     Args:
         run: The run, whose best member and finalists are updated.
@@ -175,7 +176,7 @@ def update_best(run: RunParts, measured: Mapping[int, Measured]) -> int:
     population, config, run_state = run.population, run.fitness, run.run_state
     by = config.validation_measure if config.uses_validation else config.selection_measure
     fitness = {slot: each.by[by] for slot, each in measured.items() if by in each.by}
-    slot = min(fitness, key=lambda slot: (-fitness[slot].mean, slot))
+    slot = min(fitness, key=lambda slot: (-fitness[slot].mean, population.agents[slot].index, slot))
     best = Best(
         member=population.agents[slot].record(),
         generation=run_state.generation,

@@ -10,7 +10,7 @@ from evogrpo.cli import main
 from tests.cli.project import charts_left_out, write_project
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def _without_charts() -> Iterator[None]:
     with charts_left_out():
         yield

@@ -143,6 +143,14 @@ class Overthrow(Stateless):
         return {}
 
 
+def test_the_oldest_of_equally_good_members_is_the_best():
+    env = tiny_env(reward_fn=lambda completion, answer, question: 0.0)
+    reports = finish(tiny_run(None, size=2, env=env, strategy=Overthrow(), generations=2))
+    last = [report for report in reports if isinstance(report, GenerationReport)][-1]
+    assert [member.index for member in last.members] == [2, 1]
+    assert last.best.index == 1
+
+
 def test_the_order_of_questions_is_kept_without_the_members_that_caused_it(tmp_path):
     """A founder with groups smaller than the search space's makes blocks long; they stay long without it."""
 

@@ -31,9 +31,9 @@ from evogrpo.randomness import generator
 from evogrpo.warnings import warn
 
 if TYPE_CHECKING:
+    from evogrpo.algorithms.policies import PolicySet
     from evogrpo.algorithms.policies.language import LanguagePolicySet
     from evogrpo.algorithms.policies.network_policy import StackedPolicy
-    from evogrpo.algorithms.policies.policy_set import PolicySet
 
     Policy = LanguagePolicySet | StackedPolicy
 

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 
 class LanguagePolicySet:
-    """Members over one frozen base model; see `evogrpo.algorithms.policies.policy_set.PolicySet`.
+    """Members over one frozen base model; see `evogrpo.algorithms.policies.PolicySet`.
 
     Args:
         model: The base model; moved to the device if one is given.

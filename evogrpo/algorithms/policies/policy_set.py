@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,12 +22,6 @@ from evogrpo.text import short_repr
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-    from evogrpo.algorithms.policies.language import LanguagePolicySet
-    from evogrpo.algorithms.policies.networks import NetworkPolicySet
-
-    PolicySet: TypeAlias = "LanguagePolicySet | NetworkPolicySet"
-    """Policies of all members of a population: language models, or small networks, one or several per member."""
 
 CheckpointFiles = dict[str, bytes | Callable[[], bytes]]
 """Additional files of a checkpoint: bytes, or a function that is called when the file is written."""

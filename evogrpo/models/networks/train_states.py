@@ -449,7 +449,8 @@ class StackedTrainStates:
             ValueError: If the change is not possible.
         """
         stack, state = self.locate(slot)[0], self._view(slot)
-        assert stack.config is not None, "the architecture of a user's module does not change"
+        if stack.config is None:
+            raise ValueError("the architecture of a custom module cannot change: leave out actor_network to evolve it.")
         shapes = self._network_for(config).shapes | dict(self.distribution.free_parameters)
         parameters = {name: split(values, stack.shapes) for name, values in state.tensors.items()}
         changed = {name: join(part, shapes) for name, part in morph(parameters, stack.config, config, rng).items()}
