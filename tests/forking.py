@@ -16,14 +16,7 @@ from typing import Any
 
 CHARTS = ("matplotlib", "plotly")
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(
-    [
-        *("tests.distributed.scenarios", "evogrpo.cli", "evogrpo.cli.main"),
-        # A run imports these for its exports and report. Missing packages are skipped.
-        *("torch.utils.tensorboard", "matplotlib.style", "matplotlib.figure", "matplotlib.backends.backend_agg"),
-        *("plotly.offline", "plotly.graph_objs._figure", "evogrpo.reporting.report"),
-    ]
-)
+_SERVER.set_forkserver_preload(["tests.distributed.scenarios", "evogrpo.cli", "torch.utils.tensorboard"])
 
 
 def start_process(

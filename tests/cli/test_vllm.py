@@ -59,12 +59,12 @@ def test_wrong_settings_are_refused_before_anything_is_loaded(sampler, tmp_path)
 
 @pytest.mark.usefixtures("workdir")
 def test_a_run_is_saved_if_its_server_dies_and_resumes(project, server, capsys):
-    sampler = f"sampler={{vllm: {server.url}, adapters_dir: adapters, timeout: 8.0}}"
+    sampler = f"sampler={{vllm: {server.url}, adapters_dir: adapters, timeout: 4.0}}"
     short = ["population.size=2", "schedule.generations=2", "schedule.steps_per_generation=1"]
     arguments = ["train", str(project / "tiny.yaml"), "--run-dir", "run", sampler, *short]
     # 1. A server that does not answer at the start: nothing is written.
     server.stop()
-    assert main([*arguments, sampler.replace("8.0", "0.5")]) == 2
+    assert main([*arguments, sampler.replace("4.0", "0.5")]) == 2
     assert server.url in capsys.readouterr().err
     # 2. It dies in the second step.
     server.start()

@@ -22,6 +22,7 @@ from evogrpo.models.networks.architecture import NetworkConfig
 from evogrpo.training.evolve import Run
 from evogrpo.training.trainer import Trainer
 from tests.envs import joint_probes
+from tests.forking import CHARTS
 from tests.tiny_steps import QUICK, STEP_SPACE, cart_pole, start_run, step_run
 from tests.tiny_training import finish, resumed_run, shared_model, tiny_env, tiny_run, variety
 
@@ -217,4 +218,5 @@ def commanded(folder: str, restarts: int, *words: str) -> None:
     os.chdir(folder)
     last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts if last else 0)
+    sys.modules.update(dict.fromkeys(CHARTS))  # drawing takes longer than the run
     sys.exit(main(words))
