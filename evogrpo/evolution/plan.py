@@ -235,8 +235,8 @@ class Plan:
                 continue
             if slot in born and copied is not None and occupant.parent != copied.index:
                 raise ValueError(
-                    f"a child's parent must be the member whose state it takes, {copied.index}, got "
-                    f"{occupant.parent} in slot {slot}"
+                    f"slot {slot}: the child takes the state of member {copied.index}, but its parent is member "
+                    f"{occupant.parent}. Set parent={copied.index}."
                 )
             group_size, owner = occupant.hyperparameters.group_size, f"member {occupant.index}"
             check_group_size(group_size, samples, owner=owner)

@@ -82,7 +82,7 @@ def test_observations_may_be_single_batched_tensors_or_composite():
     one = {"which": 1, "number": np.array([0.5], np.float32)}
     many = {"which": np.array([1, 0]), "number": np.array([[0.5], [-0.5]], np.float32)}
     assert agent.get_action(many, training=False)[0] == agent.get_action(one, training=False)
-    with pytest.raises(ValueError, match="equally many"):
+    with pytest.raises(ValueError, match="same batch size"):
         agent.get_action(many | {"which": np.array([1, 0, 1])})
 
 

@@ -246,7 +246,9 @@ def check_observations(space: spaces.Space[Any], observation: Any) -> tuple[Any,
             raise ValueError(f"an observation must be of finite numbers that float32 holds, got {array.tolist()!r:.80}")
         leaves.append((array[None] if single else array).astype(leaf.dtype, copy=False))
     if len(counts) != 1:
-        raise ValueError(f"the parts of an observation must belong to equally many observations, got {counts}")
+        raise ValueError(
+            f"all parts of an observation must have the same batch size, got {counts} (None = a single observation)"
+        )
     count = counts.pop()
     if count == 0:
         raise ValueError("a batch of observations must hold at least one, got none")

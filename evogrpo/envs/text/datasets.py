@@ -221,7 +221,8 @@ def make_splits(
         held_out_prompts.update(splits[split].keys)
         if not splits[split].rows:
             raise ValueError(
-                f"Every row of {split}_dataset was left out: {filtered[split]}. Raise max_prompt_length or add rows."
+                f"Every row of {split}_dataset was left out: {filtered[split]}. Add rows that are in no other "
+                "split and within max_prompt_length."
             )
     # 2. Held-out splits without a dataset, drawn from train.
     hashes = splits["train"].hashes

@@ -604,8 +604,10 @@ def _choices(answer: Any, count: int) -> list[Mapping[str, Any]]:
     if not isinstance(choices, list) or not all(isinstance(each, Mapping) for each in choices):
         raise ValueError("it has no choices")
     by_index = {choice.get("index"): choice for choice in choices}
-    if len(choices) != count or set(by_index) != set(range(count)):
-        raise ValueError(f"it has {len(choices)} completions for {count} prompts, or repeats an index")
+    if len(choices) != count:
+        raise ValueError(f"it has {len(choices)} completions for {count} prompts")
+    if set(by_index) != set(range(count)):
+        raise ValueError("its completions have wrong indices")
     return [by_index[index] for index in range(count)]
 
 

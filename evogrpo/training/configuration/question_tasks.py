@@ -375,8 +375,10 @@ class DatasetTask(QuestionTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         has_calls = self.environment_factory is not None or bool(self.tools)
-        if has_calls != (self.max_turns is not None):
-            raise ValueError("environment_factory and tools require max_turns, and max_turns one of them")
+        if has_calls and self.max_turns is None:
+            raise ValueError("environment_factory and tools require max_turns, such as max_turns: 4")
+        if not has_calls and self.max_turns is not None:
+            raise ValueError("max_turns requires environment_factory or tools")
         if has_calls and self.form == "agilerl":
             raise ValueError("environment_factory and tools require form: trl")
         if self.dataset.starts is not None and not isinstance(self.environment_factory, str):
