@@ -110,13 +110,18 @@ def saved_base(folder: Path) -> "PreTrainedModel | None":
 
 
 def _unmatched(outline: "PreTrainedModel", weights: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of parameters that are missing, unexpected or of another shape.
+    """Return the names of parameters that are missing, unexpected or of another shape, and refuse large buffers.
+
+    Args:
+        outline: Model of the stored configuration on the meta device, to compare before a model takes memory.
+        weights: The stored weights.
 
     Raises:
         ValueError: If the model's buffers are out of proportion to its weights.
     """
     declared = {name: tuple(value.shape) for name, value in outline.named_parameters()}
     stored = {name: tuple(value.shape) for name, value in weights.items()}
+    # Buffers are not stored, so a forged configuration could ask for huge ones although all parameters match.
     buffers = sum(buffer.nbytes for buffer in outline.buffers())
     check_stored_size(buffers, sum(value.nbytes for value in weights.values()))
     return sorted(name for name in declared.keys() | stored.keys() if declared.get(name) != stored.get(name))

@@ -132,7 +132,7 @@ INFRASTRUCTURE = (
     *("transformers_continuous_batching_config", "use_liger_loss", "use_liger_kernel"),
 )
 """Fields of GRPOConfig that change nothing here."""
-CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")
+GRADIENT_CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")
 SEQUENCE_LOSSES: Mapping[str, tuple[str, str | None]] = {
     "grpo": ("gspo", None),
     "luspo": ("luspo", None),
@@ -176,7 +176,7 @@ def read_trl(source: object) -> SettingsReader:
     trl.check_names([*UNSUPPORTED, *sorted(infrastructure)])
     trl.check_unsupported(UNSUPPORTED)
     trl.ignored.update({name: "only concerns TRL's own infrastructure" for name in trl.given if name in infrastructure})
-    trl.ignore("memory is bounded by micro_batch_tokens, with the same results", *CHECKPOINTING)
+    trl.ignore("memory is bounded by micro_batch_tokens, with the same results", *GRADIENT_CHECKPOINTING)
     trl.ignore("sampling does not use vLLM", "use_vllm")
 
     # 2. Translate those that depend on each other.
@@ -223,7 +223,10 @@ def read_trl(source: object) -> SettingsReader:
 
 
 def _given_fields(source: object) -> dict[str, Any]:
-    """Return fields by name; of a GRPOConfig only those that are translated or differ from their default."""
+    """Return fields by name.
+
+    Of a GRPOConfig, only those that are translated, differ from their default or switch on checkpointing.
+    """
     if isinstance(source, Mapping):
         return dict(source)
     if not dataclasses.is_dataclass(source) or isinstance(source, type):
@@ -232,7 +235,8 @@ def _given_fields(source: object) -> dict[str, Any]:
     for field in dataclasses.fields(source):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         value = getattr(source, field.name)
-        if field.name in FIELDS or value != default or (field.name in CHECKPOINTING and value):
+        # Checkpointing is on by default in TRL but costs time, so the result says that it is ignored here.
+        if field.name in FIELDS or value != default or (field.name in GRADIENT_CHECKPOINTING and value):
             values[field.name] = value
     return values
 

@@ -158,6 +158,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *out_grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Scale the gradients, which `forward` has computed so that logits need not be stored."""
         grads, entropy_grads = ctx.saved_tensors  # type: ignore[attr-defined]
         grad = grads * out_grads[0][:, None].to(grads.dtype)
         if entropy_grads is not None:

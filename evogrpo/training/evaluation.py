@@ -167,15 +167,16 @@ def update_best(run: RunParts, measured: Mapping[int, Measured]) -> int:
     """Compare the best of a generation with the best so far, make it a finalist, and return its slot.
 
     The best is chosen on validation questions if there are any; of equal ones the lowest index, as in
-    `evogrpo.evolution.history.Generation.healthy`.
+    `evogrpo.evolution.history.Generation.healthy`. Finalists are kept only if there is a second validation set. If
+    there are too many, the one with the lowest fitness drops out; of equal ones the newest.
 
     Args:
         run: The run, whose best member and finalists are updated.
         measured: Fitness of the members, by slot.
     """
     population, config, run_state = run.population, run.fitness, run.run_state
-    by = config.validation_measure if config.uses_validation else config.selection_measure
-    fitness = {slot: each.by[by] for slot, each in measured.items() if by in each.by}
+    measure_name = config.validation_measure if config.uses_validation else config.selection_measure
+    fitness = {slot: each.by[measure_name] for slot, each in measured.items() if measure_name in each.by}
     slot = min(fitness, key=lambda slot: (-fitness[slot].mean, population.agents[slot].index, slot))
     best = Best(
         member=population.agents[slot].record(),

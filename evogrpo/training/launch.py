@@ -202,9 +202,11 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
     saved = open_run(run_dir, go_on=True)
     ignored = _check_unchanged(saved, config, path, allow_changed_data=allow_changed_data)
     schedule, run_state = dataclasses.replace(saved.record.schedule, **limits), saved.record.run_state
+    # A complete run has ended and was tested if it has a test. It can continue if no limit, overrides included, is
+    # reached. Runs that stopped within a generation, or before the first has ended, are left to `Limits`.
     ended = None
-    over = run_state.ended is not None and (run_state.tested is not None or schedule.test_questions == 0)
-    if over and run_state.generation > 0 and run_state.step_in_generation == 0:
+    is_complete = run_state.ended is not None and (run_state.tested is not None or schedule.test_questions == 0)
+    if is_complete and run_state.generation > 0 and run_state.step_in_generation == 0:
         ended = schedule.ended_by(
             **run_state.spent(evaluations=schedule.count_evaluations),
             generation=run_state.generation,

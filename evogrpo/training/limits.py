@@ -37,10 +37,13 @@ class Limits:
     def finished(self) -> bool:
         """Return True if no further generation will start; the test may still follow."""
         state = self._run_state
+        # Out of time: end, but first evaluate the learning steps of the generation under way.
         if self._run.clock.expired:
             return not state.step_in_generation
+        # The untrained base has the target fitness already, so there is nothing to train.
         if self._finished_untrained():
             return True
+        # Other limits end a run between generations only; `step_fits` shortens the one under way. At least one runs.
         if state.generation == 0 or state.step_in_generation:
             return False
         return self.ended() is not None

@@ -88,7 +88,7 @@ class RowHyperparameters:
         )
 
 
-MEASURES = ("kl", "entropy", "low", "high", "actions", "approx_kl", "outside")
+ACTION_SUMS = ("kl", "entropy", "low", "high", "actions", "approx_kl", "outside")
 """Sums over a row's actions that a report needs. The last two are NaN for language models."""
 
 
@@ -176,15 +176,19 @@ class ActionLosses:
 
     @torch.no_grad()
     def measure(self, rows: Tensor, update: Update) -> Tensor:
-        """Return sums over each row's actions `[k, 7]` (`MEASURES`), given the scores of an optimizer step.
+        """Return sums over each row's actions, `[k, len(ACTION_SUMS)]`.
 
         The distance to the old policy is the k3 estimate (rho - 1) - log(rho) of KL(old || new), and whether rho is
         outside the clip range.
 
+        Args:
+            rows: `[k]` row indices.
+            update: Log-probabilities, entropies and divergences of these rows in an optimizer step.
+
         Source: Schulman, http://joschu.net/blog/kl-approx.html (k3); `PPO.train` of Stable-Baselines3 2.9.
         """
         log_probs, old = update.log_probs, select_rows(self.training_rows.old, rows)
-        sums = torch.zeros(len(rows), len(MEASURES), dtype=torch.float64, device=log_probs.device)
+        sums = torch.zeros(len(rows), len(ACTION_SUMS), dtype=torch.float64, device=log_probs.device)
         if not len(rows):
             return sums
         mask = select_rows(self.training_rows.outcomes.action_mask, rows)
@@ -208,9 +212,10 @@ class ActionLosses:
             measured["approx_kl"] = excess - log_ratio
             measured["outside"] = (excess < -clip_low) | (excess > clip_high)
         else:
-            sums[:, -2:] = torch.nan
+            for name in ("approx_kl", "outside"):
+                sums[:, ACTION_SUMS.index(name)] = torch.nan
         for name, values in measured.items():
-            sums[:, MEASURES.index(name)] = values.sum(1, dtype=torch.float64)
+            sums[:, ACTION_SUMS.index(name)] = values.sum(1, dtype=torch.float64)
         return sums
 
     def by_loss_type(self, rows: Tensor, compute: Callable[[str, Rows], Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from evogrpo.algorithms.learning.action_loss import MEASURES, ActionLosses, RowHyperparameters
+from evogrpo.algorithms.learning.action_loss import ACTION_SUMS, ActionLosses, RowHyperparameters
 from evogrpo.algorithms.learning.metrics import merge_reports, sample_metrics, sampling_metrics, update_metrics
 from evogrpo.algorithms.learning.step_size import StepSizes
 from evogrpo.algorithms.learning.training_rows import Learner, TrainingRows
@@ -147,7 +147,7 @@ class _LearningStep:
         self._objective = objective = policy.settings.objective
         self._objectives = {slot: objective.of(learner.hyperparameters) for slot, learner in learners.items()}
         self._updates: dict[int, list[UpdateReport]] = {slot: [] for slot in learners}
-        self._sums = torch.zeros(self._bank.size, len(MEASURES), dtype=torch.float64)
+        self._sums = torch.zeros(self._bank.size, len(ACTION_SUMS), dtype=torch.float64)
         self._action_counts = torch.zeros(self._bank.size, dtype=torch.float64)
 
         # 1. Check that the objective fits the batch.
@@ -180,7 +180,7 @@ class _LearningStep:
             training_rows.compute_old(with_kl)
             kl = kl_estimate(objective.kl_estimator, training_rows.old, training_rows.reference)
             kl = torch.where(episodes.action_mask & (per_row.beta > 0), kl, 0.0)
-            self._sums[:, MEASURES.index("kl")].index_add_(0, episodes.member_ids.cpu(), kl.double().sum(1).cpu())
+            self._sums[:, ACTION_SUMS.index("kl")].index_add_(0, episodes.member_ids.cpu(), kl.double().sum(1).cpu())
             kl_penalty = per_row.beta * kl
         self._advantages = compute_advantages(episodes, objective, per_row, self._bank.running_stats, kl_penalty)
         self._gains = training_rows.policy_gains(self._advantages)
@@ -319,7 +319,7 @@ class _LearningStep:
         sampled = episodes.select(own.nonzero()[:, 0]) if bool(own.any()) else episodes
 
         # 1. Metrics of the samples, the updates, the sampler and the samples of other members.
-        sums = dict(zip(MEASURES, self._sums[slot].tolist(), strict=True))
+        sums = dict(zip(ACTION_SUMS, self._sums[slot].tolist(), strict=True))
         metrics = sample_metrics(sampled)
         metrics |= update_metrics(updates, sums, float(self._action_counts[slot]))
         sampler = self._rows.sampler_log_probs

@@ -93,7 +93,7 @@ def update_metrics(steps: Sequence[UpdateReport], sums: Mapping[str, float], cou
 
     Args:
         steps: Reports of the optimizer steps; may be empty.
-        sums: `action_loss.MEASURES`, summed over the actions that had a forward pass.
+        sums: `action_loss.ACTION_SUMS`, summed over the actions that had a forward pass.
         counted: Number of actions in these steps, including those without a forward pass.
     """
     # Means over no actions are NaN, and missing from the report. Clip ratios count actions without a forward pass too:

@@ -308,7 +308,9 @@ class Scoring:
 
 
 def choose_scoring(score: Score, agents: Sequence[str]) -> Scoring:
-    """Return the score that a caller has set.
+    """Convert the argument `score` to a function, its label in reports and its text in the fingerprint.
+
+    A resumed run compares this text to find out if the score has changed.
 
     Args:
         score: See `Score`.
@@ -413,12 +415,16 @@ class PettingZooGroups(SeededGroups):
         # 1. Create an example for the agents, their spaces and the step limit.
         example = make_example(self._create)
         inner = example.unwrapped
-        own = declared_limit(inner) or declared_limit(getattr(inner, "env", None))
-        self._set_limit, limit = max_episode_steps, own if max_episode_steps is None else max_episode_steps
-        self.max_episode_steps, self.uses_default_limit = limit or DEFAULT_MAX_EPISODE_STEPS, limit is None
-        # A limit that an environment declares is enforced only beyond the default limit.
+        declared = declared_limit(inner) or declared_limit(getattr(inner, "env", None))
+        limit = declared if max_episode_steps is None else max_episode_steps
+        self._set_limit = max_episode_steps
+        self.max_episode_steps = limit or DEFAULT_MAX_EPISODE_STEPS
+        self.uses_default_limit = limit is None
+        # JointEnv truncates at a limit that the caller has set. Otherwise the environment should end its episodes
+        # itself, so JointEnv truncates only at the larger of the declared and the default limit: some would never end.
         least = DEFAULT_MAX_EPISODE_STEPS if max_episode_steps is None else 0
         self._enforced_limit = max(least, self.max_episode_steps)
+        # A truncation after this many steps causes a warning.
         self._default_limit = self._enforced_limit if max_episode_steps is None else None
         self.name = str(example)
         known = getattr(example, "possible_agents", None)

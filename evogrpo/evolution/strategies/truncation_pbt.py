@@ -62,20 +62,22 @@ class TruncationPBT(Stateless):
         self, hyperparameters: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator
     ) -> Hyperparameters:
         """Perturb every active hyperparameter, as Ray's `explore` does."""
-        draws = rng.random((3, len(space)))
+        choose, direction, fraction = rng.random((3, len(space)))
 
         def new_value(column: int, name: str) -> Value:
-            resample_draw, direction, fraction = (float(draw) for draw in draws[:, column])
+            quantile = float(fraction[column])
             if is_categorical(name):
-                return other_choice(space[name], getattr(hyperparameters, name), fraction)
+                return other_choice(space[name], getattr(hyperparameters, name), quantile)
             value = hyperparameters.number(name)
-            if resample_draw < self.resample:
-                resampled = uniform_value(name, space[name], fraction)
-                if resampled != value:
+            if choose[column] < self.resample:
+                resampled = uniform_value(name, space[name], quantile)
+                if resampled != value:  # otherwise multiply, as every value must change
                     return resampled
-            return self._multiplied(space[name], value, self.factors[int(direction < 0.5)], integer=is_integer(name))
+            factor = self.factors[int(direction[column] < 0.5)]
+            return self._multiplied(space[name], value, factor, integer=is_integer(name))
 
-        return mutate(hyperparameters, space, new_value, draws[2])
+        # Hyperparameters that become active use their fraction here, as `new_value` is not called for them.
+        return mutate(hyperparameters, space, new_value, fraction)
 
     def _multiplied(self, parameter: RLParameter, value: float, factor: float, *, integer: bool) -> float:
         """Multiply within the range; take a step if the product would not move the value."""

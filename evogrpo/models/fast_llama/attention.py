@@ -100,12 +100,17 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None, kee
 
 
 def _by_torch(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None) -> Tensor:
-    """Compute attention with torch's kernels, which store no scores."""
+    """Compute attention with torch's kernels, which store no scores.
+
+    Arguments are those of `attention`: `kv` key-value heads, `t` tokens of a row that attend, and `wide` = rep * t
+    queries per key-value head, for rep query heads that share it.
+    """
     kv, n, wide, d = q.shape
     rep = wide // t
     # `[kv, n, rep * t, d]` -> `[n, kv * rep, t, d]`, torch's layout; queries are scaled already, so scale=1 below.
     heads = q.view(kv, n, rep, t, d).permute(1, 0, 2, 3, 4).reshape(n, kv * rep, t, d)
     k, v = (x.transpose(0, 1).repeat_interleave(rep, dim=1) for x in (k, v))
+    # Zeros instead of no mask, as torch may choose another kernel without one.
     added = q.new_zeros(1) if bias is None else bias
     mask = added.expand(n, t, k.shape[2])[:, None]
     out = scaled_dot_product_attention(heads, k, v, attn_mask=mask, scale=1.0)

@@ -24,6 +24,9 @@ from evogrpo.models.language.loading import loadable_name
 from evogrpo.models.language.lora import StoredAdapter, peft_files, tensors_file
 from evogrpo.models.language.sampling import sample
 
+REDUCED_LOGITS_ROWS = 256
+"""Tokens whose logits exist at once with `reduce_memory_peak`."""
+
 
 class AdapterBank(AdapterStates):
     """PolicyBank and Sampler of language models: LoRA adapters of all members on one frozen base model.
@@ -123,7 +126,7 @@ class AdapterBank(AdapterStates):
             self.end_ids,
             model_of=self.model_of,
             micro_batch_tokens=micro_batch_tokens,
-            logits_rows=256 if reduce_memory_peak else 1 << 30,
+            logits_rows=REDUCED_LOGITS_ROWS if reduce_memory_peak else 1 << 30,
         )
 
     def model_of(self, policy: PolicyVersion, slot: int) -> CausalModel:

@@ -376,31 +376,31 @@ class CausalModel:
         return ids, mask, layers
 
     def decode(
-        self, prefix: Prefix | Prompts, rows: Tensor, slots: Tensor, room: int, make_hook: HookFactory
+        self, prefix: Prefix | Prompts, prompt_of: Tensor, slots: Tensor, room: int, make_hook: HookFactory
     ) -> Decoding:
         """Start decoding.
 
         Args:
             prefix: Result of `prefix` or `resume`.
-            rows: `[n]` prompt of each row.
+            prompt_of: `[n]` prompt of each row.
             slots: `[n]` slot of each row, sorted.
             room: Maximum number of calls of `Decoding.advance`.
             make_hook: Hooks of the policy version.
         """
         if isinstance(prefix, Prompts):
-            return PlainDecoding(self.run, prefix, rows, slots, make_hook)
+            return PlainDecoding(self.run, prefix, prompt_of, slots, make_hook)
         if self._fast is not None:
             passes = self._fast
 
             def begin(some: Tensor) -> Decoding:
-                return FastDecoding(passes, prefix, rows[some], slots[some], room, make_hook)
+                return FastDecoding(passes, prefix, prompt_of[some], slots[some], room, make_hook)
 
             # Run rows with equal tokens so far as one. On a GPU, finding them would synchronise at every token. In
             # lockstep, passes must not depend on the tokens of a rank.
             if self.device.type == "cpu" and not self.lockstep:
-                return shared_prefix_decoding(begin, rows)
-            return begin(torch.arange(len(rows), device=self.device))
-        return CachedDecoding(self.run, prefix, rows, slots, room, make_hook)
+                return shared_prefix_decoding(begin, prompt_of)
+            return begin(torch.arange(len(prompt_of), device=self.device))
+        return CachedDecoding(self.run, prefix, prompt_of, slots, room, make_hook)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits `[m, v]` of hidden states `[m, h]`, without gradient."""

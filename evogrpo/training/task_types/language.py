@@ -15,6 +15,7 @@ from evogrpo.envs.text.huggingface_gym import SAMPLE_COMPLETIONS, Preflight, Pro
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.evolution.strategies import Leader
 from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS, available_device
+from evogrpo.models.language.bank import REDUCED_LOGITS_ROWS
 from evogrpo.models.language.compatibility import check_causal_class, check_context, check_token_ids, context_of
 from evogrpo.models.language.fsdp import check_sharding, shard_count
 from evogrpo.models.language.full_finetuning import AllWeights, choose_trained
@@ -65,6 +66,14 @@ SAVINGS = (
     "population.size, agent.micro_batch_tokens, agent.max_output_tokens or agent.max_episode_tokens, or take a smaller "
     "model"
 )
+
+
+VECTORS_BESIDE_MEMBERS = 5
+"""Float32 vectors as long as one member's weights: three of the best one so far (weights and two moments), the first
+weights, one gradient."""
+
+VECTORS_OF_EXPORT = 12
+"""Estimated number of such vectors while the best member is exported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,8 +333,8 @@ def peak_memory(
     kept = 3 + (agent.objective.reference == "snapshot")  # weights, two moments and a reference
     return Memory(
         base=base,
-        members=(kept * members + 5 + max(kept * members, 12)) * weights * FLOAT,
-        learning=learning_bytes(model, budget, 256 if agent.reduce_memory_peak else budget, precision)
+        members=(kept * members + VECTORS_BESIDE_MEMBERS + max(kept * members, VECTORS_OF_EXPORT)) * weights * FLOAT,
+        learning=learning_bytes(model, budget, REDUCED_LOGITS_ROWS if agent.reduce_memory_peak else budget, precision)
         + members * weights * FLOAT,
         sampling=sampling_bytes(model, cached, precision),
     )
