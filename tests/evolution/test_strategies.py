@@ -372,7 +372,7 @@ def test_choices_become_births_retirements_and_founders():
         ({"parents": (0, 1, 2), "reasons": ("",) * 3}, "for 4 slots after generation 1, got one for 3"),
         ({"parents": (0, 1, 2, None)}, r"healthy members, \[0, 2\]"),
         ({"parents": (0, 0, 2, None), "children": (born(1, 101, 10),)}, r"indices from 100, got \[101\]"),
-        ({"parents": (0, 0, 2, None), "children": (born(1, 100, 16),)}, "state of member 10, but its parent is member 16"),
+        ({"parents": (0, 0, 2, None), "children": (born(1, 100, 16),)}, "its parent is member 16"),
         ({"parents": (0, 0, 2, None), "children": (born(1, 100, 10, 5),)}, r"got 5 \(member 100\): use one of 2, 3, 4"),
         ({"samples_per_step": 50}, r"group_size must divide samples_per_step=50.*member 1\d\): use one of 2, 5, 10"),
         ({"samples": (-8, 0, 8, 0)}, "samples must"),
