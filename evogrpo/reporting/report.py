@@ -260,9 +260,14 @@ def _chart_figure(chart: Chart, run: RunCharts, details: Mapping[tuple[int, int]
     whole_numbers = {"dtick": 1} if max(ends) - min(ends) < 9 else {"nticks": 9}
     limits = [math.log10(limit) if chart.log else limit for limit in chart.limits]
     grid = {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False}
-    ticks: dict[str, Any] = {"dtick": "D2"} if chart.log else {"nticks": 6}
-    if chart.ticks:
-        ticks = {"tickvals": chart.ticks, "ticktext": chart.names or [number_text(tick) for tick in chart.ticks]}
+    values = chart.ticks
+    if chart.log and not values:  # plotly would label 0.02 as "2"
+        steps = (1, 2, 5) if limits[1] - limits[0] < 3 else (1,)
+        powers = range(math.floor(limits[0]), math.ceil(limits[1]))
+        values = tuple(step * 10.0**power for power in powers for step in steps)
+    ticks: dict[str, Any] = {"nticks": 6}
+    if values:
+        ticks = {"tickvals": values, "ticktext": chart.names or [number_text(value) for value in values]}
     figure.update_layout(
         title={"text": f"<b>{chart.title}</b> {chart.unit}", "font": {"size": 13}, "x": 0.01},
         xaxis={"title": {"text": chart.x_title, "standoff": 4}, **whole_numbers, **grid},

@@ -135,6 +135,16 @@ def test_the_fitness_chart_has_all_results(tmp_path, fake_run):
         assert f"<b>#{result.index}</b> in generation {result.generation}<br>" in hovers
 
 
+def test_ticks_of_a_logarithmic_axis_show_whole_values(tmp_path, fake_run):
+    """Plotly would label 2e-5 as "2"."""
+    summary = summarise(read_journal(fake_run(tmp_path, size=5, generations=7) / "journal.jsonl"))
+    charts = json.loads(Page(html_page(summary)).scripts[0])
+    logarithmic = [axis for chart in charts.values() if (axis := chart["layout"]["yaxis"])["type"] == "log"]
+    assert logarithmic
+    for axis in logarithmic:
+        assert axis["ticktext"] == [number_text(value) for value in axis["tickvals"]]
+
+
 def test_the_page_shows_the_run(tmp_path, fake_run):
     page = page_of(fake_run(tmp_path, size=4, generations=5, seed=3))
     summary = summarise(read_journal(tmp_path / "journal.jsonl"))

@@ -208,7 +208,7 @@ class LoraTargets:
 
     @property
     def description(self) -> str:
-        """What each member is."""
+        """Words for each member in the plan of a run."""
         return f"each a LoRA adapter of rank {self.rank}"
 
     def summary(self, model: nn.Module) -> str:
