@@ -39,7 +39,6 @@ class VLLMServer:
 
     Args:
         model: The base; each server needs its own.
-        max_loras: Number of adapters in a batch.
         max_lora_rank: Largest rank.
         processed: Log-probabilities after temperature and truncation; False = raw ones.
         runtime_updates: Adapters can be loaded.
@@ -56,14 +55,13 @@ class VLLMServer:
         self,
         model: PreTrainedModel,
         *,
-        max_loras: int = 8,
         max_lora_rank: int = 16,
         processed: bool = True,
         runtime_updates: bool = True,
         sees_files: bool = True,
         lora_config: LoraConfig = RANK_3,
     ) -> None:
-        self.model, self.max_loras, self.max_lora_rank = model, max_loras, max_lora_rank
+        self.model, self.max_lora_rank = model, max_lora_rank
         self.processed, self.runtime_updates, self.sees_files = processed, runtime_updates, sees_files
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.fault: Fault | None = None
@@ -82,7 +80,7 @@ class VLLMServer:
     def start(self) -> None:
         """Serve, without adapters; after `stop` on the same port."""
         server = self
-        self.adapters, self._banks, self._has_sampled = {}, {}, False
+        self.adapters, self._banks = {}, {}
 
         class Handler(BaseHTTPRequestHandler):
             def log_message(self, *args: Any) -> None:
@@ -127,10 +125,6 @@ class VLLMServer:
     def get(self, path: str) -> tuple[int, bytes]:
         if path == "/health":
             return 200, b""
-        if path == "/metrics":
-            labels = f'max_lora="{self.max_loras}",running_lora_adapters="",waiting_lora_adapters=""'
-            line = f"vllm:lora_requests_info{{{labels}}} 1.0\n" if self._has_sampled else ""
-            return 200, f"# TYPE vllm:lora_requests_info gauge\n{line}".encode()
         if path == "/v1/models":
             cards = [{"id": BASE, "root": BASE, "parent": None, "max_model_len": 128}]
             cards += [{"id": name, "root": folder, "parent": BASE} for name, folder in self.adapters.items()]
@@ -155,7 +149,6 @@ class VLLMServer:
             return _error(400, "Parameter 'cache_salt' must be at most 128 characters and must not contain '@', '/'.")
         with self._lock:
             answer = self._complete(body)
-        self._has_sampled = True
         time.sleep(self.delay)
         if self.fault is not None:
             changed = self.fault(body, answer)

@@ -7,21 +7,21 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import threading
 import time
+import urllib.error
 import urllib.parse
+import urllib.request
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import closing, suppress
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Annotated, Any, TypeVar
 
 import torch
+from pydantic import BaseModel, Field, StrictInt, ValidationError
 from safetensors.torch import save_file
 
 from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs
@@ -35,22 +35,15 @@ from evogrpo.text import printable, shorten
 
 ROWS_PER_REQUEST = 512
 """Maximum prompts of a request. vLLM refuses more than 1,024 by default."""
-MAX_THREADS = 64
-"""Maximum requests under way at once."""
-MAX_RESTARTS = 3
-"""Number of times that lost adapters are loaded again while the same rows are sampled."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for --max-lora-rank."""
-MEAN_DIFFERENCE, MAX_DIFFERENCE = 0.05, 2.0
-"""Largest differences between log-probabilities of server and trainer, in nats: on average for a base in float32, and
-for each token in half precision."""
 PROBE, PROBE_ROWS, PROBE_TOKENS, PROBE_TEMPERATURE = tuple(range(32, 40)), 8, 16, 2.0
-"""Prompt of the check at the start, completions at each of two temperatures, their length, the second temperature."""
-LARGEST_ANSWER = 1 << 24
-"""Maximum bytes of an answer without completions."""
-BYTES_PER_TOKEN = 512
-"""Maximum bytes of a token in an answer: its text, id and log-probability."""
-_MAX_LORA = re.compile(r'vllm:lora_requests_info\{[^}]*max_lora="(\d+)"')
+"""Prompt, completions, their length and the temperature of the check at the start. Raw log-probabilities would be those
+of temperature 1."""
+EXACT_DIFFERENCE, HALF_PRECISION_DIFFERENCE = 0.05, 0.5
+"""Largest mean difference between log-probabilities of server and trainer, in nats, by the precision of the base."""
+
+T = TypeVar("T", bound=BaseModel)
 
 
 class VLLMError(SamplerError):
@@ -58,10 +51,6 @@ class VLLMError(SamplerError):
 
 
 NO_FULL_WEIGHTS = "vLLM samples LoRA adapters only. Leave out full_finetuning, or the sampler."
-
-
-class _LostAdapterError(Exception):
-    """The server does not know the adapter, most often because it was restarted."""
 
 
 def vllm_command(
@@ -139,11 +128,16 @@ class VLLMSampler:
             raise ValueError(NO_FULL_WEIGHTS)
         if processes().size > 1:
             raise ValueError(f"VLLMSampler supports one process, got {processes().size}. Start a single process.")
-        self._bank, self._versions = bank, {}
-        for slot in range(bank.size):
-            self._write(slot, bank.changes[slot])
+        self._bank, self._versions = bank, dict(enumerate(bank.changes))
         for server in self._servers:
-            self._prepare(server)
+            bases = [name for name, parent in server.models(threading.Event()).items() if parent is None]
+            if not bases:
+                raise self._refused(server, "lists no base model")
+            server.base = bases[0]
+            self._check_log_probs(server)
+        for slot in range(bank.size):
+            self._write(slot)
+        _run([partial(self._load, slot, version) for slot, version in self._versions.items()], NEVER)
 
     def sync(self, slots: Sequence[int]) -> None:
         """Load the adapters of these slots again, if their weights have changed.
@@ -152,11 +146,10 @@ class VLLMSampler:
             VLLMError: If a server does not load an adapter. It is loaded in the next call.
         """
         bank = self._connected()
-        changed = [slot for slot in slots if self._versions.get(slot) != bank.changes[slot]]
-        tasks = [partial(self._replace, slot, bank.changes[slot]) for slot in changed]
+        changed = [slot for slot in slots if self._versions[slot] != bank.changes[slot]]
         for slot in changed:  # here, because a bank is not made for several threads
-            self._write(slot, bank.changes[slot])
-        _run(tasks, NEVER)
+            self._write(slot)
+        _run([partial(self._replace, slot, bank.changes[slot]) for slot in changed], NEVER)
 
     def sample(
         self, rows: SamplingBatch, *, base: bool = False, on_finished: FinishedCallback | None = None
@@ -169,199 +162,152 @@ class VLLMSampler:
             VLLMError: If a server does not answer in time or its answer is invalid.
         """
         groups: dict[tuple[int | None, float], list[int]] = {}
-        kinds = zip(rows.member_ids.tolist(), rows.temperature.tolist(), strict=True)
-        for row, (slot, temperature) in enumerate(kinds):
-            groups.setdefault((None if base else slot, temperature), []).append(row)
-        requests = []
-        for (member, temperature), numbers in groups.items():
+        slots = [None] * len(rows) if base else rows.member_ids.tolist()
+        for row, kind in enumerate(zip(slots, rows.temperature.tolist(), strict=True)):
+            groups.setdefault(kind, []).append(row)
+        requests: list[_Request] = []
+        for (slot, _), numbers in groups.items():
             # All servers have the base, so they share its rows.
             size = min(ROWS_PER_REQUEST, math.ceil(len(numbers) / len(self._servers)) if base else len(numbers))
             for start in range(0, len(numbers), size):
-                server = self._server_of(start // size if member is None else member)
-                part = tuple(numbers[start : start + size])
-                requests.append(_Request(server=server, slot=member, temperature=temperature, rows=part))
+                server = self._server_of(start // size if slot is None else slot)
+                requests.append((server, slot, numbers[start : start + size]))
         return self._sample(rows, requests, on_finished)
-
-    # ---- the servers
 
     def _connected(self) -> AdapterBank:
         if self._bank is None:
             raise ValueError("The sampler has no members. Pass it to population.sample_with.")
         return self._bank
 
+    # ---- adapters and servers
+
     def _server_of(self, slot: int) -> "_Server":
         return self._servers[slot % len(self._servers)]
 
     def _name(self, slot: int, version: int) -> str:
+        """Return the name of an adapter on the server, and of its folder."""
         return f"evogrpo-{self._id}-{slot}-{version}"
 
-    def _adapter_folder(self, slot: int, version: int) -> Path:
-        return self._folder / f"slot_{slot}" / f"version_{version}"
-
-    def _write(self, slot: int, version: int) -> None:
-        """Write a member in PEFT's format to the folder of this version."""
-        tensors, config = self._connected().peft_files(slot)
-        folder = self._adapter_folder(slot, version)
+    def _write(self, slot: int) -> None:
+        """Write a member in PEFT's format to the folder of its current version."""
+        bank = self._connected()
+        tensors, config = bank.peft_files(slot)
+        folder = self._folder / self._name(slot, bank.changes[slot])
         folder.mkdir(parents=True, exist_ok=True)
         save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "adapter_model.safetensors")
         (folder / "adapter_config.json").write_bytes(config)
-        self._versions.setdefault(slot, version)
 
-    def _replace(self, slot: int, version: int, abort: "_Abort") -> None:
+    def _replace(self, slot: int, version: int, ended: threading.Event) -> None:
         """Unload a member's old adapter and load the new one."""
-        server, old = self._server_of(slot), self._versions[slot]
+        old = self._name(slot, self._versions[slot])
         # `load_inplace` is not used: vLLM stores it with the adapter and then reads the files again for every batch.
         # An old adapter that is missing was evicted, or lost in a restart; both are fine.
-        server.call("/v1/unload_lora_adapter", {"lora_name": self._name(slot, old)}, abort=abort, final=True)
-        self._load(server, slot, version, abort)
+        self._server_of(slot).call("/v1/unload_lora_adapter", {"lora_name": old}, ended=ended, final=True)
+        self._load(slot, version, ended)
         self._versions[slot] = version
-        shutil.rmtree(self._adapter_folder(slot, old), ignore_errors=True)
+        shutil.rmtree(self._folder / old, ignore_errors=True)
 
-    def _load(self, server: "_Server", slot: int, version: int, abort: "_Abort") -> None:
-        name, path = self._name(slot, version), str(self._adapter_folder(slot, version))
-        body = {"lora_name": name, "lora_path": path}
-        status, content = server.call("/v1/load_lora_adapter", body, abort=abort, final=True)
+    def _load(self, slot: int, version: int, ended: threading.Event) -> None:
+        server, name = self._server_of(slot), self._name(slot, version)
+        body = {"lora_name": name, "lora_path": str(self._folder / name)}
+        status, content = server.call("/v1/load_lora_adapter", body, ended=ended, final=True)
         # A repeated request fails if the first one was carried out.
-        if status != http.HTTPStatus.OK and name not in server.models(abort):
-            raise VLLMError(f"{server.url} did not load {path}: {_text(content)}.{self._advice(server)}")
-
-    def _prepare(self, server: "_Server") -> None:
-        """Check a server that was started or restarted, and load all of its adapters."""
-        abort = _Abort()
-        # 1. The base is the model that no other one is the parent of.
-        listed = server.models(abort)
-        bases = [name for name, parent in listed.items() if parent is None]
-        if not bases:
-            raise VLLMError(f"{server.url} lists no base model.{self._advice(server)}")
-        server.base = bases[0]
-        # 2. Its base and its log-probabilities are the trainer's.
-        self._check_log_probs(server)
-        # 3. It takes the adapters of all of its members.
-        own = [slot for slot in self._versions if self._server_of(slot) is server]
-        missing = [slot for slot in own if self._name(slot, self._versions[slot]) not in listed]
-        _run([partial(self._load, server, slot, self._versions[slot]) for slot in missing], NEVER)
-        status, content = server.call("/metrics", abort=abort)
-        found = _MAX_LORA.search(content.decode(errors="replace")) if status == http.HTTPStatus.OK else None
-        if found is not None and int(found[1]) < len(own):
-            raise VLLMError(
-                f"{server.url} has {found[1]} LoRA slots for {len(own)} members. Each member needs one."
-                f"{self._advice(server)}"
-            )
+        if status != http.HTTPStatus.OK and name not in server.models(ended):
+            raise self._refused(server, f"did not load {body['lora_path']}: {_text(content)}")
 
     def _check_log_probs(self, server: "_Server") -> None:
-        """Score a sampled text with server and trainer, at temperature 1 and at another one."""
-        bank, count = self._connected(), 2 * PROBE_ROWS
-        # 1. Sample from the base.
-        zeros, every = torch.zeros(count, dtype=torch.long), torch.arange(count)
+        """Sample a text from the base on the server, and score it with the trainer."""
+        # 1. Sample.
+        bank, zeros = self._connected(), torch.zeros(PROBE_ROWS, dtype=torch.long)
         rows = SamplingBatch(
             prompts=(tuple(token % vocabulary_of(bank.base.model) for token in PROBE),),
             prompt_ids=zeros,
             member_ids=zeros,
-            temperature=torch.where(every < PROBE_ROWS, 1.0, PROBE_TEMPERATURE),
+            temperature=torch.full((PROBE_ROWS,), PROBE_TEMPERATURE),
             max_new_tokens=PROBE_TOKENS,
         )
-        requests = [
-            _Request(server=server, slot=None, temperature=temperature, rows=tuple(part.tolist()))
-            for temperature, part in zip((1.0, PROBE_TEMPERATURE), every.chunk(2), strict=True)
-        ]
-        rollout = self._sample(rows, requests, None)
-        # 2. Score the same tokens with the trainer, also at temperature 1 throughout.
+        rollout = self._sample(rows, [(server, None, list(range(PROBE_ROWS)))], None)
+        # 2. Score the same tokens.
         device = bank.base.device
-        inputs = TokenInputs(
-            prompts=rows.prompts, prompt_ids=zeros.to(device), temperature=rows.temperature.to(device), min_new_tokens=0
-        )
+        present, zeros = rollout.present.to(device), zeros.to(device)
         batch = Batch(
-            inputs=inputs,
+            inputs=TokenInputs(
+                prompts=rows.prompts, prompt_ids=zeros, temperature=rows.temperature.to(device), min_new_tokens=0
+            ),
             actions=rollout.actions.to(device),
-            present=rollout.present.to(device),
-            action_mask=rollout.present.to(device),
-            rewards=torch.zeros(count, device=device),
-            group_ids=zeros.to(device),
-            member_ids=zeros.to(device),
+            present=present,
+            action_mask=present,
+            rewards=torch.zeros(PROBE_ROWS, device=device),
+            group_ids=zeros,
+            member_ids=zeros,
         )
-        raw_batch = replace(batch, inputs=replace(inputs, temperature=torch.ones(count, device=device)))
-        processed, raw = (bank.log_probs(each, base=True).cpu() for each in (batch, raw_batch))
-        # 3. At temperature 1 both kinds are equal, so a difference is one of the models.
-        cold, warm = (rollout.log_probs - processed).abs().split(PROBE_ROWS)
-        cold, warm = cold[rollout.present[:PROBE_ROWS]], warm[rollout.present[PROBE_ROWS:]]
-        mean, largest = float(cold.mean()), float(cold.max())
+        scored = bank.log_probs(batch, base=True).cpu()
+        # 3. Compare.
+        difference = float((rollout.log_probs - scored)[rollout.present].abs().mean())
         exact = bank.base.exact and not is_quantised(bank.base.model)
-        if mean > MEAN_DIFFERENCE if exact else largest > MAX_DIFFERENCE:
-            raise VLLMError(
-                f"{server.url} serves {printable(shorten(str(server.base), 200))}, whose log-probabilities differ from "
-                f"the trainer's base model by {mean:.3g} nats on average and {largest:.3g} at most. Serve the same "
-                f"model{' in float32' if exact else ''}.{self._advice(server)}"
-            )
-        to_raw = (rollout.log_probs - raw).abs()[PROBE_ROWS:][rollout.present[PROBE_ROWS:]]
-        if float(to_raw.mean()) + MEAN_DIFFERENCE < float(warm.mean()):
-            raise VLLMError(
-                f"{server.url} returns raw log-probabilities. --logprobs-mode must be processed_logprobs."
-                f"{self._advice(server)}"
+        if difference > (EXACT_DIFFERENCE if exact else HALF_PRECISION_DIFFERENCE):
+            raise self._refused(
+                server,
+                f"serves {printable(shorten(server.base, 200))} with log-probabilities that differ from those of the "
+                f"trainer's base model by {difference:.3g} nats on average. Serve the same model"
+                f"{' in float32' if exact else ''}, with --logprobs-mode processed_logprobs",
             )
 
-    def _advice(self, server: "_Server") -> str:
-        """Return a sentence with the command that starts the server as this population needs it."""
+    def _refused(self, server: "_Server", problem: str) -> VLLMError:
+        """Return an error with the command that starts the server as this population needs it."""
         bank = self._connected()
-        members = sum(self._server_of(slot) is server for slot in range(bank.size))
-        dtype = next(bank.base.model.parameters()).dtype
-        return " Start it with: " + vllm_command(
+        dtype = torch.bfloat16 if is_quantised(bank.base.model) else next(bank.base.model.parameters()).dtype
+        command = vllm_command(
             loadable_name(bank.base.model) or "MODEL",
-            members=max(1, members),
+            members=max(1, sum(self._server_of(slot) is server for slot in range(bank.size))),
             rank=bank.trained.rank,
-            dtype=str(torch.bfloat16 if is_quantised(bank.base.model) else dtype).removeprefix("torch."),
+            dtype=str(dtype).removeprefix("torch."),
             url=server.url,
         )
+        return VLLMError(f"{server.url} {problem}. Start it with: {command}")
 
     # ---- completions
 
     def _sample(
         self, rows: SamplingBatch, requests: "Sequence[_Request]", on_finished: FinishedCallback | None
     ) -> Rollout:
-        """Send the requests, again after a restart of their server, and collect the completions."""
+        """Send the requests and collect the completions."""
         bank, width = self._connected(), rows.max_new_tokens
         actions = torch.full((len(rows), width), bank.base.pad_id)
         log_probs, lengths = torch.zeros(len(rows), width), torch.zeros(len(rows), dtype=torch.long)
         counter = rows.stop.progress("writing", len(rows), "completions")
-        sent = list(requests)
 
-        def collect(number: int, completions: "list[tuple[list[int], list[float]]]") -> None:
-            request = sent[number]
-            for row, (tokens, values) in zip(request.rows, completions, strict=True):
-                actions[row, : len(tokens)] = torch.tensor(tokens)
-                if request.temperature:  # a greedy token is certain
-                    log_probs[row, : len(values)] = torch.tensor(values)
-                lengths[row] = len(tokens)
-            counter.add(len(request.rows))
+        def collect(number: int, choices: "Sequence[_Choice]") -> None:
+            numbers = requests[number][2]
+            for row, choice in zip(numbers, choices, strict=True):
+                length = lengths[row] = len(choice.token_ids)
+                actions[row, :length] = torch.tensor(choice.token_ids)
+                if rows.temperature[row]:  # a greedy token is certain
+                    log_probs[row, :length] = torch.tensor(choice.logprobs.token_logprobs).clamp(max=0.0)
+            counter.add(len(numbers))
             if on_finished is not None:
-                on_finished(request.rows, [tokens for tokens, _ in completions])
+                on_finished(numbers, [choice.token_ids for choice in choices])
 
-        for _ in range(1 + MAX_RESTARTS):
-            lost = _run([partial(self._complete, request, rows) for request in sent], rows.stop, collect)
-            sent = [sent[number] for number in lost]
-            for server in {request.server.url: request.server for request in sent}.values():
-                self._prepare(server)
-            if not sent:
-                break
-        else:
-            raise VLLMError(f"{sent[0].server.url} lost its adapters {MAX_RESTARTS + 1} times. See its log.")
+        _run([partial(self._complete, rows, *request) for request in requests], rows.stop, collect)
         present = torch.arange(width) < lengths[:, None]
         ended = (torch.isin(actions, bank.end_ids.cpu()) & present).any(1)
         return Rollout(actions=actions, present=present, log_probs=log_probs, truncated=~ended, exact=False)
 
     def _complete(
-        self, request: "_Request", rows: SamplingBatch, abort: "_Abort"
-    ) -> list[tuple[list[int], list[float]]]:
-        """Return tokens and log-probabilities of the rows of one request."""
-        bank, server, options, slot = self._connected(), request.server, rows.options, request.slot
+        self, rows: SamplingBatch, server: "_Server", slot: int | None, numbers: Sequence[int], ended: threading.Event
+    ) -> "list[_Choice]":
+        """Return the completions of some rows, all of one member (None: the base) and temperature."""
+        # 1. Send the request; load the adapter again if the server was restarted.
+        bank, options = self._connected(), rows.options
         ids, histories, ends = rows.prompt_ids.tolist(), rows.history, bank.end_ids.tolist()
-        prompts = [[*rows.prompts[ids[row]], *(() if histories is None else histories[row])] for row in request.rows]
         name = server.base if slot is None else self._name(slot, self._versions[slot])
+        shortest, longest = min(rows.min_new_tokens, rows.max_new_tokens), rows.max_new_tokens
         body: dict[str, Any] = {
             "model": name,
-            "prompt": prompts,
-            "max_tokens": rows.max_new_tokens,
-            "min_tokens": min(rows.min_new_tokens, rows.max_new_tokens),
-            "temperature": request.temperature,
+            "prompt": [[*rows.prompts[ids[row]], *(() if histories is None else histories[row])] for row in numbers],
+            "max_tokens": longest,
+            "min_tokens": shortest,
+            "temperature": float(rows.temperature[numbers[0]]),
             "top_k": options.top_k,
             "top_p": options.top_p,
             "min_p": options.min_p,
@@ -375,68 +321,61 @@ class VLLMSampler:
             # A prefix cached with old weights is never used. vLLM refuses salts with a slash, as names of bases have.
             "cache_salt": self._id if slot is None else name,
         }
-        length = sum(map(len, prompts)) + len(prompts) * rows.max_new_tokens
-        limit = LARGEST_ANSWER + BYTES_PER_TOKEN * length
-        status, content = server.call("/v1/completions", body, abort=abort, limit=limit)
+        status, content = server.call("/v1/completions", body, ended=ended)
         if status == http.HTTPStatus.NOT_FOUND and slot is not None:
-            raise _LostAdapterError
+            self._load(slot, self._versions[slot], ended)
+            status, content = server.call("/v1/completions", body, ended=ended)
         if status != http.HTTPStatus.OK:
             raise VLLMError(f"{server.url} refused to sample: {_text(content)}")
-        check = partial(
-            _completion,
-            vocabulary=vocabulary_of(bank.base.model),
-            ends=frozenset(ends),
-            shortest=body["min_tokens"],
-            longest=rows.max_new_tokens,
-        )
-        try:
-            return [check(choice) for choice in _choices(_json(content), len(prompts))]
-        except ValueError as error:
-            raise VLLMError(f"{server.url} returned an invalid answer: {error}") from error
+        # 2. Check the answer.
+        choices = sorted(server.parsed(_Completions, content).choices, key=lambda choice: choice.index)
+        if [choice.index for choice in choices] != list(range(len(numbers))):
+            raise VLLMError(f"{server.url} returned {len(choices)} completions for {len(numbers)} prompts.")
+        vocabulary = vocabulary_of(bank.base.model)
+        for choice in choices:
+            tokens, values = choice.token_ids, choice.logprobs.token_logprobs
+            places = [place for place, token in enumerate(tokens) if token in ends]
+            # A completion ends with its only end token, or has the maximum length.
+            whole = len(tokens) == longest if not places else places[0] == len(tokens) - 1 >= shortest
+            if len(values) != len(tokens) or max(tokens) >= vocabulary or not whole:
+                raise VLLMError(
+                    f"{server.url} returned a completion of {len(tokens)} tokens, {len(values)} log-probabilities and "
+                    f"end tokens at {places}, but {shortest} to {longest} tokens up to the first end token were "
+                    "requested. Check its --max-model-len."
+                )
+        return choices
+
+
+_Request = tuple["_Server", int | None, list[int]]
+"""Server, slot (None: the base) and row numbers of a request; the rows have one temperature."""
 
 
 # ---- HTTP
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Request:
-    """Rows of one member (None: the base) and one temperature, and their server."""
-
-    server: "_Server"
-    slot: int | None
-    temperature: float
-    rows: tuple[int, ...]
+class _Scores(BaseModel):
+    token_logprobs: list[Annotated[float, Field(lt=1e-3, allow_inf_nan=False)]]
 
 
-class _Abort:
-    """Ends the requests of other threads: shuts their sockets down and prevents further attempts.
+class _Choice(BaseModel):
+    """A completion in an answer: token ids and their log-probabilities, in the order of the prompts by `index`."""
 
-    Attributes:
-        event: Set if requests must end.
-    """
+    index: int
+    token_ids: Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(min_length=1)]
+    logprobs: _Scores
 
-    def __init__(self) -> None:
-        self.event, self._lock, self._sockets = threading.Event(), threading.Lock(), set[socket.socket]()
 
-    def request(self) -> None:
-        """End all requests."""
-        with self._lock:
-            self.event.set()
-            for each in self._sockets:
-                with suppress(OSError):  # the other side may have closed it
-                    each.shutdown(socket.SHUT_RDWR)
+class _Completions(BaseModel):
+    choices: list[_Choice]
 
-    def add(self, connected: socket.socket) -> None:
-        """Add the socket of a request; ConnectionAbortedError if requests must end."""
-        with self._lock:
-            if self.event.is_set():
-                raise ConnectionAbortedError("the request was ended")
-            self._sockets.add(connected)
 
-    def discard(self, connected: socket.socket) -> None:
-        """Remove a socket."""
-        with self._lock:
-            self._sockets.discard(connected)
+class _Model(BaseModel):
+    id: str
+    parent: str | None = None
+
+
+class _Models(BaseModel):
+    data: list[_Model]
 
 
 class _Server:
@@ -448,203 +387,107 @@ class _Server:
     """
 
     def __init__(self, url: str, timeout: float) -> None:
-        parts = urllib.parse.urlsplit(url if isinstance(url, str) else "")
-        try:
-            port = parts.port
-        except ValueError:
-            port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1 or parts.query or parts.fragment:
+        if not isinstance(url, str) or not re.fullmatch(r"https?://[\w.:\[\]-]+(/[^?#\s]*)?", url):
             raise ValueError(f'url must look like "http://127.0.0.1:8000", got {url!r}.')
-        self.url, self.base = url.rstrip("/"), ""
-        self._https, self._host, self._port = parts.scheme == "https", parts.hostname, port
-        self._path, self._timeout = parts.path.rstrip("/"), timeout
+        self.url, self.base, self._timeout = url.rstrip("/"), "", timeout
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy
 
     def call(
-        self,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        *,
-        abort: _Abort,
-        limit: int = LARGEST_ANSWER,
-        final: bool = False,
+        self, path: str, body: Mapping[str, Any] | None = None, *, ended: threading.Event, final: bool = False
     ) -> tuple[int, bytes]:
         """Return status and content of the answer to a request, repeated while the server does not answer.
 
         Args:
             path: Path of the endpoint.
             body: Sent as JSON with POST; None = GET.
-            abort: Ends the request from another thread.
-            limit: Maximum bytes of the answer.
+            ended: Set if the answer is no longer needed.
             final: Return status 500 and above too, instead of repeating the request.
 
         Raises:
-            VLLMError: If there is no answer in time, or it is too long.
+            VLLMError: If there is no answer in time.
         """
-        content = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("VLLM_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        sent = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, sent, headers)
         deadline, pause = time.monotonic() + self._timeout, 0.05
         while True:
-            left = deadline - time.monotonic()
+            seconds = max(0.1, min(deadline - time.monotonic(), self._timeout / 2))
             try:
-                status, answer = self._attempt(path, content, abort, limit, max(0.1, min(left, self._timeout / 2)))
+                try:
+                    response = self._opener.open(request, timeout=seconds)
+                except urllib.error.HTTPError as answer:  # an answer with a status of 400 or above
+                    response = answer
+                with response:
+                    status, content = response.status, response.read()
                 if status < http.HTTPStatus.INTERNAL_SERVER_ERROR or final:
-                    return status, answer
-                problem = f"status {status}: {_text(answer)}"
+                    return status, content
+                problem = f"status {status}: {_text(content)}"
             except (OSError, http.client.HTTPException) as error:
                 problem = str(error) or type(error).__name__
-            left = deadline - time.monotonic()
-            if left < pause or abort.event.wait(pause):
+            if deadline - time.monotonic() < pause or ended.wait(pause):
                 raise VLLMError(
                     f"The vLLM server at {self.url} gave no answer within {self._timeout:g} seconds "
                     f"({printable(shorten(problem, 500))}). Start it again, or raise timeout."
                 )
             pause = min(2 * pause, 2.0)
 
-    def _attempt(
-        self, path: str, content: bytes | None, abort: _Abort, limit: int, seconds: float
-    ) -> tuple[int, bytes]:
-        deadline = time.monotonic() + seconds
-        kind = http.client.HTTPSConnection if self._https else http.client.HTTPConnection
-        headers = {"Content-Type": "application/json", "Connection": "close"}
-        if key := os.environ.get("VLLM_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        with closing(kind(self._host, self._port, timeout=min(seconds, 10.0))) as connection:
-            connection.connect()
-            connected: socket.socket = connection.sock  # the connection forgets it before the answer is read
-            try:
-                connected.settimeout(seconds)
-                abort.add(connected)
-                connection.request("GET" if content is None else "POST", self._path + path, content, headers)
-                parts, size = list[bytes](), 0
-                with closing(connection.getresponse()) as response:
-                    while part := response.read1(1 << 20):
-                        parts.append(part)
-                        size += len(part)
-                        if size > limit:
-                            raise VLLMError(f"{self.url} returned more than {limit:,} bytes for {path}.")
-                        if time.monotonic() > deadline:
-                            raise TimeoutError(f"the answer took longer than {seconds:.0f} seconds")
-                    if response.length:
-                        raise http.client.IncompleteRead(b"", response.length)
-                return response.status, b"".join(parts)
-            finally:
-                abort.discard(connected)
-                connected.close()
-
-    def models(self, abort: _Abort) -> dict[str, str | None]:
+    def models(self, ended: threading.Event) -> dict[str, str | None]:
         """Return the names of all models of the server, each with its parent; a base has None."""
-        status, content = self.call("/v1/models", abort=abort)
+        _, content = self.call("/v1/models", ended=ended)
+        return {model.id: model.parent for model in self.parsed(_Models, content).data}
+
+    def parsed(self, kind: type[T], content: bytes) -> T:
+        """Return an answer as a record; VLLMError if it has another form."""
         try:
-            if status != http.HTTPStatus.OK:
-                raise ValueError(_text(content))
-            return {str(each["id"]): each.get("parent") for each in _json(content)["data"]}
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise VLLMError(f"{self.url} does not list its models: {error}") from error
-
-
-def _run(
-    tasks: Sequence[Callable[[_Abort], Any]],
-    stop: Stop,
-    on_result: Callable[[int, Any], object] = lambda number, result: None,
-) -> list[int]:
-    """Run tasks in threads; an error or a stop ends all of them.
-
-    Args:
-        tasks: Functions of an `_Abort`.
-        stop: Checked while waiting.
-        on_result: Called in this thread with number and result of each finished task.
-
-    Returns:
-        Numbers of the tasks that raised `_LostAdapterError`.
-    """
-    if not tasks:
-        return []
-    abort, lost = _Abort(), []
-    pool = ThreadPoolExecutor(min(len(tasks), MAX_THREADS), thread_name_prefix="vllm")
-    try:
-        numbers = {pool.submit(task, abort): number for number, task in enumerate(tasks)}
-        waiting = set(numbers)
-        while waiting:
-            finished, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
-            stop.check()
-            for future in finished:
-                if isinstance(future.exception(), _LostAdapterError):
-                    lost.append(numbers[future])
-                else:
-                    on_result(numbers[future], future.result())
-    finally:
-        abort.request()
-        pool.shutdown(cancel_futures=True)
-    return sorted(lost)
-
-
-# ---- answers: untrusted text
+            return kind.model_validate_json(content)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise VLLMError(
+                f"{self.url} returned an invalid answer: {'.'.join(map(str, first['loc']))} {first['msg']}, in "
+                f"{_text(content)}. vLLM 0.10.2 or newer is needed."
+            ) from error
 
 
 def _text(content: bytes) -> str:
-    """Return the message of an error, shortened and printable."""
-    try:
-        answer = _json(content)
-        error = answer.get("error", answer)
-        text = str(error.get("message") or error.get("detail") or answer)
-    except (ValueError, AttributeError):
-        text = content[:2000].decode(errors="replace")
-    return printable(shorten(text, 500))
+    """Return an answer, which is untrusted text, shortened and printable."""
+    return printable(shorten(content[:2000].decode(errors="replace"), 500))
 
 
-def _json(content: bytes) -> Any:
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ValueError("it is not JSON") from error
-
-
-def _choices(answer: Any, count: int) -> list[Mapping[str, Any]]:
-    """Return the choices of an answer in the order of the prompts."""
-    choices = answer.get("choices") if isinstance(answer, Mapping) else None
-    if not isinstance(choices, list) or not all(isinstance(each, Mapping) for each in choices):
-        raise ValueError("it has no choices")
-    by_index = {choice.get("index"): choice for choice in choices}
-    if len(choices) != count:
-        raise ValueError(f"it has {len(choices)} completions for {count} prompts")
-    if set(by_index) != set(range(count)):
-        raise ValueError("its completions have wrong indices")
-    return [by_index[index] for index in range(count)]
-
-
-def _completion(
-    choice: Mapping[str, Any], *, vocabulary: int, ends: frozenset[int], shortest: int, longest: int
-) -> tuple[list[int], list[float]]:
-    """Return token ids and log-probabilities of a choice.
+def _run(
+    tasks: Sequence[Callable[[threading.Event], Any]],
+    stop: Stop,
+    on_result: Callable[[int, Any], object] = lambda number, result: None,
+) -> None:
+    """Run tasks in threads; the first error, or a stop, is raised at once, and the other threads are left to end.
 
     Args:
-        choice: Part of the answer.
-        vocabulary: Number of token ids.
-        ends: Token ids that end a completion.
-        shortest: Number of first tokens that cannot be an end.
-        longest: Length of a completion without an end.
+        tasks: Functions of an event that is set when their results are no longer needed.
+        stop: Checked while waiting.
+        on_result: Called in this thread with number and result of each finished task.
     """
-    # 1. Types and ranges.
-    tokens, scores = choice.get("token_ids"), choice.get("logprobs")
-    values = scores.get("token_logprobs") if isinstance(scores, Mapping) else None
-    if not isinstance(tokens, list):
-        raise ValueError("it has no token_ids. vLLM 0.10.2 or newer is needed")
-    if not isinstance(values, list):
-        raise ValueError("it has no log-probabilities")
-    if not all(type(token) is int and 0 <= token < vocabulary for token in tokens):
-        raise ValueError(f"a token id is not an integer from 0 to {vocabulary - 1}")
-    if len(values) != len(tokens):
-        raise ValueError(f"it has {len(values)} log-probabilities for {len(tokens)} tokens")
-    if not all(type(value) in (int, float) and math.isfinite(value) and value < 1e-3 for value in values):
-        raise ValueError("a log-probability is missing, not finite or positive")
-    # 2. The completion ends with its only end, or has the maximum length.
-    if not 1 <= len(tokens) <= longest:
-        raise ValueError(f"a completion has {len(tokens)} tokens, but 1 to {longest} were requested")
-    first = next((place for place, token in enumerate(tokens) if token in ends), None)
-    if first is None and len(tokens) < longest:
-        raise ValueError(
-            f"a completion stopped after {len(tokens)} of {longest} tokens without an end, as with too small a "
-            "--max-model-len"
-        )
-    if first is not None and (first < shortest or first < len(tokens) - 1):
-        raise ValueError(f"a completion of {len(tokens)} tokens has an end at token {first + 1}")
-    return tokens, [min(value, 0.0) for value in values]
+    ended, results = threading.Event(), SimpleQueue[tuple[int, Any, Exception | None]]()
+
+    def work(number: int, task: Callable[[threading.Event], Any]) -> None:
+        try:
+            results.put((number, task(ended), None))
+        except Exception as error:  # noqa: BLE001  # raised in the calling thread
+            results.put((number, None, error))
+
+    for number, task in enumerate(tasks):
+        threading.Thread(target=work, args=(number, task), daemon=True, name=f"vllm {number}").start()
+    try:
+        waiting = len(tasks)
+        while waiting:
+            stop.check()
+            try:
+                number, result, error = results.get(timeout=0.2)
+            except Empty:
+                continue
+            waiting -= 1
+            if error is not None:
+                raise error
+            on_result(number, result)
+    finally:
+        ended.set()
