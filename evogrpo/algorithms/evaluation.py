@@ -1,7 +1,6 @@
 """Evaluation on held-out questions: all members at once, or in racing rounds."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,18 +10,11 @@ from gymnasium.wrappers import TimeLimit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evogrpo.algorithms.collect import check_groups
 from evogrpo.algorithms.policies.policy_set import EvaluationRequest
 from evogrpo.data import Actor
 from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.envs.control.rollout import EpisodeRequest, Episodes, StartBatch, play_episodes
-from evogrpo.envs.control.seeded_groups import (
-    DEFAULT_MAX_EPISODE_STEPS,
-    RENDER_MODE,
-    declared_limit,
-    explain_window_errors,
-    time_limit,
-)
+from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, declared_limit, time_limit
 from evogrpo.envs.control.vector_env import GymnasiumVectorEnv
 from evogrpo.envs.protocol import GroupEnvironment, Split
 from evogrpo.envs.text.huggingface_gym import PromptEnvironment
@@ -37,7 +29,6 @@ from evogrpo.evolution.fitness import (
     still_racing,
 )
 from evogrpo.interruption import NEVER, Stop
-from evogrpo.validation import flag, whole_between
 from evogrpo.warnings import warn
 
 if TYPE_CHECKING:
@@ -265,14 +256,14 @@ def common_scores(rewards: NDArray[np.float64], split: Split) -> NDArray[np.floa
     return rewards[:, common_questions(rewards, np.ones(rewards.shape, dtype=np.bool_), split)]
 
 
-# ---- environments of `GRPO.test`
+# ---- single environments of `GRPO.test`
 
 
 class SingleEnvironment:
     """Group environment around an existing Gymnasium environment, which stays open.
 
     Starts are the reset seeds 0, 1, 2, ..., the same for every split. Episodes without a time limit are truncated after
-    1,000 steps. An environment with render_mode="human" is shown in its window.
+    1,000 steps.
 
     Args:
         env: The environment.
@@ -290,7 +281,6 @@ class SingleEnvironment:
         known = next((limit for limit in own if limit is not None), None)
         self._env = _KeepOpen(env if known is not None else TimeLimit(env, DEFAULT_MAX_EPISODE_STEPS))
         self.max_episode_steps, self._episodes = known or DEFAULT_MAX_EPISODE_STEPS, episodes
-        self._drawn = env.render_mode == RENDER_MODE
 
     def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
         """Return the first `count` starts."""
@@ -307,8 +297,7 @@ class SingleEnvironment:
     def play_request(self, actors: Mapping[str, Actor], mapping: PolicyMapping, request: EpisodeRequest) -> Episodes:
         """Play one episode after the other; see `StartBatch.play`."""
         vector_env = GymnasiumVectorEnv(lambda: self._env, self.observation_space, self.action_space)
-        with explain_window_errors() if self._drawn else nullcontext():
-            return play_episodes(vector_env, 1, actors, mapping, request, self.max_episode_steps)
+        return play_episodes(vector_env, 1, actors, mapping, request, self.max_episode_steps)
 
 
 class _KeepOpen(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -316,39 +305,3 @@ class _KeepOpen(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def close(self) -> None:
         """Do nothing: the user closes the environment."""
-
-
-@contextmanager
-def open_test_environment(
-    env: Any, *, episodes: int | None, render: bool
-) -> Iterator[tuple[GroupEnvironment, int | None]]:
-    """Yield the group environment to test in, and the number of starts; None = all.
-
-    Args:
-        env: A group environment, or a single Gymnasium environment.
-        episodes: Number of starts; None = all, but 1 for a single environment or with `render`.
-        render: Show episodes in a window, one after the other.
-
-    Raises:
-        ImportError: If a package for rendering is missing.
-        ValueError: If `episodes` is out of range, or the environment cannot be rendered.
-    """
-    flag("render", render)
-    if episodes is not None:
-        episodes = whole_between("episodes", episodes, 1)
-    if isinstance(env, gymnasium.Env) and not hasattr(env, "deal"):
-        if render and env.render_mode != RENDER_MODE:
-            raise ValueError(
-                f"render needs an environment with render_mode={RENDER_MODE!r}, got {type(env.unwrapped).__name__} "
-                f"with render_mode={env.render_mode!r}. Create it with that mode, or leave out render."
-            )
-        yield SingleEnvironment(env, episodes or 1), episodes or 1
-        return
-    check_groups(env)
-    if not render and not getattr(env, "render_tests", False):
-        yield env, episodes
-    elif not hasattr(env, "rendered"):
-        raise ValueError(f"{type(env).__name__} cannot be rendered. Leave out render.")
-    else:
-        with closing(env.rendered()) as shown:
-            yield shown, episodes or 1

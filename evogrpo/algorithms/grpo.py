@@ -14,8 +14,8 @@ from torch import nn
 
 from evogrpo.algorithms.agent import Agent
 from evogrpo.algorithms.checkpointing import load_agent, read_agent, save_agent
-from evogrpo.algorithms.collect import collect
-from evogrpo.algorithms.evaluation import common_scores, evaluate, open_test_environment
+from evogrpo.algorithms.collect import check_groups, collect
+from evogrpo.algorithms.evaluation import SingleEnvironment, common_scores, evaluate
 from evogrpo.algorithms.factory import (
     MultiAgentOptions,
     Options,
@@ -35,7 +35,7 @@ from evogrpo.envs.control.policy_mapping import AgentSpaces
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment, Split
 from evogrpo.spaces import action_dim, observation_dim, preprocess_observation
 from evogrpo.synonyms import unknown_name_error
-from evogrpo.validation import lists_options, names_unknown, refuse_unknown
+from evogrpo.validation import lists_options, names_unknown, refuse_unknown, whole_between
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -293,7 +293,6 @@ class EvolvableAlgorithm(Agent):
         split: Split = "validation",
         *,
         episodes: int | None = None,
-        render: bool = False,
     ) -> float:
         """Return the mean greedy reward (or undiscounted return) on a held-out split.
 
@@ -302,24 +301,28 @@ class EvolvableAlgorithm(Agent):
                 open. With render_mode="human" it shows a window.
             loop: Number of passes over the split. More than one is useful only if rewards are random.
             split: "validation", or "test" for the final report.
-            episodes: Number of starts, from the first on; None = all, but 1 for a single environment or with `render`.
-            render: Show episodes in a window, one after the other, at the environment's own speed.
+            episodes: Number of starts, from the first on; None = all, but 1 for a single environment.
 
         Raises:
-            ImportError: If a package for rendering is missing.
-            ValueError: If an argument is out of range, the environment does not fit the agent or cannot be rendered, or
-                the agent belongs to a population that is divided among ranks.
+            ValueError: If an argument is out of range, the environment does not fit the agent, or the agent belongs to
+                a population that is divided among ranks.
         """
         if loop < 1:
             raise ValueError(f"loop must be at least 1, got {loop}")
         refuse_unknown("split", [split], SPLITS)
         self.check_single_rank("test")
         base = self._evaluated_network == "base"
-        with open_test_environment(env, episodes=episodes, render=render) as (shown, count):
-            self.members.check(shown)
-            rounds = [
-                evaluate(self.members, [self.slot], shown, split, questions=count, base=base) for _ in range(loop)
-            ]
+        if episodes is not None:
+            episodes = whole_between("episodes", episodes, 1)
+        groups: Any = env
+        if isinstance(env, gymnasium.Env) and not hasattr(env, "deal"):
+            episodes = episodes or 1
+            groups = SingleEnvironment(env, episodes)
+        check_groups(groups)
+        self.members.check(groups)
+        rounds = [
+            evaluate(self.members, [self.slot], groups, split, questions=episodes, base=base) for _ in range(loop)
+        ]
         return float(np.mean([common_scores(rewards, split).mean() for rewards in rounds]))
 
     # ---- the network

@@ -41,7 +41,7 @@ _SMALLER = {
     r"range\(100\)": "range(1)",
     r"\bsize=8,": "size=2,",
     r"lr=1e-4, group_size=8\)": "lr=1e-4, group_size=8, max_output_tokens=4)",
-    r"episodes=3, render=True": "episodes=1, render=True",
+    r'render_mode="human"\), episodes=3': 'render_mode="human", max_episode_steps=20), episodes=1',
     r"range\(2, 60\)": "range(2, 12)",
 }
 SHORT = "steps_per_generation=1, samples_per_step=8, validation_questions=4, test_questions=4"

@@ -71,24 +71,6 @@ class Contest(Alike):
         return {agent: hit - mean for agent, hit in hits.items()}
 
 
-class Hunt(Alike):
-    """Hunters share rewards for rare hits on the prey's target; the prey pays for them and has other large costs."""
-
-    def __init__(self, steps=10):
-        super().__init__(("hunter_0", "hunter_1", "prey_0"), steps)
-
-    def earned(self, hits):
-        caught = hits["hunter_0"] * hits["hunter_1"] * hits["prey_0"]
-        return {"hunter_0": 5.0 * caught, "hunter_1": 5.0 * caught, "prey_0": -5.0 * caught - hits["prey_0"]}
-
-
-class Strangers(Alike):
-    """Independent random rewards for each agent, sometimes large."""
-
-    def earned(self, hits):
-        return {agent: hit * (20.0 if self.targets[agent] == 2 else 1.0) for agent, hit in hits.items()}
-
-
 class Remembering(Alike):
     """Rewards grow from episode to episode; reset does not clear them."""
 

@@ -1,27 +1,13 @@
-"""Checks of multi-agent environments before training: scores, time limits, fixed starts, opposed agents."""
-
-import warnings
+"""Checks of multi-agent environments before training: scores, time limits, fixed starts."""
 
 import numpy as np
 import pytest
 
-from evogrpo.algorithms.grpo import MultiAgentGRPO
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import map_policies
 from evogrpo.testing.environments import PseudoRandomActor
 from tests.envs import joint_probes
-from tests.envs.joint_probes import Alike, Contest, Favours, Hunt, Strangers
-
-FIVE = {"agents": [f"a_{number}" for number in range(5)], "steps": 3}
-COOPERATIVE = [Favours, Alike, lambda: Strangers(**FIVE), lambda: Alike(agents=("only",))]
-OPPOSED = [Contest, Hunt]
-
-
-def warnings_of(env, **options):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        env.warn_opposed_rewards(**{"team_credit": True} | options)
-    return [str(warning.message) for warning in caught]
+from tests.envs.joint_probes import Contest, Favours
 
 
 def play(env, start_of_row=(0, 0)):
@@ -32,42 +18,6 @@ def play(env, start_of_row=(0, 0)):
 
 def lengths(env):
     return play(env).lengths.tolist()
-
-
-@pytest.mark.parametrize("make", OPPOSED)
-def test_opposed_agents_are_reported_once(make):
-    env = PettingZooGroups(make)
-    (said,) = warnings_of(env)
-    assert "credit='agent'" in said
-    assert "score='" in said
-    assert warnings_of(env) == []
-
-
-@pytest.mark.parametrize("make", COOPERATIVE)
-def test_cooperating_and_independent_agents_are_not_reported(make):
-    assert warnings_of(PettingZooGroups(make)) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "team_credit", "said"),
-    [
-        ({}, False, ["another agent to select by"]),
-        ({"score": "red_0"}, True, ["credit='agent'"]),
-        ({"score": "red_0"}, False, []),
-        ({"score": "sum"}, True, []),
-    ],
-)
-def test_warning_depends_on_credit_and_score(options, team_credit, said):
-    found = "".join(warnings_of(PettingZooGroups(Contest, **options), team_credit=team_credit))
-    assert [words for words in ("credit='agent'", "another agent to select by") if words in found] == said
-
-
-def test_warning_comes_before_learning():
-    env = PettingZooGroups(Contest)
-    options = {"credit": "team", "group_size": 2, "batch_size": 8}
-    agent = MultiAgentGRPO(env.observation_spaces, env.action_spaces, **options)
-    with pytest.warns(UserWarning, match="opposed"):
-        agent.collect(env)
 
 
 @pytest.mark.parametrize(

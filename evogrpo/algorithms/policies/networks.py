@@ -173,8 +173,6 @@ class NetworkPolicySet:
         """
         # 1. Check the environment.
         self.check(env)
-        if isinstance(self.settings, JointSettings) and any(learner.step == 0 for learner in request.learners):
-            env.warn_opposed_rewards(team_credit=self.settings.credit == "team")
         # 2. Play the episodes.
         member_ids, temperature, row_ids = (
             values.numpy() for values in (request.member_ids, request.temperature, request.row_ids)

@@ -57,8 +57,7 @@ class GymnasiumGroups(SeededGroups):
 
     Args:
         env: The id of a registered environment, or a callable that creates one.
-        env_kwargs: Keyword arguments of the environment or the callable. With render_mode "human", tests are shown in a
-            window, one episode after another; training and fitness are not.
+        env_kwargs: Keyword arguments of the environment or the callable.
         wrappers: Classes of `gymnasium.Wrapper`, or other callables such as
             `functools.partial(TransformReward, func=...)`; the first one is innermost.
         max_episode_steps: Steps after which an episode is truncated; None = the environment's own limit, or 1,000 with
@@ -79,7 +78,6 @@ class GymnasiumGroups(SeededGroups):
         seed: As passed.
         name: The id, or the name of the callable.
         native: True if a native environment is used.
-        render_tests: True if tests are shown in a window.
         recreate_env: True if a new environment is created for every episode.
         reseed_noise: True if each position in a group gets its own noise.
         max_episode_steps: Steps after which an episode is truncated.
@@ -201,12 +199,11 @@ class GymnasiumGroups(SeededGroups):
         return replace(self._make, env_kwargs={**self._kwargs, **env_kwargs})()
 
     def _create_vector_env(self) -> VectorEnv:
-        if self._native is not None and not self._in_window:
+        if self._native is not None:
             return self._native(max_episode_steps=self.max_episode_steps, **self._spec_kwargs)
         options: dict[str, Any] = {"recreate_env": self.recreate_env, "reseed": self.reseed_noise}
-        if self._processes and not self._in_window:
-            make, count = self._make, self._num_envs
-            return ProcessVectorEnv(make, self.observation_space, self.action_space, count=count, **options)
+        if self._processes:
+            return ProcessVectorEnv(self._make, self.observation_space, self.action_space, **options)
         return GymnasiumVectorEnv(self._create, self.observation_space, self.action_space, **options)
 
 

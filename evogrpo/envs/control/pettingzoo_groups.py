@@ -1,7 +1,7 @@
 """PettingZooGroups: groups of joint episodes of a parallel PettingZoo environment."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from evogrpo.data import Actor
 from evogrpo.envs.control.conversion import legal_actions, scalars, to_environment
 from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies, prefix_of
-from evogrpo.envs.control.random_play import STARTS, check_determinism, find_opposed_agent
+from evogrpo.envs.control.random_play import check_determinism
 from evogrpo.envs.control.rollout import EpisodeRequest, Episodes
 from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, SeededGroups, declared_limit, make_example
 from evogrpo.envs.control.vector_env import PolicyInput, SerialVectorEnv, VectorEnv, VectorStep
@@ -161,8 +161,12 @@ class JointVectorEnv(SerialVectorEnv):
     _running: list[tuple[JointEnv, JointStep]]
     _acting: Mapping[str, list[tuple[int, str]]]  # position and agent of each input
 
-    def _reset(self, env: JointEnv, seed: int, replica: int) -> JointStep:
-        return env.reset(seed)
+    def _reset(self, envs: Sequence[JointEnv], seeds: Sequence[int], replicas: Sequence[int]) -> list[JointStep]:
+        first = []
+        for env, seed in zip(envs, seeds, strict=True):
+            self.stop.check()
+            first.append(env.reset(seed))
+        return first
 
     def finished(self) -> NDArray[np.bool_]:
         """See `VectorEnv`; an episode has ended when no agent is active."""
@@ -272,23 +276,10 @@ Score = str | Sequence[str] | ScoreFunction
 function."""
 
 
-def summed(returns: Mapping[str, float]) -> float:
-    """Return the sum of the returns of all agents."""
-    return float(sum(returns.values()))
-
-
-def _minimum(returns: Mapping[str, float]) -> float:
-    return float(min(returns.values(), default=0.0))
-
-
-def _mean(returns: Mapping[str, float]) -> float:
-    return summed(returns) / max(1, len(returns))
-
-
 _OVER_ALL: Mapping[str, tuple[ScoreFunction, str]] = {
-    "sum": (summed, "sum of all agents' returns"),
-    "min": (_minimum, "lowest return of an agent"),
-    "mean": (_mean, "mean return of all agents"),
+    "sum": (lambda returns: float(sum(returns.values())), "sum of all agents' returns"),
+    "min": (lambda returns: float(min(returns.values(), default=0.0)), "lowest return of an agent"),
+    "mean": (lambda returns: float(sum(returns.values())) / max(1, len(returns)), "mean return of all agents"),
 }
 
 
@@ -321,10 +312,9 @@ def choose_scoring(score: Score, agents: Sequence[str]) -> Scoring:
     """
     if isinstance(score, str) and score in _OVER_ALL:
         function, label = _OVER_ALL[score]
-        return Scoring(function=function, label=label, identity=f"code {code_hash(function)}")
+        return Scoring(function=function, label=label, identity=score)
     if callable(score):
-        name = getattr(score, "__name__", type(score).__name__)
-        label = _OVER_ALL["sum"][1] if score is summed else f"your {name}"
+        label = f"your {getattr(score, '__name__', type(score).__name__)}"
         return Scoring(function=score, label=label, identity=f"code {code_hash(score)}")
     names = [score] if isinstance(score, str) else list(score) if isinstance(score, Sequence) else []
     prefixes = list(dict.fromkeys(map(prefix_of, agents)))
@@ -359,8 +349,7 @@ class PettingZooGroups(SeededGroups):
 
     Args:
         env: Creates a parallel environment, e.g. `mpe2.simple_spread_v3.parallel_env`.
-        env_kwargs: Its keyword arguments. With render_mode "human", tests are shown in a window, one episode after
-            another; training and fitness are not.
+        env_kwargs: Its keyword arguments.
         max_episode_steps: Steps after which all active agents are truncated; None = the environment's own limit
             (its `max_cycles`), or 1,000 with a warning if there is none.
         num_envs: Maximum number of parallel joint episodes.
@@ -378,7 +367,6 @@ class PettingZooGroups(SeededGroups):
         seed: As passed.
         name: Name of the environment.
         scoring: The score.
-        render_tests: True if tests are shown in a window.
         max_episode_steps: Steps after which all active agents are truncated.
         uses_default_limit: True if `max_episode_steps` is the default because no limit is known.
         recreate_env: True if a new environment is created for every episode.
@@ -398,7 +386,7 @@ class PettingZooGroups(SeededGroups):
         env_kwargs: Mapping[str, Any] | None = None,
         max_episode_steps: int | None = None,
         num_envs: int = 64,
-        score: Score = summed,
+        score: Score = "sum",
         recreate_env: bool | None = None,
         train_size: int = 100_000,
         validation_size: int = 64,
@@ -441,8 +429,6 @@ class PettingZooGroups(SeededGroups):
         self._code = code_hash(type(inner))
         example.close()
         self.scoring: Scoring = choose_scoring(score, self.agents)
-        # The sum is meaningless if agents are opposed, unless the caller has set it by name.
-        self._sums_by_default, self._sums_by_name = score is summed, score == "sum"
 
         # 2. Check that episodes are deterministic, with as few policies as the spaces allow.
         self._mapping = map_policies(self.observation_spaces, self.action_spaces, "independent")
@@ -479,23 +465,6 @@ class PettingZooGroups(SeededGroups):
             place = int(np.flatnonzero(~np.isfinite(values))[0])
             raise ValueError(f"score must be finite, got {values[place]} for {dict(played.returns[place])}")
         return values
-
-    def warn_opposed_rewards(self, *, team_credit: bool) -> None:
-        """Warn once if rewards of agents are opposed but learning or fitness uses their sum.
-
-        Args:
-            team_credit: True if members learn from the sum of all agents' rewards.
-        """
-        if self._sums_by_name or not (team_credit or self._sums_by_default) or "opposed" in self._issued:
-            return
-        self._issued.add("opposed")
-        with closing(self._create_vector_env()) as env:
-            seeds = self._reset_seeds("train", range(min(STARTS, self.size("train"))))
-            advice = find_opposed_agent(
-                env, self._mapping, seeds, self.seed, learning=team_credit, fitness=self._sums_by_default
-            )
-        if advice is not None:
-            self._warn_once(f"In {self.name}, {advice}")
 
     def gym_env(self, **env_kwargs: Any) -> JointGymEnv:
         """Return one environment in which a single player acts for all agents.

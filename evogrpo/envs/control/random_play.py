@@ -1,4 +1,4 @@
-"""Checks of environments by random play: determinism, and agents whose rewards are opposed."""
+"""Check by random play that episodes are functions of reset seed and actions."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,7 +11,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from evogrpo.envs.control.conversion import mask_sizes, to_environment
-from evogrpo.envs.control.policy_mapping import PolicyMapping, prefix_of
+from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.envs.control.rollout import check_finite, check_finite_rewards
 from evogrpo.envs.control.vector_env import VectorEnv, VectorStep
 from evogrpo.randomness import generator
@@ -35,8 +35,8 @@ _USABLE_BOUND = 1e6  # bounds beyond this are treated as no bounds
 
 def play_randomly(
     env: VectorEnv, mapping: PolicyMapping, seed: int, rng: np.random.Generator, most_steps: int
-) -> Iterator[tuple[VectorStep | None, Values]]:
-    """Play an episode with random legal actions; yield each step, None for the reset, and its values.
+) -> Iterator[Values]:
+    """Play an episode with random legal actions; yield the values after the reset and after each step.
 
     Args:
         env: Vector environment without running episodes.
@@ -68,7 +68,7 @@ def play_randomly(
                     values[_name("action mask", agent)] = masks[row]
             drawn = [random_action(space, None if masks is None else masks[row], rng) for row in range(rows)]
             actions[policy] = to_environment(space, np.stack(drawn))
-        yield step, values
+        yield values
         if over or steps == most_steps:
             break
         step = env.step(actions)
@@ -165,8 +165,8 @@ def _compare_replays(
         left = _STEPS
         for seed in seeds:
             rng = generator(0, "actions of replays", seed)
-            for steps, (step, values) in enumerate(play_randomly(env, mapping, seed, rng, min(left, most_steps))):
-                left -= step is not None
+            for steps, values in enumerate(play_randomly(env, mapping, seed, rng, min(left, most_steps))):
+                left -= steps > 0
                 yield seed, steps, values
             if not left:
                 return
@@ -223,94 +223,3 @@ def _global_generators() -> Iterator[Callable[[], None]]:
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])  # noqa: NPY002
-
-
-# ---- opposed agents
-
-STARTS = 64
-"""Maximum number of starts for `find_opposed_agent`."""
-
-_GROUP_SIZE = 4  # episodes per start
-_STAGES = (1024, 4096)  # total steps of the first and the second test; rare encounters require more steps
-_SHUFFLES = 199  # a correlation below all of them has probability 1/200 if rewards are independent
-_LEAST_CORRELATION = 0.2
-
-
-def find_opposed_agent(
-    env: VectorEnv, mapping: PolicyMapping, seeds: Sequence[int], seed: int, *, learning: bool, fitness: bool
-) -> str | None:
-    """Return a warning about the agent whose rewards are most clearly opposed to those of the others, or None.
-
-    Episodes from one start differ by their actions only. The mean over the start's episodes at the same step is
-    therefore subtracted from each reward. The test correlates these deviations of an agent's reward with those of the
-    sum of all other rewards. If agents are independent, permuting the episodes of each agent within a start makes no
-    difference. An agent is opposed if its correlation is below -0.2 and below the lowest of any agent in each of 199
-    permutations. This is a permutation test at 0.5 %, for any distribution and autocorrelation of rewards. Unless all
-    correlations are above 0.2, the test is repeated with four times as many steps.
-
-    Args:
-        env: Vector environment to play in, without running episodes.
-        mapping: Maps agents to policies.
-        seeds: Reset seeds, as many as may be needed.
-        seed: Names the actions and the permutations.
-        learning: Members learn from the sum of all rewards.
-        fitness: Members are selected by the sum of all rewards.
-    """
-    episodes: list[list[dict[str, float]]] = []  # rewards by agent of every step
-    rng, waiting = generator(seed, "opposed"), iter(seeds)
-    for budget in _STAGES:
-        while sum(map(len, episodes)) < budget and (start := next(waiting, None)) is not None:
-            for replica in range(_GROUP_SIZE):
-                named = generator(seed, "by chance", start, replica)
-                steps = [step for step, _ in play_randomly(env, mapping, start, named, _STEPS) if step is not None]
-                episodes.append([dict(zip(step.agents, step.rewards.tolist(), strict=True)) for step in steps])
-        agents = tuple(dict.fromkeys(agent for episode in episodes for rewards in episode for agent in rewards))
-        if len(agents) < 2:
-            return None
-        # Rewards `[starts, episodes, steps, agents]`, 0 where an agent is absent.
-        table = np.zeros((len(episodes), max(map(len, episodes)), len(agents)))
-        for row, episode in enumerate(episodes):
-            for t, rewards in enumerate(episode):
-                table[row, t] = [rewards.get(agent, 0.0) for agent in agents]
-        grouped = table.reshape(-1, _GROUP_SIZE, *table.shape[1:])
-        deviations = grouped - grouped.mean(axis=1, keepdims=True)
-        found = _correlations(deviations)
-        place = int(found.argmin())
-        if found[place] > _LEAST_CORRELATION:
-            return None
-        if found[place] < -_LEAST_CORRELATION and all(
-            _correlations(_shuffled(deviations, rng)).min() > found[place] for _ in range(_SHUFFLES)
-        ):
-            return _opposed_text(agents[place], agents, found[place], learning=learning, fitness=fitness)
-    return None
-
-
-def _opposed_text(agent: str, agents: Sequence[str], correlation: float, *, learning: bool, fitness: bool) -> str:
-    others = [name for name in agents if name != agent]
-    groups = [prefix_of(name) for name in others if prefix_of(name) != prefix_of(agent)]
-    used = " and ".join(["learn from"] * learning + ["are selected by"] * fitness)
-    fixes = [
-        *["credit='agent' to learn from each agent's own rewards"] * learning,
-        *[f"score={(groups or others)[0]!r} or another agent to select by its returns"] * fitness,
-    ]
-    return (
-        f"rewards of {agent} are opposed to those of the other agents (correlation {correlation:.2f} in random play), "
-        f"but members {used} the sum of all rewards. Set {', and '.join(fixes)}; or score='sum' to keep the sum "
-        "without this warning."
-    )
-
-
-def _correlations(deviations: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return each agent's correlation with the sum of all others, `[agents]`; 0 if one of them is constant."""
-    rest = deviations.sum(axis=-1, keepdims=True) - deviations
-    spread = np.sqrt((deviations**2).sum(axis=(0, 1, 2)) * (rest**2).sum(axis=(0, 1, 2)))
-    together = (deviations * rest).sum(axis=(0, 1, 2))
-    result: NDArray[np.float64] = np.divide(together, spread, out=np.zeros_like(together), where=spread > 1e-12)
-    return result
-
-
-def _shuffled(deviations: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.float64]:
-    """Permute the episodes of each agent within each start."""
-    starts, episodes, _, agents = deviations.shape
-    order = rng.permuted(np.broadcast_to(np.arange(episodes)[None, :, None], (starts, episodes, agents)), axis=1)
-    return np.take_along_axis(deviations, order[:, :, None, :], axis=1)

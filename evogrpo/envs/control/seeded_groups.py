@@ -1,11 +1,8 @@
-"""Base class of environments whose starts are reset seeds: splits, parallel episodes, and windows that show them."""
+"""Base class of environments whose starts are reset seeds: splits and parallel episodes."""
 
-import os
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from copy import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Self, TypeVar
 
 import gymnasium
@@ -17,7 +14,6 @@ from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.envs.control.rollout import EpisodeRequest, Episodes, StartBatch, play_episodes
 from evogrpo.envs.control.vector_env import VectorEnv
 from evogrpo.envs.protocol import SPLITS, Split, deal_starts
-from evogrpo.extras import extra_command
 from evogrpo.randomness import generator
 from evogrpo.validation import whole_between, whole_number
 from evogrpo.warnings import warn
@@ -27,9 +23,6 @@ Made = TypeVar("Made", bound=Any)
 SEEDS_PER_SPLIT = 1 << 29  # the seeds of all splits fit into 31 bits, which every environment accepts
 DEFAULT_MAX_EPISODE_STEPS = 1000
 """Steps after which an episode is truncated if neither the environment nor the caller sets a limit."""
-
-RENDER_MODE = "human"
-"""Render mode of environments that open a window and run at their own speed."""
 
 
 def time_limit(env: "gymnasium.Env[Any, Any]") -> int | None:
@@ -58,27 +51,6 @@ def make_example(make: Callable[[], Made]) -> Made:
         raise ValueError("env must create a new environment at each call, but returned the same one twice.")
     other.close()
     return env
-
-
-@contextmanager
-def explain_window_errors() -> Iterator[None]:
-    """Raise errors with advice if there is no display, a window does not open or a package is missing."""
-    # Without a display, some libraries would end the process.
-    if sys.platform == "linux" and not {"SDL_VIDEODRIVER", "DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys():
-        raise ValueError(
-            "rendering in a window requires a display, but DISPLAY, WAYLAND_DISPLAY and SDL_VIDEODRIVER are not set. "
-            "Write a video: evogrpo.record_video(agent, env, 'play.mp4')"
-        )
-    try:
-        yield
-    except gymnasium.error.DependencyNotInstalled as error:
-        raise ImportError(f"rendering requires a missing package ({error}): {extra_command('video')}") from error
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] not in ("pygame", "glfw", "pyglet", "_tkinter"):
-            raise
-        raise ValueError(
-            f"the window failed: {error}. Write a video: evogrpo.record_video(agent, env, 'play.mp4')"
-        ) from error
 
 
 class SeededGroups(ABC):
@@ -114,11 +86,7 @@ class SeededGroups(ABC):
             if value is not None:
                 whole_between(name, value, 1)
         self.seed, self._sizes = whole_number("seed", seed), dict(sizes)
-        # Environments that train and evaluate run in parallel, without a window; `rendered` opens one for tests.
         self._kwargs = dict(env_kwargs or {})
-        self.render_tests, self._in_window = self._kwargs.get("render_mode") == RENDER_MODE, False
-        if self.render_tests:
-            del self._kwargs["render_mode"]
         self._issued: set[str] = set()
         self._vector_env: VectorEnv | None = None
 
@@ -149,26 +117,6 @@ class SeededGroups(ABC):
     @abstractmethod
     def _create(self, **env_kwargs: Any) -> Any:
         """Return one environment, with further keyword arguments."""
-
-    def rendered(self) -> Self:
-        """Return the same starts in a single environment that renders in a window.
-
-        Raises:
-            ImportError: If a package is missing.
-            ValueError: If the environment cannot be rendered, or there is no display.
-        """
-        try:
-            with explain_window_errors():
-                example = self._create(render_mode=RENDER_MODE)
-        except TypeError as error:  # it does not accept the argument
-            raise ValueError(f"{self.name} cannot be rendered: {error}") from error
-        example.close()
-        if getattr(example, "render_mode", None) != RENDER_MODE:
-            raise ValueError(f'{self.name} cannot be rendered: it has no render mode "{RENDER_MODE}".')
-        shown = copy(self)
-        shown._kwargs = {**self._kwargs, "render_mode": RENDER_MODE}
-        shown._vector_env, shown._num_envs, shown._in_window = None, 1, True
-        return shown
 
     def size(self, split: Split) -> int:
         """Return the number of distinct starts of a split."""
@@ -207,10 +155,7 @@ class SeededGroups(ABC):
         if self._vector_env is None:
             self._vector_env = self._create_vector_env()
         try:
-            with explain_window_errors() if self._in_window else nullcontext():
-                played = play_episodes(
-                    self._vector_env, self._num_envs, actors, mapping, request, self.max_episode_steps
-                )
+            played = play_episodes(self._vector_env, self._num_envs, actors, mapping, request, self.max_episode_steps)
         except BaseException:
             # The next call must not see unfinished episodes.
             with suppress(Exception):  # the first error is the one to report

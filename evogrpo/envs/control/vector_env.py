@@ -1,16 +1,19 @@
 """Vector environments: many episodes in parallel."""
 
-import os
+import multiprocessing
 import signal
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, Literal, NamedTuple
 
+import cloudpickle
 import gymnasium
 import numpy as np
 from gymnasium.utils import seeding
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from numpy.typing import NDArray
 
 from evogrpo.data import DEFAULT_POLICY
@@ -18,9 +21,9 @@ from evogrpo.envs.control.conversion import Leaves, legal_actions, scalars, stac
 from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.randomness import generator
-from evogrpo.spaces import flatten, leaf_spaces, unflatten
+from evogrpo.spaces import flatten, leaf_spaces
 
-MakeEnv = Callable[[], "gymnasium.Env[Any, Any]"]
+MakeEnv = Callable[[], Any]
 
 
 class PolicyInput(NamedTuple):
@@ -109,16 +112,18 @@ class SerialVectorEnv(VectorEnv):
         self._idle: list[Any] = []
 
     @abstractmethod
-    def _reset(self, env: Any, seed: int, replica: int) -> Any:
-        """Start an episode and return its first result."""
+    def _reset(self, envs: Sequence[Any], seeds: Sequence[int], replicas: Sequence[int]) -> list[Any]:
+        """Start an episode in each environment and return their first results."""
 
     def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> None:
         """See `VectorEnv`."""
-        for seed, replica in zip(seeds, replicas, strict=True):
+        first = len(self._running)
+        for _ in seeds:
             self.stop.check()
             env = self._idle.pop() if self._idle else self._make()
             self._running.append((env, None))  # so that it is closed if its reset fails
-            self._running[-1] = env, self._reset(env, seed, replica)
+        envs = [env for env, _ in self._running[first:]]
+        self._running[first:] = zip(envs, self._reset(envs, seeds, replicas), strict=True)
 
     def select(self, positions: NDArray[np.int64]) -> None:
         """See `VectorEnv`."""
@@ -135,6 +140,20 @@ class SerialVectorEnv(VectorEnv):
         envs = [*self._idle, *(env for env, _ in self._running)]
         self._idle, self._running = [], []
         close_all(envs)
+
+
+Method = Literal["reset", "step"]
+EnvResult = tuple[Any, Any, Any, Any, Any]
+"""Observation, reward, terminated, truncated and action mask; None where there is none."""
+
+
+def _call_env(env: "gymnasium.Env[Any, Any]", method: Method, value: Any) -> EnvResult:
+    """Reset an environment with a seed, or step it with an action."""
+    if method == "reset":
+        observation, info = env.reset(seed=value)
+        return observation, None, None, None, info.get("action_mask")
+    observation, reward, terminated, truncated, info = env.step(value)
+    return observation, reward, terminated, truncated, info.get("action_mask")
 
 
 class GymnasiumVectorEnv(SerialVectorEnv):
@@ -161,9 +180,18 @@ class GymnasiumVectorEnv(SerialVectorEnv):
         self._space, self._action_space, self._reseed = observation_space, action_space, reseed
         self._parts = leaf_spaces(observation_space)
 
-    def _reset(self, env: Any, seed: int, replica: int) -> Any:
-        observation, info = env.reset(seed=noise_seed(seed, replica) if self._reseed else seed)
-        return observation, False, info.get("action_mask")
+    def _call(self, method: Method, envs: Sequence[Any], values: Iterable[Any]) -> list[EnvResult]:
+        """Call a method of each environment."""
+        results = []
+        for env, value in zip(envs, values, strict=True):
+            self.stop.check()
+            results.append(_call_env(env, method, value))
+        return results
+
+    def _reset(self, envs: Sequence[Any], seeds: Sequence[int], replicas: Sequence[int]) -> list[Any]:
+        if self._reseed:
+            seeds = [noise_seed(seed, replica) for seed, replica in zip(seeds, replicas, strict=True)]
+        return [(observation, False, mask) for observation, *_, mask in self._call("reset", envs, seeds)]
 
     def finished(self) -> NDArray[np.bool_]:
         """See `VectorEnv`."""
@@ -177,10 +205,8 @@ class GymnasiumVectorEnv(SerialVectorEnv):
 
     def step(self, actions: Mapping[str, NDArray[Any]]) -> VectorStep:
         """See `VectorEnv`."""
-        steps = []
-        for (env, _), action in zip(self._running, actions[DEFAULT_POLICY], strict=True):
-            self.stop.check()
-            steps.append(env.step(action))
+        envs = [env for env, _ in self._running]
+        steps = self._call("step", envs, actions[DEFAULT_POLICY])
         result = VectorStep(
             rewards=scalars([reward for _, reward, *_ in steps], np.float64, "reward"),
             terminated=scalars([terminated for _, _, terminated, *_ in steps], np.bool_, "terminated"),
@@ -188,23 +214,14 @@ class GymnasiumVectorEnv(SerialVectorEnv):
         )
         over = (result.terminated | result.truncated).tolist()
         self._running = [
-            (env, (observation, ended, info.get("action_mask")))
-            for (env, _), (observation, *_, info), ended in zip(self._running, steps, over, strict=True)
+            (env, (observation, ended, mask))
+            for env, (observation, *_, mask), ended in zip(envs, steps, over, strict=True)
         ]
         return result
 
 
-class ProcessVectorEnv(VectorEnv):
-    """Vector environment with one process per environment: `AsyncVectorEnv` without autoreset, with masked resets.
-
-    Args:
-        make: Creates one environment; sent to the processes.
-        observation_space: Of one environment.
-        action_space: Of one environment.
-        count: Number of processes.
-        recreate_env: Create a new environment for every episode.
-        reseed: Pass replicas in the reset seeds, for `ReseededNoise`.
-    """
+class ProcessVectorEnv(GymnasiumVectorEnv):
+    """Vector environment of Gymnasium environments, each in a process of its own; see `GymnasiumVectorEnv`."""
 
     def __init__(
         self,
@@ -212,126 +229,83 @@ class ProcessVectorEnv(VectorEnv):
         observation_space: gymnasium.Space[Any],
         action_space: gymnasium.Space[Any],
         *,
-        count: int,
         recreate_env: bool,
         reseed: bool,
     ) -> None:
-        parent = os.getpid()
+        # A process recreates its environment itself, which is cheaper than a new process.
+        start = partial(EnvProcess, cloudpickle.dumps((make, recreate_env)))
+        super().__init__(start, observation_space, action_space, reseed=reseed)
 
-        def make_pausing() -> PauseAtEnd:
-            if os.getpid() != parent:  # AsyncVectorEnv also creates one environment in this process
-                # The inherited handlers would stop a run. Workers end on SIGTERM and leave Ctrl-C to the parent.
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                signal.signal(signal.SIGINT, signal.SIG_IGN)
-            return PauseAtEnd(make, recreate_env=recreate_env)
-
-        self._vector = AsyncVectorEnv([make_pausing] * count, copy=False, autoreset_mode=AutoresetMode.DISABLED)
-        self._count, self._reseed = count, reseed
-        self._space, self._action_space = observation_space, action_space
-        self._actions = np.zeros((count, *(action_space.shape or ())), dtype=action_space.dtype)
-        self._observations: Any = None
-        self._running: list[int] = []  # worker of each episode
-        self._masks: list[Any] = [None] * count  # of each worker
-        self._over = np.zeros(count, dtype=np.bool_)
-
-    def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> None:
-        """See `VectorEnv`."""
-        workers = [worker for worker in range(self._count) if worker not in set(self._running)][: len(seeds)]
-        worker_seeds: list[int | None] = [None] * self._count
-        for worker, seed, replica in zip(workers, seeds, replicas, strict=True):
-            worker_seeds[worker] = noise_seed(seed, replica) if self._reseed else seed
-        chosen = np.isin(np.arange(self._count), workers)
-        with _explain_dead_worker():
-            self._observations, infos = self._vector.reset(seed=worker_seeds, options={"reset_mask": chosen})
-        self._running += workers
-        self._over[workers] = False
-        self._read_masks(infos, workers)
-
-    def select(self, positions: NDArray[np.int64]) -> None:
-        """See `VectorEnv`."""
-        self._running = [self._running[position] for position in positions.tolist()]
-
-    def finished(self) -> NDArray[np.bool_]:
-        """See `VectorEnv`."""
-        return self._over[self._running]
-
-    def inputs(self, mapping: PolicyMapping) -> Mapping[str, PolicyInput]:
-        """See `VectorEnv`."""
-        # Indexing copies, because AsyncVectorEnv overwrites its buffers in the next step.
-        observations = [leaf[self._running] for leaf in flatten(self._space, self._observations)]
-        masks = legal_actions(self._action_space, [self._masks[worker] for worker in self._running])
-        return {DEFAULT_POLICY: PolicyInput(observations, masks)}
-
-    def step(self, actions: Mapping[str, NDArray[Any]]) -> VectorStep:
-        """See `VectorEnv`."""
-        own = self._running
-        self._actions[own] = actions[DEFAULT_POLICY]
-        with _explain_dead_worker():
-            self._observations, rewards, terminated, truncated, infos = self._vector.step(self._actions)
-        self._over = terminated | truncated
-        self._read_masks(infos, own)
-        return VectorStep(rewards[own], terminated[own], truncated[own])
-
-    def _read_masks(self, infos: dict[str, Any], workers: Sequence[int]) -> None:
-        present = infos.get("_action_mask", np.zeros(self._count, dtype=np.bool_))
-        for worker in workers:
-            self._masks[worker] = infos["action_mask"][worker] if present[worker] else None
-
-    def close(self) -> None:
-        """Close all environments and end their processes."""
-        try:
-            self._vector.close(terminate=True)
-        except (EOFError, OSError):  # a worker is already dead
-            for process in self._vector.processes:
-                process.terminate()
-                process.join()
-            self._vector.closed = True
+    def _call(self, method: Method, envs: Sequence["EnvProcess"], values: Iterable[Any]) -> list[EnvResult]:
+        for env, value in zip(envs, values, strict=True):
+            env.send(method, value)
+        return [env.receive() for env in envs]
 
 
-class PauseAtEnd(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Ignores steps between the end of an episode and the next reset.
-
-    A vector environment steps all its environments; here one without an episode returns at once, with a blank
-    observation and no reward. Observations and rewards are checked against the spaces, because vector environments
-    flatten, cast and join other values silently. Infos contain only the action mask.
+class EnvProcess:
+    """Environment in a process of its own, which ends with this one.
 
     Args:
-        make: Creates the environment.
-        recreate_env: Create a new environment for every episode.
+        pickled: Function that creates the environment, and True to create a new one for every episode.
     """
 
-    def __init__(self, make: MakeEnv, *, recreate_env: bool = False) -> None:
-        super().__init__(make())
-        self._make, self._recreate_env, self._used = make, recreate_env, False
-        self._paused = True
-        space = self.env.observation_space
-        self._parts = leaf_spaces(space)
-        self._blank = unflatten(space, [np.zeros(part.shape or (), part.dtype) for part in self._parts])
+    def __init__(self, pickled: bytes) -> None:
+        self._pipe, other = multiprocessing.Pipe()
+        self._process = multiprocessing.Process(target=_serve, args=(pickled, other, self._pipe), daemon=True)
+        self._process.start()
+        other.close()
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Start an episode. The empty options of a masked reset are passed on as None."""
-        if self._recreate_env and self._used:
-            self.env.close()
-            self.env = self._make()
-        self._paused, self._used = False, True
-        observation, info = self.env.reset(seed=seed, options=options or None)
-        return self._checked(observation, info)
+    def send(self, method: Method, value: Any) -> None:
+        """Start a call."""
+        with _explain_dead_process():
+            self._pipe.send((method, value))
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Step the episode, if one is running."""
-        if self._paused:
-            return self._blank, 0.0, False, False, {}
-        observation, reward, *ends, info = self.env.step(action)
-        terminated, truncated = scalars(ends, np.bool_, "terminated and truncated").tolist()
-        self._paused = terminated or truncated
-        observation, info = self._checked(observation, info)
-        return observation, scalars([reward], np.float64, "reward")[0], terminated, truncated, info
+    def receive(self) -> EnvResult:
+        """Return the result of the call; raise RuntimeError if it failed or the process has died."""
+        with _explain_dead_process():
+            result: EnvResult | str = self._pipe.recv()
+        if isinstance(result, str):
+            raise RuntimeError(f"An environment failed in its process:\n{result}")
+        return result
 
-    def _checked(self, observation: Any, info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return an observation in the dtypes of its space, and the action mask alone of an info."""
-        space, mask = self.env.observation_space, info.get("action_mask")
-        leaves = stack(self._parts, [flatten(space, observation)])
-        return unflatten(space, [leaf[0] for leaf in leaves]), {} if mask is None else {"action_mask": mask}
+    def close(self) -> None:
+        """End the process."""
+        self._process.terminate()
+        self._process.join()
+        self._pipe.close()
+
+
+def _serve(pickled: bytes, pipe: Connection, parent_end: Connection) -> None:
+    """Make the calls that arrive in a pipe, until the other end is closed."""
+    parent_end.close()  # inherited by fork
+    # The inherited handlers would stop a run. Processes end on SIGTERM and leave Ctrl-C to the parent.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    make, recreate_env = cloudpickle.loads(pickled)
+    env: gymnasium.Env[Any, Any] | None = None
+    with suppress(EOFError):
+        while True:
+            method, value = pipe.recv()
+            try:
+                if env is None or (recreate_env and method == "reset"):
+                    if env is not None:
+                        env.close()
+                    env = make()
+                result: EnvResult | str = _call_env(env, method, value)
+            except Exception:  # noqa: BLE001 (raised again by the parent)
+                result = traceback.format_exc()
+            pipe.send(result)
+
+
+@contextmanager
+def _explain_dead_process() -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+        raise RuntimeError(
+            "A process of the environment has died, possibly out of memory. Lower num_envs, or set "
+            'vectorization="serial" to see the error.'
+        ) from error
 
 
 _SEED_BITS = 31
@@ -367,17 +341,6 @@ class ReseededNoise(gymnasium.Wrapper[Any, Any, Any, Any]):
         noise = int(generator(self._seed, "noise", start, replica).integers(2**63))
         self.env.unwrapped.np_random, _ = seeding.np_random(noise)  # the generator class that environments expect
         return result
-
-
-@contextmanager
-def _explain_dead_worker() -> Iterator[None]:
-    try:
-        yield
-    except (EOFError, BrokenPipeError, ConnectionResetError) as error:
-        raise RuntimeError(
-            "A worker process of the environment has died, possibly out of memory. Lower num_envs, or set "
-            'vectorization="serial" to see the error.'
-        ) from error
 
 
 def close_all(envs: Sequence[Any]) -> None:

@@ -12,7 +12,7 @@ from evogrpo.algorithms.policies.settings import STEPWISE, Credit, NetworkSettin
 from evogrpo.config.hyperparameters import Optimizer
 from evogrpo.config.objective import Objective
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups, Vectorization, Wrap, check_wrapper, env_spec
-from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups, summed
+from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import Policies
 from evogrpo.extras import require
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
@@ -207,7 +207,7 @@ class ParallelTask(StartsTask):
     credit: Credit = "team"
     agent_ids: Flag = False
     max_episode_steps: PositiveInt | None = None
-    score: Text | tuple[Text, ...] | None = None
+    score: Text | tuple[Text, ...] = "sum"
     num_envs: PositiveInt = 64
 
     @property
@@ -232,7 +232,7 @@ class ParallelTask(StartsTask):
         require("task.parallel_env", "pettingzoo")
         make, of_agents = self._maker(), ("parallel_env", "policies", "credit", "agent_ids")
         options = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in of_agents}
-        score: Any = summed if self.score is None else self.score
+        score: Any = self.score
         if isinstance(score, str) and ":" in score:
             score = load_named(score, "score")
         try:

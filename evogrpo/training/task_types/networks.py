@@ -118,7 +118,6 @@ class PreparedNetworks:
             cut = "; the environment sets no time limit; episodes are truncated after "
             cut += f"{env.max_episode_steps:,} steps (task.max_episode_steps)"
         if isinstance(env, PettingZooGroups):
-            env.warn_opposed_rewards(team_credit=task.credit == "team")
             in_all = " in all"
             facts = {
                 "environment": f"{task.label}: {sizes_text(env)} starts{cut}",
