@@ -86,23 +86,19 @@ class PopulationRecord:
     next_index: Whole
 
 
-def save_agent(
-    agent: "Agent", path: str | Path, *, include_base: bool, replace: bool, note: Mapping[str, Any] | None = None
-) -> None:
+def save_agent(agent: "Agent", path: str | Path, *, replace: bool, note: Mapping[str, Any] | None = None) -> None:
     """Save one agent; see `GRPO.save_checkpoint`.
 
     Args:
         agent: The agent.
         path: Folder to create.
-        include_base: Also save the base model.
         replace: Replace an existing checkpoint.
         note: Plain JSON values to store in the record.
     """
     members = agent.members
     record = AgentRecord(shared=_members_record(members), member=_stored(agent), note=note or {})
-    files = members.files(agent.slot, include_base=include_base)
     tensors = {**agent.state(), **_shared_by_name(members)}
-    write_checkpoint(path, tensors, dump(record), files=files, kind="agent", replace=replace)
+    write_checkpoint(path, tensors, dump(record), files=members.files(agent.slot), kind="agent", replace=replace)
 
 
 def load_agent(
@@ -145,7 +141,13 @@ def read_agent(agent: "Agent", path: str | Path) -> None:
             raise CheckpointError(
                 f"{path} must hold an agent of kind {members.kind!r}, got kind {stored!r}. Load it with {made_by}.load."
             )
-        members.check_record(record.shared, path)
+        own = members.record()
+        for name in members.identity:
+            if record.shared[name] != own[name]:
+                raise CheckpointError(
+                    f"{path} holds an agent with {name} {record.shared[name]}, but this one has {own[name]}. Load it "
+                    f"with {type(agent).__name__}.load."
+                )
         shared, stored_shared = members.shared_tensors(), split_shared(tensors)[0]
         if shared.keys() != stored_shared.keys() or any(
             not torch.equal(tensor, stored_shared[name]) for name, tensor in shared.items()

@@ -348,18 +348,17 @@ class EvolvableAlgorithm(Agent):
 
     # ---- checkpoints
 
-    def save_checkpoint(self, path: str | Path, *, include_base: bool = False, replace: bool = False) -> None:
+    def save_checkpoint(self, path: str | Path, *, replace: bool = False) -> None:
         """Save the agent as a checkpoint folder. For a language model it is also a PEFT adapter, or a full model.
 
         Args:
             path: Folder to create.
-            include_base: Also save the base model of a language model.
             replace: Replace an existing checkpoint.
 
         Raises:
             CheckpointError: If the path exists and must not be replaced.
         """
-        save_agent(self, path, include_base=include_base, replace=replace)
+        save_agent(self, path, replace=replace)
 
     @classmethod
     def load(
@@ -376,9 +375,8 @@ class EvolvableAlgorithm(Agent):
             path: Folder written by `save_checkpoint`.
             device: Device of the model; by default that of `actor_network`, or the CPU.
             accelerator: See the constructor.
-            actor_network: The base model; by default the saved base, or the demo model or hub id named in the
-                checkpoint. Paths named in a checkpoint are never followed. For small networks, only needed for a
-                module of your own.
+            actor_network: The base model; by default the demo model or hub id named in the checkpoint. Paths named in
+                a checkpoint are never followed. For small networks, only needed for a module of your own.
             elsewhere: Not accepted; arguments of other libraries' `load` get a hint.
 
         Raises:

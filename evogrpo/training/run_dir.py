@@ -367,7 +367,7 @@ class RunDir:
             not torch.equal(exported[name], tensor.cpu()) for name, tensor in best.state.items()
         ):
             agent = best_agent(population, best)
-            save_agent(agent, self.path / BEST, include_base=False, replace=True, note=note)
+            save_agent(agent, self.path / BEST, replace=True, note=note)
         self._exported = best
 
     def _check_lock(self) -> None:

@@ -40,7 +40,7 @@ def parted_and_whole(folder: str, *architectures: str) -> None:
         learn_both_ways(base, whole, micro_batch_tokens=48)
         share_little_work(base, whole)
         stop_on_one_rank(base)
-    refuse(base, Path(folder))
+    refuse(base)
 
 
 def learn_both_ways(base: PreTrainedModel, whole: PreTrainedModel, **more: Any) -> None:
@@ -94,14 +94,12 @@ def stop_on_one_rank(base: PreTrainedModel) -> None:
     together.check_replicas()
 
 
-def refuse(base: PreTrainedModel, folder: Path) -> None:
+def refuse(base: PreTrainedModel) -> None:
     """Check that calls which one rank makes alone are refused."""
     population = tiny_population(2, actor_network=base)
     own = population[processes().rank]
     with pytest.raises(ValueError, match="2 processes"):
         population.members.policy(own.slot)(torch.ones((1, 3), dtype=torch.long))
-    with pytest.raises(ValueError, match="include_base"):
-        own.save_checkpoint(folder / f"saved-{processes().rank}", include_base=True)
     with pytest.raises(ValueError, match="load_base"):
         tiny_population(2, actor_network=base, device="meta")
     with pytest.raises(ValueError, match="model object"):

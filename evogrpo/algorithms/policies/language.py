@@ -14,7 +14,6 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from evogrpo.algorithms.base_checkpoint import base_files, check_base, named_base, saved_base
 from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.algorithms.policies.language_sampling import (
     Experiences,
@@ -49,12 +48,12 @@ from evogrpo.models.language.bank import AdapterBank
 from evogrpo.models.language.compatibility import check_context, check_token_ids, is_quantised
 from evogrpo.models.language.fsdp import sharded_over
 from evogrpo.models.language.full_finetuning import choose_trained
-from evogrpo.models.language.loading import fingerprint, load_tokenizer
+from evogrpo.models.language.loading import fingerprint, load_base, load_tokenizer
 from evogrpo.models.language.lora import StoredAdapter, lora_from_json, lora_to_json
 from evogrpo.models.language.sizing import size_for_memory
 from evogrpo.models.language.vllm_sampler import VLLMSampler
 from evogrpo.randomness import generator
-from evogrpo.storage.checkpoint import CheckpointError
+from evogrpo.storage.checkpoint import CheckpointError, is_path
 from evogrpo.validation import validate, whole_between
 
 if TYPE_CHECKING:
@@ -97,6 +96,8 @@ class LanguagePolicySet:
 
     kind = "language"
     evolves = False
+    identity = ("fingerprint", "lora_config")
+    """Keys of `record` that must be equal to load a saved member into an existing one."""
 
     def __init__(
         self,
@@ -414,24 +415,14 @@ class LanguagePolicySet:
             "micro_batch_tokens": self.bank.micro_batch_tokens,
         }
 
-    def check_record(self, record: Mapping[str, Any], where: object) -> None:
-        """Raise CheckpointError for another base model or lora_config."""
-        check_base(record, self.fingerprint, where)
-        saved, own = record["lora_config"], lora_to_json(self.bank.lora_config)
-        if saved != own:
-            raise CheckpointError(
-                f"{where} holds an agent of lora_config {saved}, but this agent has {own}. Use the same "
-                "lora_config and full_finetuning, or load the saved agent with GRPO.load."
-            )
-
     def shared_tensors(self) -> dict[str, Tensor]:
         """Return the adapter that members start from."""
         return {} if self.start is None else dict(self.start.tensors)
 
-    def files(self, slot: int, *, include_base: bool) -> CheckpointFiles:
-        """Return the member as a PEFT adapter or a model of transformers, and the base model if requested."""
+    def files(self, slot: int) -> CheckpointFiles:
+        """Return the member as a PEFT adapter or a model of transformers."""
         files: CheckpointFiles = self.bank.files(slot)
-        return files | base_files(self.bank.base.model) if include_base else files
+        return files
 
     @classmethod
     def from_record(
@@ -454,9 +445,9 @@ class LanguagePolicySet:
             size: Number of members.
             where: The checkpoint's folder.
             hp_config: What evolves.
-            constants: From `constants`.
+            constants: From `shared_tensors`.
             stored_bytes: Bytes of the tensors in the checkpoint; the record may name a huge rank.
-            actor_network: The base model; by default the saved one, or the one named in the record.
+            actor_network: The base model; by default the one named in the record. Paths in records are never followed.
             device: Where to put it.
             accelerator: Chooses the device and the precision.
 
@@ -464,9 +455,23 @@ class LanguagePolicySet:
             CheckpointError: If the base model is another one.
             ValueError: If it cannot be found.
         """
-        model = actor_network or saved_base(where) or named_base(record)
+        source, model = str(record["source"]), actor_network
+        if model is None:
+            remedy = "Pass the base model as actor_network=, loaded with evogrpo.load_base"
+            if is_path(source):
+                raise ValueError(f"The base model was saved from path {source!r}, which is not opened. {remedy}.")
+            try:
+                model = load_base(source).model
+            except ValueError as error:
+                raise ValueError(
+                    f"The checkpoint's base model {source!r} cannot be loaded. {remedy}. {error}"
+                ) from error
         actual = fingerprint(model)
-        check_base(record, actual, where)
+        if record["fingerprint"] != actual:
+            raise CheckpointError(
+                f"{where} was trained on the base model {source!r} with fingerprint {record['fingerprint']}, but the "
+                f"model passed has {actual}. Pass the same base model."
+            )
         lora = lora_from_json(record["lora_config"])
         check_stored_size(4 * size * choose_trained(model, lora, outline=True).size, stored_bytes)
         members = cls(
@@ -477,7 +482,7 @@ class LanguagePolicySet:
             recognised_by=actual,
             lora_config=lora,
             start=StoredAdapter(lora_config=lora, tensors=constants) if constants and lora else None,
-            source=record["source"],
+            source=source,
             device=choose_device(accelerator, device),
             autocast=autocast_context(accelerator),
         )

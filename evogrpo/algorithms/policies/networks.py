@@ -39,9 +39,7 @@ from evogrpo.models.networks.distributions import distribution_for
 from evogrpo.models.networks.networks import DefaultNetwork
 from evogrpo.randomness import generator
 from evogrpo.spaces import unflatten
-from evogrpo.storage.checkpoint import CheckpointError
 from evogrpo.validation import validate
-from evogrpo.warnings import warn
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -68,12 +66,14 @@ class NetworkPolicySet:
         device: As given.
         policies: The policies by name.
         banks: Their banks.
-        masked: True if a single agent has learned with action masks.
         processes: Ranks that divide the episodes; this process alone at first.
 
     Raises:
         ValueError: If a space is not supported, or the module or the settings do not fit.
     """
+
+    identity = ("observation_spaces", "action_spaces", "module")
+    """Keys of `record` that must be equal to load a saved member into an existing one."""
 
     def __init__(
         self,
@@ -101,7 +101,6 @@ class NetworkPolicySet:
                 device=device,
             )
         self.banks = Banks({name: policy.bank for name, policy in self.policies.items()})
-        self.masked = self._warned = False
         self.processes = Processes()
 
     @property
@@ -132,11 +131,7 @@ class NetworkPolicySet:
 
     def new_member(self, *, wrap: bool = True) -> "NetworkPolicySet":
         """Return a policy set of one fresh member; `wrap` has no effect."""
-        member = NetworkPolicySet(
-            self.mapping, 1, self.settings, self.hp_config, module=self._module, device=self.device
-        )
-        member.masked = self.masked
-        return member
+        return NetworkPolicySet(self.mapping, 1, self.settings, self.hp_config, module=self._module, device=self.device)
 
     def arguments(self) -> dict[str, Any]:
         """Return the constructor arguments that are not in the settings, or differ from them."""
@@ -196,7 +191,6 @@ class NetworkPolicySet:
             experience[name], summary = self.policies[name].batch(episodes, member_ids, temperature)
             if summary is not None:
                 seen[name] = summary
-            self.masked |= self._single and episodes.action_masks is not None
         steps = np.bincount(member_ids, weights=played.actions, minlength=self.banks.size)
         return RolloutBatch(
             experience=experience,
@@ -278,13 +272,6 @@ class NetworkPolicySet:
         masks: list[Any] = [None] * (count or 1)
         if action_mask is not None:
             masks = [action_mask] if count is None else _rows_of(action_mask, count)
-        elif self.masked and not self._warned:
-            self._warned = True
-            warn(
-                "This agent was trained with action masks. Without action_masks=info['action_mask'] it may choose "
-                "illegal actions.",
-                rank_zero_only=False,
-            )
         return self._actions(DEFAULT_POLICY, learner, arrays, rng, masks), count is not None
 
     def _choose_for_team(
@@ -374,29 +361,15 @@ class NetworkPolicySet:
             name: [[agent, space_to_json(space)] for agent, space in getattr(self.mapping, name).items()]
             for name in ("observation_spaces", "action_spaces")
         }
-        return {**pairs, "module": None if module is None else type(module).__qualname__, "masked": self.masked}
-
-    def check_record(self, record: Mapping[str, Any], where: object) -> None:
-        """Raise CheckpointError for other agents or spaces, another module, or other normalisation."""
-        own, name = self.record(), "normalise_observations"
-        pairs = {each: (record[each], own[each]) for each in ("observation_spaces", "action_spaces", "module")}
-        pairs[name] = record["settings"][name], getattr(self.settings, name)
-        for each, (stored, present) in pairs.items():
-            if stored != present:
-                raise CheckpointError(
-                    f"{where} holds an agent with {each} {stored}, but this one has {present}. Load it with "
-                    f"{'GRPO' if self._single else 'MultiAgentGRPO'}.load."
-                )
+        return {**pairs, "module": None if module is None else type(module).__qualname__}
 
     def shared_tensors(self) -> dict[str, Tensor]:
         """Return the initial weights and buffers of the user's module, by name."""
         module = self._module
         return {} if module is None else {name: value.cpu().clone() for name, value in module.state_dict().items()}
 
-    def files(self, slot: int, *, include_base: bool) -> CheckpointFiles:
+    def files(self, slot: int) -> CheckpointFiles:
         """Return nothing: the train state is complete."""
-        if include_base and self._module is not None:
-            raise ValueError("The code of a custom module cannot be saved. Leave out include_base.")
         return {}
 
     @classmethod
@@ -441,9 +414,7 @@ class NetworkPolicySet:
                 network = DefaultNetwork(settings.network, spec.observation_space, outputs)
                 check_stored_size(4 * size * sum(map(math.prod, network.shapes.values())), stored_bytes)
         device = choose_device(accelerator, device) or "cpu"
-        members = cls(mapping, size, settings, hp_config, module=actor_network, device=device)
-        members.masked = bool(record["masked"])
-        return members
+        return cls(mapping, size, settings, hp_config, module=actor_network, device=device)
 
 
 class _Modules(nn.Module):
