@@ -32,7 +32,6 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (Hyperparameters, {}),
     (RLParameter, {"min": 1e-4, "max": 1e-2}),
     (RLParameter, {"choices": [4, 8]}),
-    (RLParameter, {"choices": [4, 8], "when": {"loss_type": "grpo"}}),
     (Objective, {}),
     (Optimizer, {}),
     (Optimizer, {"schedule": "cosine", "total_steps": 9}),

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, GetCoreSchemaHandler
@@ -13,7 +12,6 @@ from evogrpo.config.hyperparameters import (
     DEFAULT_TARGET_KL,
     HYPERPARAMETER_NAMES,
     Hyperparameters,
-    Value,
     checked_value,
     is_categorical,
 )
@@ -52,9 +50,6 @@ class RLParameter:
             and some mutations draw from the whole range; see `Mutation`.
         founders: Part of the range, (low, high), over which the members of a first population are spread; by default
             all of it. Mutation may leave it.
-        when: Condition under which this hyperparameter has an effect: required values of others by name, such as
-            {"loss_type": ["grpo", "dapo"]}. Members that do not meet it neither draw nor mutate it, and do not differ
-            by it. None as a value means the objective's. By default there is no condition.
 
     Raises:
         ValueError: If the fields do not describe a range or choices.
@@ -66,11 +61,8 @@ class RLParameter:
     choices: Sequence[Number] | Sequence[Text] | None = None
     factor: Annotated[float, Field(gt=1, le=FLOAT32_LIMIT), REAL] | None = None
     founders: tuple[Number, Number] | None = None
-    when: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
-        if self.when is not None:
-            object.__setattr__(self, "when", checked_condition(self.when))
         if self.choices is not None:
             range_fields = (self.min, self.max, self.scale, self.factor, self.founders)
             if range_fields != (None, None, "linear", None, None):
@@ -114,11 +106,6 @@ class RLParameter:
         return self.min, self.max
 
     @property
-    def condition(self) -> Mapping[str, tuple[Value, ...]]:
-        """Values that other hyperparameters must have for this one to have an effect, by name."""
-        return {name: values for name, values in (self.when or {}).items() if isinstance(values, tuple)}
-
-    @property
     def extent(self) -> str:
         """Description of the values, for messages."""
         if self.choices is not None:
@@ -141,22 +128,6 @@ class RLParameter:
         if self.choices is not None:
             del fields["scale"]
         return fields
-
-
-def checked_condition(when: object) -> dict[str, tuple[Value, ...]]:
-    """Return a condition with its values as tuples; raise ValueError if a name or a value is unknown."""
-    if not isinstance(when, Mapping) or not when:
-        raise ValueError(
-            f"when must map hyperparameters to required values, such as {{'loss_type': ['grpo']}}, got {when!r:.80}"
-        )
-    refuse_unknown("hyperparameter", when, HYPERPARAMETER_NAMES)
-    condition = {}
-    for name, required in when.items():
-        values = required if isinstance(required, Sequence) and not isinstance(required, str) else (required,)
-        if not values:
-            raise ValueError(f"when must list at least one value of {name}, got none. Remove {name}.")
-        condition[name] = tuple(checked_value(name, value) for value in values)
-    return condition
 
 
 DEFAULT_SEARCHED = ("target_kl", "clip_coef", "group_size", "update_epochs")
@@ -242,8 +213,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
             nearest to the default is used (see `first`).
 
     Raises:
-        ValueError: If a name is unknown, a bound or a choice is illegal for its hyperparameter, or a condition is
-            circular or can never be met.
+        ValueError: If a name is unknown, or a bound or a choice is illegal for its hyperparameter.
     """
 
     def __init__(self, **values: Any) -> None:
@@ -265,15 +235,6 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
             for value in parameter.bounds if parameter.choices is None else parameter.choices:
                 checked_value(name, value)
         self._parameters = {name: parameters[name] for name in HYPERPARAMETER_NAMES if name in parameters}
-        self._conditions = {
-            name: parameter.condition for name, parameter in self._parameters.items() if parameter.condition
-        }
-        self._check_conditions()
-
-        def depth(name: str) -> int:
-            return 1 + max(map(depth, self._conditions.get(name, ())), default=0)
-
-        self._ordered = tuple(sorted(self._parameters, key=lambda name: (depth(name), name)))
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
@@ -304,44 +265,6 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
     def __repr__(self) -> str:
         return f"HyperparameterConfig({', '.join(f'{name}={value!r}' for name, value in self.items())})"
 
-    def _check_conditions(self) -> None:
-        """Raise ValueError for conditions that are circular or can never be met."""
-        for name, parameter in self.items():
-            dependencies = [name]
-            for other in dependencies:  # grows during the loop
-                dependencies += [needed for needed in self._conditions.get(other, ()) if needed not in dependencies]
-                if name in self._conditions.get(other, ()):
-                    raise ValueError(f"The conditions of {name} and {other} are circular. Remove one `when`.")
-            for other, values in parameter.condition.items():
-                controller = self.get(other)
-                if controller is not None and not any(
-                    value is None or controller.closest(value) == value for value in values
-                ):
-                    raise ValueError(
-                        f"{name} would never have an effect: it needs {other} in {list(values)}, got "
-                        f"{controller.extent}. Change the condition or {other}."
-                    )
-
-    @property
-    def ordered(self) -> tuple[str, ...]:
-        """Names in an order in which each follows those of its condition."""
-        return self._ordered
-
-    def is_active(self, name: str, values: Mapping[str, Value]) -> bool:
-        """Return True if a hyperparameter has an effect in a member with these values; see `RLParameter.when`.
-
-        The hyperparameters of its condition must have an effect themselves.
-        """
-        condition = self._conditions.get(name)
-        if condition is None:
-            return True
-        return all(values[other] in required and self.is_active(other, values) for other, required in condition.items())
-
-    def active_values(self, hyperparameters: Hyperparameters) -> tuple[Value, ...]:
-        """Return a member's values for comparison with others: None for those without effect."""
-        values = hyperparameters.to_json()
-        return tuple(value if self.is_active(name, values) else None for name, value in values.items())
-
     def first(self, defaults: Mapping[str, Any], chosen: Mapping[str, Any]) -> Hyperparameters:
         """Return the hyperparameters of a first member; defaults outside the space are moved to the closest value.
 
@@ -352,8 +275,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
             chosen: Values that the caller has set, by name.
 
         Raises:
-            ValueError: If a value is invalid, a chosen value lies outside the space, or a condition can never be met
-                because the hyperparameter that it needs is fixed.
+            ValueError: If a value is invalid, or a chosen value lies outside the space.
         """
         if chosen.get("lr") == "auto":
             if "lr" in self:
@@ -363,13 +285,6 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
         if unset and ("target_kl" in self or not ("lr" in chosen or "lr" in self)):
             defaults = {**defaults, "target_kl": DEFAULT_TARGET_KL}
         record = Hyperparameters(**{**defaults, **chosen})
-        for name, parameter in self.items():
-            for other, required in parameter.condition.items():
-                if other not in self and getattr(record, other) not in required:
-                    raise ValueError(
-                        f"{name} would never have an effect: it needs {other} in {list(required)}, which stays "
-                        f"{getattr(record, other)!r}. Set {other}, let it evolve, or remove {name}."
-                    )
         moved: dict[str, Any] = {}
         for name, parameter in self.items():
             value = getattr(record, name)
@@ -410,7 +325,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
                 f"The range of group_size must contain at least two divisors of samples_per_step={samples_per_step}, "
                 f"got {usable} in [{low}, {high}]. Include two of {valid}, or change samples_per_step."
             )
-        return HyperparameterConfig(**{**self, "group_size": RLParameter(choices=usable, when=parameter.when)})
+        return HyperparameterConfig(**{**self, "group_size": RLParameter(choices=usable)})
 
     def to_json(self) -> dict[str, dict[str, Any]]:
         """Return the fields of every parameter by name."""

@@ -59,13 +59,12 @@ def spread_founders(
         for position in range(remaining)
     ]
     # Redraw duplicates last, so that distinct points stay. Without a free point, a duplicate stays.
-    taken: set[tuple[object, ...]] = {(None, space.active_values(founder)) for founder in first}
+    taken: set[tuple[int | None, Hyperparameters]] = {(None, founder) for founder in first}
     duplicates, stream = [], streams(rng)
     for number, founder in enumerate(others):
-        point = (None, space.active_values(founder))
-        if point in taken and space:
+        if (None, founder) in taken and space:
             duplicates.append(number)
-        taken.add(point)
+        taken.add((None, founder))
     for number in duplicates:
         draw, attempts = partial(random_founder, space, first[0]), partial(stream, "founder", number)
         redrawn, is_free = draw_distinct(draw, space, None, taken, attempts)
@@ -111,15 +110,10 @@ def random_founder(space: HyperparameterConfig, base: Hyperparameters, rng: np.r
 
 
 def point_at(space: HyperparameterConfig, base: Hyperparameters, fractions: Mapping[str, float]) -> Hyperparameters:
-    """Return the point of the space at these quantiles, in [0, 1), of the founders' ranges, by hyperparameter.
-
-    Inactive hyperparameters keep their values of `base`.
-    """
+    """Return the point of the space at these quantiles, in [0, 1), of the founders' ranges, by hyperparameter."""
     values: dict[str, Any] = base.to_json()
-    for name in space.ordered:
-        parameter, fraction = space[name], fractions[name]
-        if not space.is_active(name, values):
-            continue
+    for name, parameter in space.items():
+        fraction = fractions[name]
         if is_categorical(name):
             values[name] = parameter.names[min(int(fraction * len(parameter.names)), len(parameter.names) - 1)]
         else:

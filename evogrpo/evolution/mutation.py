@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Annotated, Any, Protocol, TypeVar
 
@@ -64,8 +64,7 @@ class Mutation:
     ) -> Hyperparameters:
         """Return mutated hyperparameters.
 
-        None counts as the number it stands for (see `Hyperparameters.number`). A hyperparameter that becomes active
-        because another one changed is drawn from its whole range.
+        None counts as the number it stands for (see `Hyperparameters.number`).
 
         Args:
             hyperparameters: Hyperparameters of the parent.
@@ -74,26 +73,24 @@ class Mutation:
             steps: Steps from the grandparent to the parent, as shares of the ranges, by name.
 
         Returns:
-            Hyperparameters of the child; they differ from the parent's unless the space has no active hyperparameter.
+            Hyperparameters of the child; they differ from the parent's unless the space is empty.
         """
         # 1. Draw all random numbers at once.
-        names = space.ordered
+        names = sorted(space)
         draws = rng.random((4, len(names)))
         step_factors, fallback = np.exp(SPREAD * rng.standard_normal(len(names))), rng.random()
 
         # 2. Choose the hyperparameters that change, at least one.
-        before = hyperparameters.to_json()
-        active = [name for name in names if space.is_active(name, before)]
         changing = {name for name, chance in zip(names, draws[0], strict=True) if chance < self.probability}
-        if not changing.intersection(active) and active:
-            changing = {active[int(fallback * len(active))]}
+        if not changing and names:
+            changing = {names[int(fallback * len(names))]}
 
         # 3. Another category, a draw from the whole range, or a step.
 
-        def new_value(column: int, name: str) -> Value:
+        def new_value(column: int, name: str) -> Any:
             _, direction, resample, fraction = (float(draw) for draw in draws[:, column])
             if name not in changing:
-                return before[name]
+                return getattr(hyperparameters, name)
             if is_categorical(name):
                 return other_choice(space[name], getattr(hyperparameters, name), fraction)
             value = hyperparameters.number(name)
@@ -106,32 +103,8 @@ class Mutation:
             size = min(typical * float(step_factors[column]), MAX_STEP)
             return neighbour(space[name], value, upward=direction < 0.5, integer=is_integer(name), size=size)
 
-        return mutate(hyperparameters, space, new_value, draws[3])
-
-
-def mutate(
-    hyperparameters: Hyperparameters,
-    space: HyperparameterConfig,
-    new_value: Callable[[int, str], Value],
-    fractions: Sequence[float],
-) -> Hyperparameters:
-    """Return hyperparameters with new values for all that are active.
-
-    Args:
-        hyperparameters: Hyperparameters of the parent.
-        space: Search space.
-        new_value: Returns the new value of a hyperparameter that is active in parent and child, from its position
-            in `space.ordered` and its name.
-        fractions: One number in [0, 1) per position: the quantile of a hyperparameter that becomes active.
-    """
-    before = hyperparameters.to_json()
-    after: dict[str, Any] = dict(before)
-    for column, name in enumerate(space.ordered):
-        if space.is_active(name, after):
-            was_active = space.is_active(name, before)
-            fraction = float(fractions[column])
-            after[name] = new_value(column, name) if was_active else uniform_value(name, space[name], fraction)
-    return Hyperparameters(**after)
+        values: dict[str, Any] = {name: new_value(column, name) for column, name in enumerate(names)}
+        return dataclasses.replace(hyperparameters, **values)
 
 
 def uniform_value(name: str, parameter: RLParameter, fraction: float) -> Value:

@@ -125,25 +125,24 @@ class Plan:
         parents = [None if choice.parent is None else last.member(choice.parent) for choice in choices]
         indices = [None if parent is None else parent.index for parent in parents]
         # 1. Sort the slots: fixed hyperparameters, drawn ones, and members that stay.
-        taken: set[tuple[object, ...]] = set()  # parent index and point in the space
+        taken: set[tuple[int | None, Hyperparameters]] = set()  # with the index of the parent
         values: dict[int, Hyperparameters] = {}
         draws: dict[int, Proposal] = {}
         for slot, (choice, parent) in enumerate(zip(choices, parents, strict=True)):
             born = choice.mutate or choice.parent not in (slot, None)
             if isinstance(choice.hyperparameters, Hyperparameters):
                 values[slot] = choice.hyperparameters
-                taken.add((indices[slot], space.active_values(choice.hyperparameters)))
+                taken.add((indices[slot], choice.hyperparameters))
             elif choice.hyperparameters is not None:
                 draws[slot] = choice.hyperparameters
             elif parent is not None and born and mutation is not None:
                 draws[slot] = proposals(mutation, history, parent, space)
             elif parent is not None:
-                point = space.active_values(parent.hyperparameters)
-                taken.add((parent.index, point))
+                taken.add((parent.index, parent.hyperparameters))
                 if born:
                     values[slot] = parent.hyperparameters
                 else:  # a child of a member that stays, or of its parent, must differ from that member
-                    taken.add((parent.parent, point))
+                    taken.add((parent.parent, parent.hyperparameters))
         # 2. Draw distinct hyperparameters.
         reasons = [choice.reason for choice in choices]
         if draws:
@@ -259,7 +258,7 @@ def draw_distinct(
     draw: Proposal,
     space: HyperparameterConfig,
     parent: int | None,
-    taken: set[tuple[object, ...]],
+    taken: set[tuple[int | None, Hyperparameters]],
     stream: Callable[[int], np.random.Generator],
 ) -> tuple[Hyperparameters, bool]:
     """Draw hyperparameters until they differ from all members with the same parent, which would be the same learner.
@@ -268,7 +267,7 @@ def draw_distinct(
         draw: Proposes hyperparameters.
         space: Search space; in an empty one every point is free.
         parent: Index of the parent; None for a founder.
-        taken: Parent index and point of every member; the new one is added.
+        taken: Parent index and hyperparameters of every member; the new ones are added.
         stream: Random generator of each attempt, by its number.
 
     Returns:
@@ -277,9 +276,8 @@ def draw_distinct(
     first = draw(stream(0))
     for attempt in range(MAX_PROPOSALS):
         proposal = draw(stream(attempt)) if attempt else first
-        key = (parent, space.active_values(proposal))
-        if key not in taken or not space:
-            taken.add(key)
+        if (parent, proposal) not in taken or not space:
+            taken.add((parent, proposal))
             return proposal, True
     return first, False
 

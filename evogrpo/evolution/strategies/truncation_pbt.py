@@ -1,16 +1,16 @@
 """Population-based training with truncation selection, as in Ray Tune (arXiv:1711.09846)."""
 
-from typing import Annotated
+import dataclasses
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
 
-from evogrpo.config.hyperparameters import Hyperparameters, Value, is_categorical, is_integer
+from evogrpo.config.hyperparameters import Hyperparameters, is_categorical, is_integer
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import (
     CheckedPerturbation,
-    mutate,
     neighbour,
     other_choice,
     uniform_value,
@@ -61,10 +61,10 @@ class TruncationPBT(Stateless):
     def _explore(
         self, hyperparameters: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator
     ) -> Hyperparameters:
-        """Perturb every active hyperparameter, as Ray's `explore` does."""
+        """Perturb every hyperparameter, as Ray's `explore` does."""
         choose, direction, fraction = rng.random((3, len(space)))
 
-        def new_value(column: int, name: str) -> Value:
+        def new_value(column: int, name: str) -> Any:
             quantile = float(fraction[column])
             if is_categorical(name):
                 return other_choice(space[name], getattr(hyperparameters, name), quantile)
@@ -76,8 +76,8 @@ class TruncationPBT(Stateless):
             factor = self.factors[int(direction[column] < 0.5)]
             return self._multiplied(space[name], value, factor, integer=is_integer(name))
 
-        # Hyperparameters that become active use their fraction here, as `new_value` is not called for them.
-        return mutate(hyperparameters, space, new_value, fraction)
+        values: dict[str, Any] = {name: new_value(column, name) for column, name in enumerate(sorted(space))}
+        return dataclasses.replace(hyperparameters, **values)
 
     def _multiplied(self, parameter: RLParameter, value: float, factor: float, *, integer: bool) -> float:
         """Multiply within the range; take a step if the product would not move the value."""
