@@ -136,7 +136,7 @@ def test_runs_refuse_invalid_values():
     population, env = tiny_population(2), tiny_env()
     base = {"generations": 1, "steps_per_generation": 1, "samples_per_step": 8, "validation_questions": 2}
     assert evolve(population, env, **base) is not None
-    for name in [*Schedule.__dataclass_fields__, "run_dir", "keep_checkpoints", "completions", "completions_format"]:
+    for name in [*Schedule.__dataclass_fields__, "run_dir", "keep_checkpoints", "completions"]:
         for value in FEW:
             if name != "run_dir" or not isinstance(value, str):
                 result_or_error(name, lambda name=name, value=value: evolve(population, env, **{**base, name: value}))

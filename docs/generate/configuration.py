@@ -27,9 +27,9 @@ from evogrpo.validation import json_schema
 
 _SEPARATE = {
     "task", "hyperparameters", "search_space", "population", "schedule", "strategy", "experience", "fitness", "agent",
-    "logging", "auto", "run_id",
+    "logging", "run_id",
 }  # fmt: skip
-"""Fields of `Config` with a section of their own, and two that users do not set."""
+"""Fields of `Config` with a section of their own, and one that users do not set."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -209,7 +209,6 @@ def check_extras() -> Iterator[Finding]:
         ("reasoning-gym", "reasoning", "100+ tasks"),
         ("datasets", "datasets", "datasets in parquet files"),
         ("moviepy", "video", "videos of members"),
-        ("optuna", "optuna", "runs as studies of Optuna"),
         ("pandas", "pandas", "runs as data frames"),
         ("pettingzoo", "multi-agent", "environments of several agents"),
         ("matplotlib", "report", "report.png"),

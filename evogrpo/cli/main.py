@@ -335,8 +335,6 @@ def _add_reading_commands(commands: Commands) -> None:
         "Each run is compared with the first, question by question where the test questions are the same.",
     )
     compare.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="at least two run directories")
-    for parser in (lineage, best, compare):
-        parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON object")
 
 
 def _add_other_commands(commands: Commands) -> None:
@@ -364,7 +362,7 @@ def _add_other_commands(commands: Commands) -> None:
         commands,
         "export",
         "evogrpo.cli.records:export",
-        "export a run's best member, its hyperparameter schedule, or an Optuna study",
+        "export a run's best member, or its hyperparameter schedule",
         "Existing files are not overwritten.",
     )
     _add_run_dir(export)
@@ -382,10 +380,3 @@ def _add_other_commands(commands: Commands) -> None:
         help="write the hyperparameter schedule of the best member's lineage to this new YAML file, for `evogrpo "
         "replay`",
     )
-    export.add_argument(
-        "--optuna",
-        metavar="STORAGE",
-        help="write a study with one trial per member to this Optuna storage: sqlite:///FILE.db or the path of a "
-        "journal file; needs the extra `optuna`",
-    )
-    export.add_argument("--study", metavar="NAME", help="with --optuna: name of the study (default: name of the run)")

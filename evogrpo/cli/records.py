@@ -1,7 +1,7 @@
 """Commands on a recorded run: `lineage`, `best`, `compare`, `report`, `video` and `export`."""
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from rich.text import Text
 from evogrpo.cli.main import OK, check_folder
 from evogrpo.evolution.history import MemberRecord
 from evogrpo.extras import missing
-from evogrpo.reporting.compare import ComparedRun, TestDifference, best_json, compare_runs, interval, test_json
+from evogrpo.reporting.compare import ComparedRun, TestDifference, compare_runs, interval
 from evogrpo.reporting.lineage import (
     LineageTree,
     TreeLine,
@@ -21,15 +21,14 @@ from evogrpo.reporting.lineage import (
     lineage_tree,
     tree_lines,
 )
-from evogrpo.reporting.records import MemberReport, terms_of
+from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.report import report as run_report
 from evogrpo.reporting.summary import RunSummary, summarise
-from evogrpo.safe_parsing import dump_json, read_yaml_file
+from evogrpo.safe_parsing import read_yaml_file
 from evogrpo.storage.journal import read_journal
 from evogrpo.text import changes_text, count_text, duration_text, number_text, pluralize, printable, score_text, shorten
 from evogrpo.training.configuration.sections import CONFIG_FILE
 from evogrpo.training.console import command, make_console, print_rows, show_command, working
-from evogrpo.validation import dump
 
 _MIN_LINE_WIDTH = 30
 """Minimum width of a line of the tree, in characters."""
@@ -41,8 +40,6 @@ def lineage(args: argparse.Namespace) -> int:
     """Print the tree of a run's members."""
     console, summary = make_console(), summarise(read_journal(args.run_dir / "journal.jsonl"))
     tree = lineage_tree(summary)
-    if args.as_json:
-        return _print_json(console, tree.to_json())
     evolvable = list(summary.evolvable)
     for line in tree_lines(tree, all_members=args.all_members):
         _print_line(console, "│ " * line.indent, _tree_text(line, tree, evolvable))
@@ -57,19 +54,6 @@ def best(args: argparse.Namespace) -> int:
     schedule = best_schedule(summary)
     member, stages, stored = schedule.member, schedule.stages, args.run_dir / "best"
     values = member.hyperparameters.to_json()
-    if args.as_json:
-        facts = {name: summary.facts[name] for name in ("run_id", "task", "model", "seed") if name in summary.facts}
-        result = {
-            **facts,
-            **best_json(member),
-            "measured": {name: estimate.to_json() for name, estimate in member.measured.items()},
-            "hyperparameters": values,
-            "schedule": [dump(stage) for stage in stages],
-            "test": None if summary.test is None else test_json(summary.test),
-            "stopped": summary.stopped,
-            "stored": str(stored) if stored.is_dir() else None,
-        }
-        return _print_json(console, result)
     # 1. Facts. A member may have other fitness measures, such as training rewards.
     fitness, untrained = fitness_estimate(member), summary.baseline and {summary.terms.untrained: summary.baseline}
     others = [f"{name} {estimate}" for name, estimate in member.measured.items() if estimate != fitness]
@@ -111,8 +95,6 @@ def compare(args: argparse.Namespace) -> int:
     configured = [folder / CONFIG_FILE for folder in folders]
     compared = compare_runs(folders, [read_yaml_file(path) if path.is_file() else None for path in configured])
     console = make_console()
-    if args.as_json:
-        return _print_json(console, compared.to_json())
     table = _table("", *(str(run.path) for run in compared.runs))
     for name, values in compared.settings.items():
         table.add_row(Text(printable(name), "dim"), *(Text(_setting_text(value)) for value in values))
@@ -243,19 +225,19 @@ def _test_text(summary: RunSummary) -> str:
 
 def _run_rows(run: ComparedRun) -> dict[str, str]:
     """Return the values of one column of the comparison, by row."""
-    summary, cost, member = run.summary, run.cost, run.best
-    tokens = terms_of(summary.facts.get("kind")).tokens
-    test = summary.test
+    summary, member, test = run.summary, run.best, run.summary.test
+    last = summary.generations[-1] if summary.generations else None
+    done = {} if last is None else {**vars(last), "evaluation": last.evaluation.tokens}
     low, high = (None, None) if test is None else interval(test.after)
     best_text = "–" if member is None else f"#{member.index} {_fitness_score(member)}"
     return {
-        "generations": count_text(cost["generation"]),
-        "learning steps": count_text(cost["step"]),
-        "environment steps": count_text(cost["timesteps"]),
-        "processed": f"{count_text(cost['tokens'])} {tokens}",
-        "evaluations": count_text(cost["evaluation"]),
-        "time": duration_text(cost["seconds"]),
-        "ended": printable(summary.stopped or "not ended (active or killed)"),
+        "generations": count_text(done.get("generation")),
+        "learning steps": count_text(done.get("step")),
+        "environment steps": count_text(done.get("timesteps")),
+        "processed": f"{count_text(done.get('tokens'))} {summary.terms.tokens}",
+        "evaluations": count_text(done.get("evaluation")),
+        "time": duration_text(done.get("seconds")),
+        "ended": printable(summary.ending),
         "best fitness": best_text,
         "test": "–" if test is None else score_text(test.after.mean, test.after.standard_error),
         "  interval": "–" if low is None else f"[{number_text(low)}, {number_text(high)}]",
@@ -297,42 +279,26 @@ def _print_line(console: Console, bars: str, text: Text) -> None:
         console.print(Text.assemble((f"{bars}    ", "dim"), other), soft_wrap=True)
 
 
-def _print_json(console: Console, values: Mapping[str, Any]) -> int:
-    console.print(dump_json(values, indent=2), soft_wrap=True)
-    return OK
-
-
 # ---- exports
 
 
 def export(args: argparse.Namespace) -> int:
-    """Write every export that the arguments name."""
-    targets = {name: getattr(args, name) for name in _EXPORTS if getattr(args, name) is not None}
-    if not targets:
-        raise ValueError("Nothing to export: give FOLDER for the best member, --schedule FILE or --optuna STORAGE.")
-    if args.study is not None and args.optuna is None:
-        raise ValueError(f"--study {args.study!r} needs --optuna STORAGE.")
-    for name, target in targets.items():
-        _EXPORTS[name](args, target)
+    """Write the best member or its hyperparameter schedule."""
+    if args.folder is None and args.schedule is None:
+        raise ValueError("Nothing to export: give FOLDER for the best member, or --schedule FILE.")
+    if args.folder is not None:
+        _export_member(args.run_dir, args.folder)
+    if args.schedule is not None:
+        _export_schedule(args.run_dir, args.schedule)
     return OK
 
 
-def _study(args: argparse.Namespace, storage: str) -> None:
-    """Write the run to an Optuna storage."""
-    from evogrpo.reporting.exports import export_study
-
-    console = make_console()
-    with working(console, "writing the study"):
-        name, trials = export_study(args.run_dir, storage, args.study)
-    console.print(Text(printable(f"wrote study {name} to {storage}: {pluralize(trials, 'trial')}")), soft_wrap=True)
-
-
-def _schedule(args: argparse.Namespace, file: Path) -> None:
+def _export_schedule(run_dir: Path, file: Path) -> None:
     """Write the hyperparameter schedule of the best member's lineage to a file."""
     from evogrpo.training.replay import HyperparameterSchedule
 
     console = make_console()
-    schedule = HyperparameterSchedule.read(args.run_dir)
+    schedule = HyperparameterSchedule.read(run_dir)
     schedule.write(file)
     stages, steps = len(schedule.stages), sum(stage.steps for stage in schedule.stages)
     words = f"wrote {file}: {pluralize(stages, 'stage')} over {pluralize(steps, 'learning step')}"
@@ -340,9 +306,8 @@ def _schedule(args: argparse.Namespace, file: Path) -> None:
     show_command(console, "replay it", command("replay", file))
 
 
-def _member(args: argparse.Namespace, folder: Path) -> None:
+def _export_member(run_dir: Path, folder: Path) -> None:
     """Verify the best member and copy the files that PEFT or transformers needs."""
-    run_dir: Path = args.run_dir
     from evogrpo.storage.checkpoint import checkpoint_path
 
     best = checkpoint_path(run_dir / "best")
@@ -391,11 +356,3 @@ def _check_export(run_dir: Path, best: Path, source: str) -> str:
     except ValueError:
         return f"not checked: {source} cannot be loaded here"
     return check_member(best, outline)
-
-
-_EXPORTS: Mapping[str, Callable[[argparse.Namespace, Any], None]] = {
-    "folder": _member,
-    "schedule": _schedule,
-    "optuna": _study,
-}
-"""Export functions by argument name."""

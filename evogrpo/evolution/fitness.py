@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from evogrpo.validation import REAL, WHOLE, Flag, NonNegativeFloat, NonNegativeInt, Real, Whole, finite_number, settings
+from evogrpo.validation import REAL, WHOLE, Flag, NonNegativeFloat, Real, Whole, finite_number, settings
 
 GREEDY, SAMPLED, ROLLOUTS = "greedy", "sampled", "rollouts"
 MEASURES = (GREEDY, SAMPLED, ROLLOUTS)
@@ -126,12 +126,6 @@ class FitnessConfig:
         candidates: For "both", maximum number of members of a generation that answer validation questions.
         z: For "both", maximum distance of these members from the best by training rewards, in standard errors of the
             paired difference.
-        second_set: Number of validation questions, the last ones of the split, that selection never uses. The finalists
-            answer them at the end of the run, and the run's best is the finalist with the highest mean of all its
-            answers. Its result on them is reported beside the fitness it was chosen by, which is biased upward. 0 =
-            none.
-        finalists: Number of best members of generations that are kept as finalists. With 1, the result on the second
-            set is unbiased.
 
     Raises:
         ValueError: If a setting is out of range, or has no effect given the others.
@@ -144,12 +138,8 @@ class FitnessConfig:
     race_error: Annotated[float, Field(gt=0, lt=0.5), REAL] = 0.05
     candidates: Annotated[int, Field(ge=1, le=100_000), WHOLE] = 2
     z: NonNegativeFloat = 1.0
-    second_set: NonNegativeInt = 0
-    finalists: Annotated[int, Field(ge=1, le=1000), WHOLE] = 3
 
     def __post_init__(self) -> None:
-        if self.second_set == 1:
-            raise ValueError("second_set must be 0 or at least 2, got 1")
         if self.answers > 1 and not self.sampled:
             raise ValueError(
                 f"answers must be 1 for greedy answers, which do not vary, got {self.answers}. Set sampled=True."

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from evogrpo.evolution.fitness import Fitness, paired_difference
-from evogrpo.reporting.lineage import best_member, fitness_estimate
-from evogrpo.reporting.records import Estimate, MemberReport, TestReport
+from evogrpo.reporting.lineage import best_member
+from evogrpo.reporting.records import Estimate, MemberReport
 from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.storage.journal import read_journal
 from evogrpo.validation import flat
@@ -21,17 +21,6 @@ def interval(estimate: Estimate) -> tuple[float, float]:
     """Return the bounds of a mean's 95 % confidence interval."""
     half = CONFIDENT * estimate.standard_error
     return estimate.mean - half, estimate.mean + half
-
-
-def test_json(test: TestReport) -> dict[str, Any]:
-    """Return a test as plain JSON values, with 95 % intervals and without scores per question."""
-    parts = {"untrained": test.before, "member": test.after, "gain": test.gain}
-    return {
-        "questions": test.questions,
-        "measure": test.measure,
-        "beyond_noise": test.beyond_noise,
-        **{name: {**estimate.to_json(), "interval": list(interval(estimate))} for name, estimate in parts.items()},
-    }
 
 
 _NO_SETTINGS = ("run_id", "time", "members", "data", "run_dir", "logging")
@@ -53,14 +42,6 @@ class ComparedRun:
     summary: RunSummary
     best: MemberReport | None
     settings: Mapping[str, Any]
-
-    @property
-    def cost(self) -> dict[str, float | None]:
-        """Work and time so far; the time is that of learning and evaluation."""
-        names = ("generation", "step", "timesteps", "tokens", "evaluation", "seconds")
-        last = self.summary.generations[-1] if self.summary.generations else None
-        values = {name: getattr(last, name, None) for name in names}
-        return values if last is None else {**values, "evaluation": last.evaluation.tokens}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +67,6 @@ class TestDifference:
         """True if the gain exceeds two standard errors; None if not comparable."""
         return None if self.gain is None else abs(self.gain.mean) > 2 * self.gain.standard_error
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        gain = None if self.gain is None else {**self.gain.to_json(), "interval": list(interval(self.gain))}
-        return {**vars(self), "gain": gain, "beyond_noise": self.beyond_noise}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
@@ -105,24 +81,6 @@ class Comparison:
     runs: tuple[ComparedRun, ...]
     settings: Mapping[str, tuple[Any, ...]]
     differences: tuple[TestDifference, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        rows: list[dict[str, Any]] = []
-        for run, difference in zip(self.runs, (None, *self.differences), strict=True):
-            rows.append(
-                {
-                    "run_dir": str(run.path),
-                    "run_id": run.summary.facts.get("run_id"),
-                    "stopped": run.summary.stopped,
-                    "changed_data": list(run.summary.changed_data),
-                    "cost": run.cost,
-                    "best": None if run.best is None else best_json(run.best),
-                    "test": None if run.summary.test is None else test_json(run.summary.test),
-                    "against_the_first": None if difference is None else difference.to_json(),
-                }
-            )
-        return {"runs": rows, "settings": {name: list(values) for name, values in self.settings.items()}}
 
 
 def compare_runs(folders: Sequence[Path], configurations: Sequence[Mapping[str, Any] | None]) -> Comparison:
@@ -194,10 +152,3 @@ def difference_of_tests(run: RunSummary, first: RunSummary) -> TestDifference:
     pairs = Fitness.from_scores(test.scores[:count]), Fitness.from_scores(first_test.scores[:count])
     mean, standard_error = paired_difference(*pairs)
     return TestDifference(gain=Estimate(mean=mean, standard_error=standard_error), paired=True, questions=count)
-
-
-def best_json(member: MemberReport) -> dict[str, Any]:
-    """Return a member and its fitness as plain JSON values."""
-    fitness = fitness_estimate(member)
-    fitness_values = {"fitness": None, "standard_error": None} if fitness is None else fitness.to_json()
-    return {"member": member.index, "generation": member.generation, **fitness_values}

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.evolution.fitness import GREEDY, SAMPLED
@@ -218,23 +217,6 @@ class LineageTree:
     results: Mapping[int, Sequence[MemberReport]]
     winner: MemberReport | None
     path: tuple[int, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        names = ("generation", "fitness", "standard_error", "failed")
-        members = [
-            {
-                **{name: value for name, value in vars(birth).items() if name != "architecture"},
-                "hyperparameters": birth.hyperparameters.to_json(),
-                "changes": {name: list(change) for name, change in birth.changes.items()},
-                "results": [
-                    {name: getattr(report, name) for name in names} for report in self.results.get(birth.index, ())
-                ],
-            }
-            for birth in self.births
-        ]
-        winner = None if self.winner is None else self.winner.index
-        return {"winner": winner, "path": list(self.path), "members": members}
 
 
 def lineage_tree(summary: RunSummary) -> LineageTree:

@@ -352,46 +352,6 @@ class TestReport(JournalRecord):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finalist(JournalRecord):
-    """One of the best members, with its state after a generation.
-
-    Attributes:
-        index: Index of the member.
-        generation: Generation of its state.
-        chosen: Fitness when selected: a maximum over many members, so biased upwards.
-        second: Fitness on the second set.
-    """
-
-    index: Whole
-    generation: Whole
-    chosen: Estimate
-    second: Estimate
-
-
-@dataclass(frozen=True, kw_only=True)
-class FinalistsReport(JournalRecord):
-    """Evaluation of the finalists on a second set of questions.
-
-    Attributes:
-        questions: Size of the second set.
-        index: Index of the run's best member.
-        generation: Generation of its state.
-        finalists: All finalists.
-        measure: "greedy" or "sampled".
-        cost: Cost of the evaluation.
-    """
-
-    event: ClassVar[str] = "finalists"
-
-    questions: Whole
-    index: Whole
-    generation: Whole
-    finalists: tuple[Finalist, ...]
-    measure: str
-    cost: EvaluationCost
-
-
-@dataclass(frozen=True, kw_only=True)
 class BestMember:
     """Best member of a run, with the state that reached its fitness.
 
@@ -399,14 +359,12 @@ class BestMember:
         index: Index of the member.
         generation: Generation of its state.
         fitness: Fitness that it was selected by.
-        second: Fitness on the second set, which selection does not use; None where there is none.
         hyperparameters: Its hyperparameters.
     """
 
     index: int
     generation: int
     fitness: Estimate
-    second: Estimate | None
     hyperparameters: Hyperparameters
 
 

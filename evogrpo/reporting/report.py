@@ -113,7 +113,6 @@ def html_page(summary: RunSummary) -> str:
         f"<header><h1>{title}</h1>\n{_outcome(summary)}</header>",
         charts,
         _costs(summary),
-        _finalists(summary),
         _ancestry(summary),
         _generations(summary),
         _completions(summary),
@@ -408,25 +407,6 @@ def _costs(summary: RunSummary) -> str:
     if summary.waiting:
         lead += f" Ranks waited for others {', '.join(map(percent_text, summary.waiting))} of that time."
     return _section("Costs", lead, _table(["work", "time", "share of time", unit, f"share of {unit}"], rows))
-
-
-def _finalists(summary: RunSummary) -> str:
-    """Return the table of finalists; empty if there were none."""
-    found = summary.finalists
-    if found is None:
-        return ""
-    chosen = found.index, found.generation
-    rows = [
-        ("best" if (each.index, each.generation) == chosen else "",
-         [f"#{each.index}", each.generation, each.chosen, each.second])
-        for each in found.finalists
-    ]  # fmt: skip
-    lead = (
-        f"Finalists are evaluated on {count_text(found.questions)} more {summary.terms.questions}, since the maximum "
-        "of many fitness values is biased upwards. The best is highlighted."
-    )
-    heads = ["member", "generation", "fitness when selected", "on the second set"]
-    return _section("Finalists", lead, _table(heads, rows))
 
 
 def _ancestry(summary: RunSummary) -> str:

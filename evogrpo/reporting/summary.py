@@ -13,7 +13,6 @@ from evogrpo.evolution.plan import Plan
 from evogrpo.reporting.records import (
     BaselineReport,
     Estimate,
-    FinalistsReport,
     GenerationReport,
     StepRecord,
     Terms,
@@ -71,7 +70,6 @@ class Cost:
 def run_costs(
     steps: Sequence[StepRecord],
     generations: Sequence[GenerationReport],
-    finalists: FinalistsReport | None,
     test: TestReport | None,
 ) -> tuple[Cost, ...]:
     """Return the cost of each kind of work.
@@ -79,12 +77,10 @@ def run_costs(
     Args:
         steps: Learning steps.
         generations: Generations.
-        finalists: Evaluation of the finalists, if any.
         test: Test, if any.
 
     Returns:
-        Phases of learning steps, evaluations, the rest of the time, finalists and test; empty before the first
-        generation.
+        Phases of learning steps, evaluations, the rest of the time, and the test; empty before the first generation.
     """
     if not generations:
         return ()
@@ -101,8 +97,8 @@ def run_costs(
     rest = last.seconds - math.fsum(each.seconds for each in costs)
     if rest > 0:
         costs.append(Cost(name="everything else", tokens=None, seconds=rest))
-    last_reports = [report for report in (finalists, test) if report is not None]
-    costs += [Cost(name=each.event, tokens=each.cost.tokens, seconds=each.cost.seconds) for each in last_reports]
+    if test is not None:
+        costs.append(Cost(name="test", tokens=test.cost.tokens, seconds=test.cost.seconds))
     return tuple(costs)
 
 
@@ -123,7 +119,6 @@ class RunSummary:
         changed_data: Changes of questions, rewards or environment that resuming accepted; untrusted.
         costs: Cost of each kind of work.
         waiting: Share of the learning steps' time that each rank waited for others; empty for one process.
-        finalists: Finalists on a second set of questions, or None.
     """
 
     facts: Mapping[str, Any]
@@ -138,7 +133,6 @@ class RunSummary:
     changed_data: tuple[str, ...] = ()
     costs: tuple[Cost, ...] = ()
     waiting: tuple[float, ...] = ()
-    finalists: FinalistsReport | None = None
 
     @property
     def terms(self) -> Terms:
@@ -225,8 +219,6 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
     }
     ordered_steps = tuple(steps[number] for number in sorted(steps))
     waited, time = [step.waiting for step in ordered_steps], math.fsum(step.seconds for step in ordered_steps) or 1.0
-    evaluated = [name for name in names if name in ("generation", "finalists")]
-    finalists = FinalistsReport.from_json(last["finalists"]) if evaluated[-1:] == ["finalists"] else None
     test = TestReport.from_json(ending["test"]) if "test" in ending else None
     stopped = validate(str, reasons[-1].get("reason"), "journal, reason of the end") if reasons else None
     if stopped is None and test is not None:  # killed between the test and the last event
@@ -252,9 +244,8 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
             for event in resumed
             for change in validate(tuple[str, ...], event.get("changed_data", []), "journal, changed_data")
         ),
-        costs=run_costs(ordered_steps, generations, finalists, test),
+        costs=run_costs(ordered_steps, generations, test),
         waiting=tuple(math.fsum(seconds) / time for seconds in zip_longest(*waited, fillvalue=0.0)),
-        finalists=finalists,
     )
 
 

@@ -198,8 +198,7 @@ def _opened(path: Path, flags: int) -> int:
 def latest_generations(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the generation events, in order, with what later events add to them.
 
-    A `plan` event holds the plan of a generation that ended a run, if the run was extended. A `finalists` event names
-    the best member of the run.
+    A `plan` event holds the plan of a generation that ended a run, if the run was extended.
 
     Args:
         events: Result of `read_journal`; the events themselves are not validated.
@@ -210,6 +209,4 @@ def latest_generations(events: Iterable[Mapping[str, Any]]) -> list[dict[str, An
             generations.append(dict(event))
         elif event["event"] == "plan" and generations:
             generations[-1]["plan"] = event.get("plan")
-        elif event["event"] == "finalists" and generations:
-            generations[-1]["best_ever"] = [event.get("index"), event.get("generation")]
     return generations

@@ -238,11 +238,8 @@ class RunDisplay(Callback):
             kept = "no run directory, so nothing was saved" if result.run_dir is None else "the run is saved"
             console.print(Text(f"{result.reason} after learning step {result.steps}; {kept}", "yellow"))
             return
-        best, cost, terms = result.best, result.evaluation, self.terms
+        cost, terms = result.evaluation, self.terms
         lines: list[RenderableType] = [*outcome_lines(result.test, terms), ""] if result.test else []
-        if best is not None and best.second is not None:
-            chosen, second = (score_text(each.mean, each.standard_error) for each in (best.fitness, best.second))
-            lines.append(f"Member #{best.index}: fitness {chosen} at selection, {second} on unseen {terms.questions}")
         if cost.tokens:
             learned, what = (result.tokens, terms.tokens) if result.timesteps is None else (result.timesteps, "steps")
             share = f" ({cost.tokens / (cost.tokens + learned):.0%} of all {what})" if learned else ""

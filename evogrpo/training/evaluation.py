@@ -1,8 +1,8 @@
 """Fitness of the members in a run, choice of the best one, and warnings about missing learning signals."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from evogrpo.algorithms.evaluation import evaluate_states, measure_fitness
 from evogrpo.config.search_space import MAX_SAMPLES
@@ -12,8 +12,6 @@ from evogrpo.reporting.records import (
     BaselineReport,
     Estimate,
     EvaluationCost,
-    Finalist,
-    FinalistsReport,
     TestReport,
 )
 from evogrpo.text import number_text, pluralize, score_text
@@ -164,14 +162,13 @@ def candidates(fitness: Mapping[int, Fitness], z: float, most: int) -> list[int]
 
 
 def update_best(run: RunParts, measured: Mapping[int, Measured]) -> int:
-    """Compare the best of a generation with the best so far, make it a finalist, and return its slot.
+    """Compare the best of a generation with the best so far, and return its slot.
 
     The best is chosen on validation questions if there are any; of equal ones the lowest index, as in
-    `evogrpo.evolution.history.Generation.healthy`. Finalists are kept only if there is a second validation set. If
-    there are too many, the one with the lowest fitness drops out; of equal ones the newest.
+    `evogrpo.evolution.history.Generation.healthy`.
 
     Args:
-        run: The run, whose best member and finalists are updated.
+        run: The run, whose best member is updated.
         measured: Fitness of the members, by slot.
     """
     population, config, run_state = run.population, run.fitness, run.run_state
@@ -186,66 +183,7 @@ def update_best(run: RunParts, measured: Mapping[int, Measured]) -> int:
     )
     if run_state.best is None or ahead(best.fitness, run_state.best.fitness):
         run_state.best = best
-    if config.second_set:
-        finalists = run_state.finalists
-        finalists.append(best)
-        if len(finalists) > config.finalists:
-            finalists.remove(min(finalists, key=lambda each: (each.fitness.mean, -each.generation)))
     return slot
-
-
-def winner(finalists: Sequence[Best], second: Sequence[Fitness], *, pooled: bool) -> int:
-    """Return the position of the best finalist.
-
-    Args:
-        finalists: Finalists with the fitness by which they were chosen.
-        second: Their fitness on the second set.
-        pooled: Weight both by their numbers of questions; False uses the second set alone.
-    """
-
-    def worth(place: int) -> float:
-        first, again = finalists[place].fitness, second[place]
-        if not pooled:
-            return again.mean
-        answers = len(first.scores), len(again.scores)
-        return math.fsum((first.mean * answers[0], again.mean * answers[1])) / sum(answers)
-
-    return max(range(len(finalists)), key=lambda place: (worth(place), -place))
-
-
-def choose_finalist(run: RunParts) -> FinalistsReport:
-    """Evaluate the finalists on the second set, and make the best of them the best member.
-
-    The second set are the last validation questions. If the finalists were chosen on validation questions too, both
-    sets count.
-    """
-    config, run_state, began = run.fitness, run.run_state, run.clock.now()
-    finalists, size = run_state.finalists, run.env.size("validation")
-    second, tokens = evaluate_states(
-        run.population.members,
-        [each.state for each in finalists],
-        run.env,
-        "validation",
-        questions=range(size - config.second_set, size),
-        config=config,
-        stop=run.stop_request,
-    )
-    place = winner(finalists, second, pooled=config.uses_validation)
-    run_state.best = best = replace(finalists[place], second=second[place])
-    run_state.finalists_generation = run_state.generation
-    return FinalistsReport(
-        questions=len(second[place].scores),
-        index=best.index,
-        generation=best.generation,
-        finalists=tuple(
-            Finalist(
-                index=each.index, generation=each.generation, chosen=estimate(each.fitness), second=estimate(again)
-            )
-            for each, again in zip(finalists, second, strict=True)
-        ),
-        measure=config.validation_measure,
-        cost=_add_cost(run, tokens, began),
-    )
 
 
 def run_test(run: RunParts) -> TestReport:

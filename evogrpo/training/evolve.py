@@ -24,7 +24,7 @@ from evogrpo.interruption import STOPPED, stopping_on_signals
 from evogrpo.models.devices import single_threaded
 from evogrpo.reporting.records import GenerationReport, Result
 from evogrpo.text import relative_path
-from evogrpo.training.configuration.sections import CompletionsFormat, LoggingConfig
+from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.configuration.user_code import chosen_strategy
 from evogrpo.training.console import console_for
 from evogrpo.training.display import RunDisplay
@@ -202,7 +202,6 @@ def evolve(
     keep_checkpoints: int = 2,
     checkpoint_steps: int | None = None,
     completions: int = 16,
-    completions_format: CompletionsFormat = "jsonl",
     callbacks: Sequence[Callback] = (),
     progress: bool | None = None,
     skip_memory_check: bool = False,
@@ -228,7 +227,6 @@ def evolve(
         keep_checkpoints: See `evogrpo.training.configuration.sections.LoggingConfig`.
         checkpoint_steps: See `LoggingConfig`.
         completions: See `LoggingConfig`.
-        completions_format: See `LoggingConfig`.
         callbacks: Hooks called after every learning step, generation and test; see `evogrpo.Callback`.
         progress: Show a live display; None = only on a terminal and in a notebook.
         skip_memory_check: Start although the estimated memory exceeds the available memory.
@@ -250,7 +248,6 @@ def evolve(
         keep_checkpoints=keep_checkpoints,
         checkpoint_steps=checkpoint_steps,
         completions=completions,
-        completions_format=completions_format,
     )
     planned = Schedule(**schedule)
     chosen = Tournament() if strategy is None else chosen_strategy(strategy)

@@ -62,7 +62,7 @@ from evogrpo.storage.checkpoint import (
 from evogrpo.storage.journal import Journal, latest_generations, parse_journal, read_bytes
 from evogrpo.storage.lock import DirectoryLock
 from evogrpo.synonyms import unknown_name_error
-from evogrpo.training.configuration.sections import CONFIG_FILE, CONFIG_HEAD, CompletionsFormat, LoggingConfig
+from evogrpo.training.configuration.sections import CONFIG_FILE, CONFIG_HEAD, LoggingConfig
 from evogrpo.training.configuration.user_code import restored_strategy, strategy_record
 from evogrpo.training.run_state import Best, RunParts, RunState, as_generation, best_agent
 from evogrpo.training.schedule import Schedule
@@ -105,63 +105,13 @@ class RunRecord:
 # ---- exports
 
 
-class CompletionsLog:
-    """Writer of completions tables, one file per learning step.
-
-    Columns: step, index (of the member), prompt (the question alone), completion, reward (total), advantage (mean over
-    the completion's actions), truncated, rewards/<function> before its weight, and values logged by `log_extra`. null =
-    missing.
-
-    Args:
-        folder: Folder of the files; created with the first one.
-        limit: Completions per step; 0 = write nothing.
-        form: "jsonl", with non-ASCII characters escaped, or "parquet".
-    """
-
-    def __init__(self, folder: Path, *, limit: int = 16, form: CompletionsFormat = "jsonl") -> None:
-        self.limit = limit
-        self._folder, self._form = folder, form
-
-    def write(self, step: int, examples: Sequence[Example]) -> None:
-        """Write the table of one step atomically; a repeated step overwrites its own."""
-        if not self.limit or not examples:
-            return
-        make_folder(self._folder)
-        rows = [_row(example) for example in examples[: self.limit]]
-        # ASCII only, so that control characters of a completion cannot affect a terminal that shows the file.
-        lines = (json.dumps(row, allow_nan=False).replace("\x7f", "\\u007f") + "\n" for row in rows)
-        content = _parquet(rows) if self._form == "parquet" else "".join(lines).encode()
-        replace_file(self._folder / f"step-{step:06d}.{self._form}", content)
-
-
-def _row(example: Example) -> dict[str, Any]:
-    """Return one row: step and index first, then the other fields, rewards and logged values, which replace none."""
+def _completion_row(example: Example) -> dict[str, Any]:
+    """Return a row of the completions table: step and index first; logged values replace no other column."""
     fields = dict(vars(example))
     rewards, logged = fields.pop("rewards"), fields.pop("columns")
     row = {"step": example.step, "index": example.index, **fields}
     row |= {f"rewards/{name}": value for name, value in rewards.items()}
     return row | {name: value for name, value in logged.items() if name not in row}
-
-
-def _parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return a parquet file. Each logged column has its own type, or text if no type fits all of its values."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    columns = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
-        values = [row.get(name) for row in rows]
-        # Rewards and advantages are floats in every file, even where all of them are missing.
-        is_float = name in ("reward", "advantage") or name.startswith("rewards/")
-        try:
-            columns[name] = pa.array(values, type=pa.float64() if is_float else None)
-        # Mixed types, integers beyond 64 bits, or lone surrogates, which UTF-8 cannot encode.
-        except (pa.ArrowException, OverflowError, UnicodeError):
-            texts = [None if value is None else str(value).encode("utf-8", "replace").decode() for value in values]
-            columns[name] = pa.array(texts, type=pa.string())
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.table(columns), sink)
-    return bytes(sink.getvalue().to_pybytes())
 
 
 EARNED = ("fitness", "reward")
@@ -232,7 +182,6 @@ class RunDir:
         path: As given, as an absolute path.
         run_id: Identity of the run, written to all its files.
         logging: As given; stored, so that a resumed run keeps the same records.
-        completions: Writer of the completions tables.
     """
 
     def __init__(
@@ -251,9 +200,6 @@ class RunDir:
         self.run_id = run_id or uuid.uuid4().hex
         self._lock, self._config, self._saved = lock, config, saved
         self.logging = logging or LoggingConfig()
-        self.completions = CompletionsLog(
-            self.path / COMPLETIONS, limit=self.logging.completions, form=self.logging.completions_format
-        )
         self._journal: Journal | None = None
         self._exported: Best | None = None
         self._writer: Any = None
@@ -337,7 +283,7 @@ class RunDir:
             data=run.data,
             config=self._config,
         )
-        everything = ChainMap(dict(run_state.tensors()), tensors)  # type: ignore[arg-type]  # only the first can be changed
+        everything = ChainMap(run_state.tensors(), tensors)  # type: ignore[arg-type]  # only the first can be changed
         number = run_state.generation + (1 if run_state.step_in_generation else 0)
         folder = generation_folder(self.path, number)
         try:
@@ -356,8 +302,6 @@ class RunDir:
             return
         self._check_lock()
         note = {"generation": best.generation, "run_id": self.run_id}
-        if best.second is not None:
-            note["second"] = dump(best.second)
         try:
             tensors, record = read_checkpoint(self.path / BEST, kind="agent")
             exported = split_shared(tensors)[1] if record["note"] == note else {}
@@ -374,6 +318,20 @@ class RunDir:
         if self._lock is None:
             self._lock = DirectoryLock(self.path)
         self._lock.check()
+
+    def write_completions(self, step: int, examples: Sequence[Example]) -> None:
+        """Write the completions table of a step as JSON lines; a repeated step overwrites its own.
+
+        Columns: step, index (of the member), prompt (the question alone), completion, reward (total), advantage (mean
+        over the completion's actions), truncated, rewards/<function> before its weight, and values logged by
+        `log_extra`. null = missing.
+        """
+        rows = [_completion_row(example) for example in examples[: self.logging.completions]]
+        if rows:
+            make_folder(self.path / COMPLETIONS)
+            # ASCII only, so that control characters of a completion cannot affect a terminal that shows the file.
+            lines = (json.dumps(row, allow_nan=False).replace("\x7f", "\\u007f") + "\n" for row in rows)
+            replace_file(self.path / COMPLETIONS / f"step-{step:06d}.jsonl", "".join(lines).encode())
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Log scalars for TensorBoard by tag, under the number of the latest learning step; stop after an error."""

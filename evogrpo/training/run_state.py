@@ -34,14 +34,12 @@ class Best:
         member: The member, with its hyperparameters at that time.
         generation: Generation whose evaluation gave the fitness.
         fitness: Its fitness.
-        second: Its fitness on the second set; None before the finalists were evaluated.
         state: Its train state, in CPU memory; stored among the tensors of a checkpoint.
     """
 
     member: MemberRecord
     generation: Whole
     fitness: Fitness
-    second: Fitness | None = None
     state: Annotated[Mapping[str, Any], Field(exclude=True)] = field(default_factory=dict)
 
     @property
@@ -90,8 +88,6 @@ class RunState:
         rollouts: Rewards of each slot in the generation under way: step, position of the start in that step's block,
             and mean raw reward of the group. Under shared experience: step, source, and estimated mean reward on the
             source's samples.
-        finalists: Best members of generations, for the second set.
-        finalists_generation: Generation after which the finalists were evaluated on the second set; 0 = not yet.
         examples: One completion of each member, from the last learning step.
         baseline: Fitness of the untrained base; None before it was measured.
         best: Best member so far; None before the first evaluation.
@@ -123,8 +119,6 @@ class RunState:
     evaluation_tokens: Count = 0
     evaluation_seconds: Real = 0.0
     rollouts: list[list[tuple[Count, Count, Real]]] = field(default_factory=list)
-    finalists: list[Best] = field(default_factory=list)
-    finalists_generation: Count = 0
     examples: tuple[Example, ...] = ()
     baseline: Fitness | None = None
     best: Best | None = None
@@ -206,37 +200,26 @@ class RunState:
                     so_far, count = sums.get(name, (0.0, 0))
                     sums[name] = (so_far + value, count + 1)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of the finalists and of the best member, with their names in a checkpoint."""
-        for prefix, best in self._prefixed():
-            yield from ((f"{prefix}{part}", tensor) for part, tensor in best.state.items())
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the best member, with their names in a checkpoint."""
+        return {} if self.best is None else {f"best: {part}": tensor for part, tensor in self.best.state.items()}
 
     def load_tensors(self, tensors: Mapping[str, Tensor], banks: Banks) -> None:
-        """Load what `tensors` yielded.
+        """Load what `tensors` returned.
 
         Args:
             tensors: All tensors of the checkpoint, by name.
-            banks: Banks that validate the states; unchanged afterwards.
+            banks: Banks that validate the state; unchanged afterwards.
 
         Raises:
             KeyError: If a tensor is missing.
-            ValueError: If a state does not fit the banks.
+            ValueError: If the state does not fit the banks.
         """
-        held, loaded = banks.state(0), []
-        for prefix, best in self._prefixed():
-            state = {part: tensors[f"{prefix}{part}"] for part in banks.state_keys}
+        if self.best is not None:
+            held, state = banks.state(0), {part: tensors[f"best: {part}"] for part in banks.state_keys}
             banks.load_state(0, state)
-            loaded.append(replace(best, state=state))
-        banks.load_state(0, held)
-        if self.best is not None:
-            self.best = loaded.pop()
-        self.finalists = loaded
-
-    def _prefixed(self) -> Iterator[tuple[str, Best]]:
-        """Yield the finalists and then the best member, with the prefixes of their tensors in a checkpoint."""
-        yield from ((f"finalist {place}: ", each) for place, each in enumerate(self.finalists))
-        if self.best is not None:
-            yield "best: ", self.best
+            banks.load_state(0, held)
+            self.best = replace(self.best, state=state)
 
 
 def as_generation(report: GenerationReport, *, slots: int, measure: str) -> Generation:
@@ -338,5 +321,5 @@ class RunParts:
     def questions(self, split: Split) -> int:
         """Return the number of questions used of a held-out split."""
         limit = self.schedule.validation_questions if split == "validation" else self.schedule.test_questions
-        available = self.env.size(split) - (self.fitness.second_set if split == "validation" else 0)
+        available = self.env.size(split)
         return available if limit is None else min(limit, available)

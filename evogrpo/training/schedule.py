@@ -207,12 +207,6 @@ def check_run(
                 "Set experience='own'."
             )
     # 3. Questions or training rewards that fitness is measured by.
-    size, second = env.size("validation"), fitness.second_set
-    if second and size - second < 2:
-        raise ValueError(
-            f"second_set must leave at least 2 of the {size} validation questions to selection, got {second}. Lower "
-            "it, or raise validation_size."
-        )
     if fitness.selection_measure != ROLLOUTS:
         return
     if experience is not None:

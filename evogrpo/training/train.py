@@ -52,7 +52,7 @@ _SECTIONS: Mapping[str, frozenset[str]] = {
     "population": _names(PopulationConfig),
     "agent": _names(NetworkAgent),
     "task": _names(EnvironmentTask, "env", "seed"),
-    "logging": _names(LoggingConfig, "completions", "completions_format"),
+    "logging": _names(LoggingConfig, "completions"),
 }
 """Section of each setting; names are unique over all sections."""
 _OTHERS = ("seed", "device", "hp_config", "strategy", "experience", "fitness")

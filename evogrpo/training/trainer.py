@@ -20,7 +20,6 @@ from evogrpo.interruption import STOPPED, Interrupted, raise_exit_error
 from evogrpo.reporting.records import (
     BaselineReport,
     BestMember,
-    FinalistsReport,
     GenerationReport,
     Report,
     Result,
@@ -32,7 +31,6 @@ from evogrpo.training.configuration.user_code import check_resumable, check_stra
 from evogrpo.training.evaluation import (
     GreedyGapCheck,
     LearningSignalCheck,
-    choose_finalist,
     estimate,
     first_step_baseline,
     measure,
@@ -255,12 +253,7 @@ class Trainer(RunParts):
             if clock.left() <= 0:  # the limit may have passed since the last checkpoint
                 clock.expire()
             stop.check_all_ranks()
-            # 6. Choose the best member among the finalists, then test it.
-            if state.finalists and state.finalists_generation < state.generation:
-                self._set_progress()
-                with stop.interruptible():
-                    self._report(choose_finalist(self))
-                self._save()
+            # 6. Test the best member.
             if self.schedule.test_questions != 0 and state.best is not None:
                 self._set_progress()
                 with stop.interruptible():
@@ -355,7 +348,7 @@ class Trainer(RunParts):
                 self._report(baseline)
         self._report(report)
         if self.run_dir is not None:
-            self.run_dir.completions.write(report.step, examples)
+            self.run_dir.write_completions(report.step, examples)
             self.run_dir.log_scalars(report.step, step_curves(report))
         for slot, member in report.learned.items():
             if "calibrated_lr" in member.metrics:
@@ -478,7 +471,6 @@ class Trainer(RunParts):
                 index=state.best.index,
                 generation=state.best.generation,
                 fitness=estimate(state.best.fitness),
-                second=None if state.best.second is None else estimate(state.best.second),
                 hyperparameters=state.best.member.hyperparameters,
             )
         return Result(
@@ -520,7 +512,7 @@ class Trainer(RunParts):
         if self.run_dir is not None:
             self.run_dir.journal(event, **fields)
 
-    def _report(self, report: BaselineReport | StepReport | GenerationReport | FinalistsReport | TestReport) -> None:
+    def _report(self, report: BaselineReport | StepReport | GenerationReport | TestReport) -> None:
         """Write a report to the journal."""
         self._event(report.event, **report.to_json())
 

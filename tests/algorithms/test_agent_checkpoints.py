@@ -189,11 +189,10 @@ def test_forged_agent_records_raise_or_load(agents, kind, number, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def finalists(tmp_path_factory):
-    """Return the folder of a run whose checkpoints hold finalists and births."""
-    folder = tmp_path_factory.mktemp("finalists") / "run"
-    way = {"fitness": {"second_set": 4, "finalists": 2}, "env": cart_pole(validation_size=10), "generations": 2}
-    finish(step_run(folder, **way))
+def stored_network_run(tmp_path_factory):
+    """Return the folder of a run whose checkpoints hold births."""
+    folder = tmp_path_factory.mktemp("networks") / "run"
+    finish(step_run(folder, env=cart_pole(validation_size=10), generations=2))
     return folder
 
 
@@ -208,10 +207,10 @@ def with_newest_only(original, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "number"), [("networks", 8), ("language", 4)])
-def test_forged_run_records_raise_or_resume(finalists, stored_language_run, kind, number, tmp_path):
+def test_forged_run_records_raise_or_resume(stored_network_run, stored_language_run, kind, number, tmp_path):
     given, original = {"env": tiny_env(), "actor_network": tiny_model()}, stored_language_run.folder
     if kind == "networks":
-        given, original = {"env": cart_pole(validation_size=10)}, finalists
+        given, original = {"env": cart_pole(validation_size=10)}, stored_network_run
     outcomes = []
     for each in range(number):
         folder, newest = with_newest_only(original, tmp_path / str(each))
@@ -222,12 +221,12 @@ def test_forged_run_records_raise_or_resume(finalists, stored_language_run, kind
     assert sum(outcomes) > 0  # some of them raise
 
 
-def test_invalid_tensors_raise(finalists, tmp_path):
-    """Of members and finalists."""
-    folder, newest = with_newest_only(finalists, tmp_path / "run")
+def test_invalid_tensors_raise(stored_network_run, tmp_path):
+    """Of members and of the best one."""
+    folder, newest = with_newest_only(stored_network_run, tmp_path / "run")
     tensors = load_file(newest / "population.safetensors")
     firsts = {name.split(" ")[0]: name for name in sorted(tensors) if name.endswith("weights")}
-    assert sorted(firsts) == ["0.weights", "1.weights", "2.weights", "best:", "finalist"]
+    assert sorted(firsts) == ["0.weights", "1.weights", "2.weights", "best:"]
     wrong = [None, lambda t: t[: len(t) // 2].clone(), lambda t: t.double(), lambda t: t[0].clone()]
     for name in firsts.values():
         for change in wrong:

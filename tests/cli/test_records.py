@@ -1,11 +1,11 @@
 """Records of runs in the terminal: lineage, best, compare and exported schedules."""
 
-import json
-
 import pytest
 
 from evogrpo.cli import main
-from evogrpo.storage.journal import Journal
+from evogrpo.reporting.lineage import lineage_tree
+from evogrpo.reporting.summary import summarise
+from evogrpo.storage.journal import Journal, read_journal
 from tests.reporting.journals import generation, member, outcome
 from tests.tiny_steps import step_run
 from tests.tiny_training import finish
@@ -34,44 +34,32 @@ def hostile_run(folder):
 
 
 @pytest.mark.parametrize("command", ["lineage", "best", "compare"])
-@pytest.mark.parametrize("as_json", [False, True])
-def test_texts_of_a_journal_are_escaped(tmp_path, capsys, command, as_json):
+def test_texts_of_a_journal_are_escaped(tmp_path, capsys, command):
     folders = [hostile_run(tmp_path / name) for name in ("one", "other")][: 2 if command == "compare" else 1]
-    assert main([command, *map(str, folders), *(["--json"] if as_json else [])]) == 0
+    assert main([command, *map(str, folders)]) == 0
     output = capsys.readouterr().out
     assert "\x1b" not in output
     assert "\u202e" not in output
     assert "boo" in output
-    if not as_json:
-        assert "\\x1b[2Jboo" in " ".join(output.split())
-        assert "[bold]x[/bold]" in output
-
-
-def test_json_output_is_one_object(run_dir, tmp_path, capsys):
-    def told(*words):
-        assert main([*map(str, words), "--json"]) == 0
-        return json.loads(capsys.readouterr().out)
-
-    other = tmp_path / "other"
-    finish(step_run(other, options={"normalise_observations": True, "seed": 1}, generations=1))
-    best, lineage, comparison = told("best", run_dir), told("lineage", run_dir), told("compare", run_dir, other)
-    assert lineage["winner"] == best["member"] == lineage["path"][-1]
-    first, second = comparison["runs"]
-    assert first["best"]["member"] == best["member"]
-    assert first["test"] == best["test"]
-    assert first["against_the_first"] is None
-    assert second["against_the_first"]["paired"]  # the validation starts are equal
-    assert comparison["settings"]["seed"] == [0, 1]
+    assert "\\x1b[2Jboo" in " ".join(output.split())
+    assert "[bold]x[/bold]" in output
 
 
 def test_lineage_marks_the_winner_and_lists_all_members(run_dir, capsys):
     assert main(["lineage", str(run_dir), "--all"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert main(["lineage", str(run_dir), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    tree = lineage_tree(summarise(read_journal(run_dir / "journal.jsonl")))
     starred = {int(line.partition("#")[2].split()[0]) for line in lines if "★" in line}
-    assert starred == set(told["path"])
-    assert len(lines) == len(told["members"])
+    assert starred == set(tree.path)
+    assert len(lines) == len(tree.births)
+
+
+def test_a_comparison_shows_settings_and_the_difference_of_the_tests(run_dir, tmp_path, capsys):
+    finish(step_run(tmp_path / "other", options={"normalise_observations": True, "seed": 1}, generations=1))
+    assert main(["compare", str(run_dir), str(tmp_path / "other")]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "seed 0 1" in output
+    assert "paired on" in output  # the test starts are equal
 
 
 def test_runs_without_generations_are_shown(tmp_path, capsys):

@@ -151,7 +151,7 @@ def test_tasks_imports_nothing_from_the_working_directory(workdir, trapped):
 
 
 def test_only_commands_that_run_user_code_import_from_the_working_directory(runs, workdir, trapped, capsys):
-    for words in (["doctor"], ["tasks"], ["best", "RUN"], ["export", "RUN", "--optuna", "sqlite:///x.db"]):
+    for words in (["doctor"], ["tasks"], ["best", "RUN"], ["export", "RUN"]):
         main([word.replace("RUN", str(runs[0])) for word in words])
         assert str(workdir) not in sys.path
         assert not trapped.exists()

@@ -110,7 +110,6 @@ environment | env=CartPole-v1                          | Use 'task.env'
 environment | net_arch=[64]                            | Use 'agent.network.hidden'
 environment | hyperparameters.lr=auto search_space.lr={min: 0.1, max: 1} | hyperparameters.lr must be a number
 team        | model=m                                  | model must be left out where task.parallel_env is given
-team        | population.size=auto                     | population.size must be a number with task.parallel_env
 team        | agent.objective.dynamic_sampling=1       | dynamic_sampling
 environment | task.env=CartPol-v1                      | CartPol-v1; Did you mean: `CartPole`?
 environment | task.env_kwargs={sutton: true}           | unexpected keyword argument 'sutton'

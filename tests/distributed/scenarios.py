@@ -28,9 +28,8 @@ from tests.tiny_training import finish, resumed_run, shared_model, tiny_env, tin
 
 
 def networks(folder: Path) -> Trainer:
-    """Small networks whose architectures evolve, with a second set for finalists."""
-    fitness = FitnessConfig(second_set=2, finalists=2)
-    return step_run(folder, size=5, generations=2, fitness=fitness, strategy=Tournament(z=0.0))
+    """Small networks whose architectures evolve."""
+    return step_run(folder, size=5, generations=2, strategy=Tournament(z=0.0))
 
 
 PARTS = 6

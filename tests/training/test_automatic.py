@@ -1,18 +1,14 @@
 """Automatic search spaces and strategies of configurations."""
 
-import dataclasses
-
 import gymnasium
 import numpy as np
 import pytest
 
 from evogrpo import GRPO, Objective
-from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, HYPERPARAMETER_NAMES, Hyperparameters
+from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, HYPERPARAMETER_NAMES
 from evogrpo.config.search_space import DEFAULT_SEARCHED, LANGUAGE_RANGES, NETWORK_RANGES
 from evogrpo.evolution import FitnessConfig, Narrowing, SharedExperience, Tournament, spread_founders
 from evogrpo.training.configuration.reading import parse_config
-from evogrpo.training.configuration.sections import AUTO_SIZES
-from evogrpo.training.task_types.networks import with_sizes
 from tests.tiny_models import tiny_model
 
 QUESTIONS = {
@@ -116,9 +112,8 @@ class TestHowASearchGoes:
 )
 def test_any_hyperparameter_may_be_auto_in_either_section(values, ranges, name, section):
     config = parse_config({**values, "search_space": {}, section: {name: "auto"}})
-    chosen = (values, section, name) == (PLAY, "hyperparameters", "group_size")  # measured before the run
     calibrated = (section, name) == ("hyperparameters", "lr")
-    assert dict(config.search_space) == ({} if chosen or calibrated else {name: ranges[name]})
+    assert dict(config.search_space) == ({} if calibrated else {name: ranges[name]})
 
 
 def test_ineffective_hyperparameters_do_not_evolve():
@@ -131,15 +126,6 @@ def test_ineffective_hyperparameters_do_not_evolve():
     odd = {"schedule": {"generations": 1, "samples_per_step": 34}, "hyperparameters": {"batch_size": 8}}
     with pytest.raises(ValueError, match="group_size must divide"):
         parse_config({**QUESTIONS, **odd})
-
-
-def test_group_sizes_evolve_only_if_several_divide_the_samples():
-    values = {**PLAY, "population": {"size": "auto"}, "schedule": {"generations": 1, "samples_per_step": "auto"}}
-    config = parse_config(values)
-    for samples, evolves in ((32, True), (8, True), (4, False)):
-        sizes = dict.fromkeys(AUTO_SIZES, 4) | {"population.size": 2, "schedule.samples_per_step": samples}
-        fixed = dataclasses.replace(config, hyperparameters=Hyperparameters(group_size=4))
-        assert ("group_size" in with_sizes(fixed, sizes).search_space) == evolves
 
 
 def test_populations_search_missing_hyperparameters():

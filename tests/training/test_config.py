@@ -39,7 +39,7 @@ def test_the_resolved_configuration_has_all_defaults_and_round_trips(tmp_path):
     write_config(config, tmp_path)
     stored = read_yaml_file(tmp_path / CONFIG_FILE)
     assert parse_config(stored) == config
-    assert set(stored) == set(Config.__dataclass_fields__) - {"auto"}
+    assert set(stored) == set(Config.__dataclass_fields__)
     assert stored["agent"]["optimizer"]["eps"] == 1e-8
     assert stored["strategy"]["mutation"] == {"probability": 0.5, "resample": 0.25}
     assert stored["task"]["on_reward_error"] == "raise"
@@ -171,7 +171,7 @@ def test_a_local_folder_is_read_like_the_hub(tmp_path, monkeypatch):
 
 def test_the_schema_names_every_key():
     schema = configuration_schema()
-    assert set(schema["properties"]) == set(Config.__dataclass_fields__) - {"auto"}
+    assert set(schema["properties"]) == set(Config.__dataclass_fields__)
     assert schema["required"] == ["task"]
-    assert {"const": "auto"} in schema["$defs"]["PopulationConfig"]["properties"]["size"]["anyOf"]
+    assert {"const": "auto"} in schema["$defs"]["Hyperparameters"]["properties"]["lr"]["anyOf"]
     json.dumps(schema, allow_nan=False)

@@ -10,21 +10,14 @@ from evogrpo import GymnasiumGroups, MultiAgentGRPO, Objective, PettingZooGroups
 from evogrpo.algorithms.evaluation import evaluate_questions, measure_fitness
 from evogrpo.algorithms.policies.policy_set import EvaluationRequest
 from evogrpo.evolution import Fitness, FitnessConfig
-from evogrpo.reporting.lineage import best_member
-from evogrpo.reporting.records import FinalistsReport, GenerationReport, StepReport
-from evogrpo.reporting.summary import summarise
-from evogrpo.storage.journal import read_journal
-from evogrpo.training.evaluation import candidates, winner
-from evogrpo.training.run_dir import generation_curves, open_run
-from evogrpo.training.run_state import Best, best_agent
-from evogrpo.validation import dump
+from evogrpo.reporting.records import GenerationReport, StepReport
+from evogrpo.training.evaluation import candidates
+from evogrpo.training.run_dir import generation_curves
 from tests.envs import joint_probes
 from tests.tiny_steps import cart_pole, step_population, step_run
 from tests.tiny_training import (
-    equal_states,
     finish,
     randomise_adapter,
-    resumed_run,
     tiny_env,
     tiny_population,
 )
@@ -300,57 +293,6 @@ def test_discarded_groups_of_dynamic_sampling_count():
     assert collected.earned == {0: wanted, 1: wanted}
 
 
-def test_finalists_are_evaluated_on_a_second_set_and_the_best_is_saved(tmp_path):
-    env, way = cart_pole(validation_size=10), {"by": "both", "sampled": True, "second_set": 6, "finalists": 2}
-    run = step_run(tmp_path / "run", fitness=way, env=env, samples_per_step=16)
-    reports = [report for report in finish(run) if isinstance(report, GenerationReport)]
-    assert max(member.questions for report in reports for member in report.members) <= 4
-    (event,) = (event for event in read_journal(tmp_path / "run" / "journal.jsonl") if event["event"] == "finalists")
-    report = FinalistsReport.from_json(event)
-    bests = [(report.best.measured["sampled"].mean, -report.generation, report.best.index) for report in reports]
-    expected = {(index, -generation) for _, generation, index in sorted(bests)[-2:]}
-    assert {(each.index, each.generation) for each in report.finalists} == expected
-    agent = best_agent(run.population, run.run_state.best)
-    again = evaluate_questions(agent.members, env, validation(range(4, 10), (0,), answers=1))[0][0]
-    assert run.result.best.second.mean == pytest.approx(again.mean())
-    assert (run.result.best.index, run.result.best.generation) == (report.index, report.generation)
-    summary = summarise(read_journal(tmp_path / "run" / "journal.jsonl"))
-    assert summary.finalists == report
-    told = best_member(summary.generations)
-    assert (told.index, told.generation) == (report.index, report.generation)
-    saved = open_run(tmp_path / "run")
-    _, progress = saved.restore()
-    assert progress.best.second == run.run_state.best.second
-    for stored, before in zip(progress.finalists, run.run_state.finalists, strict=True):
-        assert dump(stored) == dump(before)
-        assert equal_states(stored.state, before.state)
-
-
-def test_a_lucky_finalist_does_not_stay_the_best():
-    lucky, good = Fitness.from_scores([1.0, 1.0, 1.0, 1.0]), Fitness.from_scores([0.9, 0.9, 0.9, 0.9])
-    birth = step_population(1).agents[0].record()
-    finalists = [
-        Best(member=birth, generation=number, fitness=each, state={}) for number, each in enumerate((lucky, good), 1)
-    ]
-    second = [Fitness.from_scores([0.2] * 8), Fitness.from_scores([0.8] * 8)]
-    assert winner(finalists, second, pooled=True) == winner(finalists, second, pooled=False) == 1
-    assert winner(finalists, [good, Fitness.from_scores([0.95, 0.95])], pooled=False) == 1
-    assert winner(finalists, [good, Fitness.from_scores([0.95, 0.95])], pooled=True) == 0
-    assert winner(finalists, [good, good], pooled=False) == 0
-
-
-def test_an_extended_run_holds_its_finals_again(tmp_path):
-    way = {"second_set": 4, "finalists": 2}
-    finish(step_run(tmp_path / "run", fitness=way, env=cart_pole(validation_size=8), generations=1))
-    finish(resumed_run(tmp_path / "run", env=cart_pole(validation_size=8), generations=2))
-    events = read_journal(tmp_path / "run" / "journal.jsonl")
-    assert [len(event["finalists"]) for event in events if event["event"] == "finalists"] == [1, 2]
-
-
 def test_invalid_settings_are_refused():
-    with pytest.raises(ValueError, match="at least 2 of the 6 validation questions to selection, got 5"):
-        step_run(None, fitness={"second_set": 5})
-    with pytest.raises(ValueError, match="second_set must be 0 or at least 2"):
-        FitnessConfig(second_set=1)
     with pytest.raises(ValueError, match="count_evaluations"):
         step_run(None, count_evaluations=True)

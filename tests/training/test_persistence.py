@@ -17,7 +17,7 @@ from evogrpo.training.run_dir import JournalChangedError, open_run
 from tests.tiny_steps import step_run
 from tests.tiny_training import check_same_run, finish, resumed_run
 
-SHORT = {"generations": 2, "steps_per_generation": 1, "size": 2, "fitness": {"second_set": 2, "finalists": 2}}
+SHORT = {"generations": 2, "steps_per_generation": 1, "size": 2}
 OPERATIONS = (
     (os, "write"),
     (os, "fsync"),

@@ -15,9 +15,6 @@ from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.safe_parsing import load_yaml, read_yaml_file
 from evogrpo.synonyms import close_match, counterpart
 from evogrpo.training.configuration.sections import (
-    AUTO_KEYS,
-    AUTO_SEARCH_SPACE,
-    AUTO_SIZES,
     DATASET_SUFFIXES,
     Config,
     LoggingConfig,
@@ -31,7 +28,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SCHEDULE = {"generations": 10, "steps_per_generation": 4}
 """Schedule of a configuration without the section `schedule`."""
-AUTO = "auto"
+AUTO, SEARCH_SPACE = "auto", "search_space"
 
 SEARCH_SAMPLES = 16
 """Default samples per member and learning step of a search with shared experience."""
@@ -51,7 +48,7 @@ def parse_config(values: Mapping[str, Any]) -> Config:
     sections = build(
         _sections_model(evolution=given), {**values, "schedule": _schedule(values, search=search)}, misplaced=_misplaced
     )
-    parsed = {name: getattr(sections, name) for name in sections.model_fields_set} | {"auto": auto}
+    parsed = {name: getattr(sections, name) for name in sections.model_fields_set}
     if "strategy" in parsed:
         from evogrpo.evolution.strategies import default_measures
 
@@ -80,7 +77,7 @@ def parse_config(values: Mapping[str, Any]) -> Config:
     parsed["model"] = parsed.get("model") or kind.model
     parsed["logging"] = LoggingConfig(**{"completions": kind.completions, **values.get("logging", {})})
     parsed["hyperparameters"] = with_path("hyperparameters", lambda: space.first(kind.hyperparameters, set_values))
-    space = parsed["search_space"] = _complete_space(parsed, kind, set_values, search=search)
+    space = parsed["search_space"] = _complete_space(parsed, auto, kind, set_values, search=search)
     # Again, because the start of an evolving hyperparameter must be in its range.
     parsed["hyperparameters"] = with_path("hyperparameters", lambda: space.first(kind.hyperparameters, set_values))
     if search:
@@ -94,27 +91,15 @@ def parse_config(values: Mapping[str, Any]) -> Config:
         parsed |= {"strategy": Narrowing(), "experience": SharedExperience()}
         if parsed["schedule"].steps_per_generation > 1:
             parsed["fitness"] = FitnessConfig(by="both", racing=True, candidates=3)
-    # 3. Sizes that are chosen when the run is prepared.
-    sizes = (auto & AUTO_SIZES) - {"hyperparameters.group_size"}  # evolution can find the group size instead
-    if sizes and not kind.chooses_sizes:
-        raise ValueError(
-            f"{min(sizes)} must be a number with task.{task_class.key}, got 'auto'. Only runs in a Gymnasium "
-            "environment choose sizes."
-        )
-    open_sizes = auto & AUTO_SIZES if kind.chooses_sizes else frozenset()
-    # The group sizes of a default search space depend on the sizes, so it is completed together with them.
-    parsed["auto"] = open_sizes | (auto & {AUTO_SEARCH_SPACE}) if open_sizes else frozenset()
-    if "schedule.samples_per_step" in auto:  # a valid number that is replaced before it is used
-        parsed["schedule"] = replace(parsed["schedule"], samples_per_step=parsed["hyperparameters"].group_size)
     from evogrpo.evolution.founders import warm_start_founders
 
-    # 4. The configuration, with the first founder's hyperparameters, and checks across sections.
+    # 3. The configuration, with the first founder's hyperparameters, and checks across sections.
     config = Config(**parsed)
     if config.founders:
         samples = config.schedule.samples_per_step
         (first, *_), _ = warm_start_founders(config.founders, config.hyperparameters, config.search_space, samples)
         config = replace(config, hyperparameters=first)
-    if config.experience is not None and "population.size" not in config.auto:
+    if config.experience is not None:
         config.experience.check_size(config.population.size)
     kind.check(config)
     return config
@@ -137,9 +122,7 @@ def _sections_model(task: Any = Any, agent: Any = Any, *, evolution: bool = True
         types |= {"SharedExperience": SharedExperience, "FitnessConfig": FitnessConfig}
     hints = get_type_hints(Config, localns=types, include_extras=True) | {"task": task, "agent": agent}
     fields: dict[str, Any] = {
-        field.name: (hints[field.name], ... if field.name == "task" else None)
-        for field in dataclasses.fields(Config)
-        if field.name != "auto"
+        field.name: (hints[field.name], ... if field.name == "task" else None) for field in dataclasses.fields(Config)
     }
     return create_model("Configuration", __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=True), **fields)
 
@@ -153,16 +136,9 @@ def configuration_schema() -> dict[str, Any]:
     tasks, agents = [task for kind in kinds for task in kind.tasks], {kind.agent: None for kind in kinds}
     schema = json_schema(_sections_model(Union[tuple(tasks)], Union[tuple(agents)]))  # noqa: UP007 (of a sequence)
     schema["properties"]["strategy"]["anyOf"][0]["examples"] = list(BUILT_IN)
-    definitions = {
-        "hyperparameters": schema["$defs"]["Hyperparameters"]["properties"],
-        "population": schema["$defs"]["PopulationConfig"]["properties"],
-        "schedule": schema["$defs"]["Schedule"]["properties"],
-        "": schema["properties"],
-    }
-    names = {**AUTO_KEYS, "hyperparameters": HYPERPARAMETER_NAMES, "": (AUTO_SEARCH_SPACE,)}
-    for section, keys in names.items():
-        for key in keys:
-            definitions[section][key] = {"anyOf": [definitions[section][key], {"const": AUTO}]}
+    hyperparameters = schema["$defs"]["Hyperparameters"]["properties"]
+    for properties, names in ((hyperparameters, HYPERPARAMETER_NAMES), (schema["properties"], (SEARCH_SPACE,))):
+        properties |= {name: {"anyOf": [properties[name], {"const": AUTO}]} for name in names}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
@@ -223,28 +199,27 @@ def _task_sections() -> Iterator[tuple[str, Sequence[str]]]:
 
 
 def _without_auto(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return the values without those that are `auto`, and the dotted names of these.
+    """Return the values without those that are `auto`, and the names of these.
 
     Any hyperparameter may be `auto`, in `hyperparameters` or in `search_space`. A missing `search_space` is `auto`.
     An `lr` that is `auto` in `hyperparameters` is calibrated and does not evolve.
     """
     result, names = dict(values), set()
-    if result.get("search_space", AUTO) == AUTO:
-        names.add(AUTO_SEARCH_SPACE)
-        result.pop("search_space", None)
-    for section, keys in {
-        **AUTO_KEYS,
-        "hyperparameters": HYPERPARAMETER_NAMES,
-        "search_space": HYPERPARAMETER_NAMES,
-    }.items():
+    if result.get(SEARCH_SPACE, AUTO) == AUTO:
+        names.add(SEARCH_SPACE)
+        result.pop(SEARCH_SPACE, None)
+    for section in ("hyperparameters", SEARCH_SPACE):
         section_values = result.get(section)
         if isinstance(section_values, Mapping):
-            auto_keys = {key for key in keys if section_values.get(key) == AUTO}
-            names |= {f"{section}.{key}" for key in auto_keys}
-            result[section] = {key: value for key, value in section_values.items() if key not in auto_keys}
-    space = values.get("search_space")
-    if "hyperparameters.lr" in names and isinstance(space, Mapping) and space.get("lr") is not None:
-        raise ValueError("hyperparameters.lr must be a number if it evolves, got 'auto'. Or let target_kl evolve.")
+            found = {name for name in HYPERPARAMETER_NAMES if section_values.get(name) == AUTO}
+            result[section] = {name: value for name, value in section_values.items() if name not in found}
+            if section == "hyperparameters" and "lr" in found:
+                found.remove("lr")
+                if isinstance(space := values.get(SEARCH_SPACE), Mapping) and space.get("lr") is not None:
+                    raise ValueError(
+                        "hyperparameters.lr must be a number if it evolves, got 'auto'. Or let target_kl evolve."
+                    )
+            names |= found
     return result, frozenset(names)
 
 
@@ -255,19 +230,15 @@ def _is_search(values: Mapping[str, Any], auto: frozenset[str]) -> bool:
 
     Args:
         values: The configuration without values that are `auto`.
-        auto: Names of these; `AUTO_SEARCH_SPACE` if no search space is set.
+        auto: Names of these; `search_space` if no search space is set.
     """
     agent, population = (values.get(name) for name in ("agent", "population"))
     # Members with their own observation statistics cannot learn from each other's samples.
     own_statistics = isinstance(agent, Mapping) and agent.get("normalise_observations")
-    # One member, the default, has no others to learn from. An automatic size is not known here, and may be 1.
+    # One member, the default, has no others to learn from.
     single_member = not isinstance(population, Mapping) or population.get("size", 1) == 1
     strategy_set = any(values.get(name) is not None for name in ("strategy", "experience", "fitness"))
-    return (
-        AUTO_SEARCH_SPACE in auto
-        and "population.size" not in auto
-        and not (strategy_set or own_statistics or single_member)
-    )
+    return SEARCH_SPACE in auto and not (strategy_set or own_statistics or single_member)
 
 
 def _schedule(values: Mapping[str, Any], *, search: bool) -> Any:
@@ -282,26 +253,22 @@ def _schedule(values: Mapping[str, Any], *, search: bool) -> Any:
 
 
 def _complete_space(
-    parsed: Mapping[str, Any], kind: "TaskType", set_values: Mapping[str, Any], *, search: bool
+    parsed: Mapping[str, Any], auto: frozenset[str], kind: "TaskType", set_values: Mapping[str, Any], *, search: bool
 ) -> HyperparameterConfig:
     """Return the search space of the configuration, with default ranges for `auto` hyperparameters.
 
     Args:
         parsed: Parsed sections.
+        auto: Names of `auto` values; see `_without_auto`.
         kind: Task type, with default ranges.
         set_values: Hyperparameters that the configuration sets.
         search: The configuration sets neither search space nor strategy; see `_is_search`.
     """
     from evogrpo.config.objective import default_space
 
-    auto, space = parsed["auto"] - {"hyperparameters.lr"}, parsed["search_space"]
-    # An `auto` group size is searched unless it is chosen before the run.
-    open_names = (name.partition(".") for name in auto - (AUTO_SIZES if kind.chooses_sizes else frozenset()))
-    names = {key for section, _, key in open_names if section in ("hyperparameters", "search_space") and key} - set(
-        space
-    )
-    ranges = {name: kind.ranges[name] for name in names}
-    if AUTO_SEARCH_SPACE in auto and (parsed["population"].size > 1 or "population.size" in auto):
+    space = parsed["search_space"]
+    ranges = {name: kind.ranges[name] for name in auto - {SEARCH_SPACE} - set(space)}
+    if SEARCH_SPACE in auto and parsed["population"].size > 1:
         ranges |= default_space(
             kind.ranges,
             parsed["agent"].objective,

@@ -5,13 +5,12 @@ Strategies and fitness import numpy, so they are imported on first use: a wrong 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import MAX_MEMBERS, HyperparameterConfig, check_group_size
-from evogrpo.extras import require
 from evogrpo.models.devices import Precision
 from evogrpo.training.schedule import Schedule
 from evogrpo.validation import WHOLE, Flag, NonNegativeInt, PositiveInt, Seed, Text, plain, settings
@@ -21,23 +20,12 @@ if TYPE_CHECKING:
     from evogrpo.evolution.shared_experience import SharedExperience
     from evogrpo.evolution.strategies import Strategy
 
-CompletionsFormat = Literal["jsonl", "parquet"]
 CONFIG_FILE = "config.yaml"
 """Name of the file in a run directory."""
 CONFIG_HEAD = "# The resolved configuration of this run, written by evogrpo"
 """First line of that file."""
 DATASET_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 """Supported types of dataset files."""
-AUTO_SEARCH_SPACE = "search_space"
-"""Element of `Config.auto` for a configuration without a search space."""
-AUTO_KEYS = {
-    "hyperparameters": ("group_size",),
-    "population": ("size",),
-    "schedule": ("samples_per_step", "validation_questions", "test_questions"),
-}
-"""Keys of sizes that may be `auto`, by section."""
-AUTO_SIZES = frozenset(f"{section}.{key}" for section, keys in AUTO_KEYS.items() for key in keys)
-"""Dotted names of these sizes."""
 
 
 def _strategy(value: Any = "tournament") -> "Strategy":
@@ -96,21 +84,15 @@ class LoggingConfig:
         keep_checkpoints: Number of newest generations kept on disk, at least 1.
         checkpoint_steps: Also write a checkpoint after every so many learning steps; null = only after generations.
         completions: Completions written per learning step, with rewards and advantages; 0 = none.
-        completions_format: "jsonl" or "parquet" (which needs the extra `datasets`).
 
     Raises:
-        ValueError: If a value is out of range or a package is missing.
+        ValueError: If a value is out of range.
     """
 
     tensorboard: Flag = True
     keep_checkpoints: PositiveInt = 2  # at least one, so that the run can be resumed
     checkpoint_steps: PositiveInt | None = None
     completions: NonNegativeInt = 16
-    completions_format: CompletionsFormat = "jsonl"
-
-    def __post_init__(self) -> None:
-        if self.completions_format == "parquet":
-            require("completions_format parquet", "pyarrow")
 
 
 @settings
@@ -172,8 +154,6 @@ class Config:
         agent: Settings that all members share.
         logging: Records besides the journal.
         run_id: Id of the run in whose folder this configuration was written; a new run gets a new id.
-        auto: Dotted names of the sizes that are chosen when the run is prepared, such as "population.size". Until then
-            their values have no meaning.
     """
 
     model: Text | None = None
@@ -194,7 +174,6 @@ class Config:
     agent: Any
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     run_id: Text | None = None
-    auto: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         from evogrpo.evolution.strategies import Replay
@@ -247,7 +226,7 @@ class Config:
         from evogrpo.training.configuration.user_code import strategy_record
 
         return {
-            **{field.name: plain(getattr(self, field.name)) for field in fields(self) if field.name != "auto"},
+            **{field.name: plain(getattr(self, field.name)) for field in fields(self)},
             "hyperparameters": self.hyperparameters.to_json(),
             "search_space": self.search_space.to_json(),
             "strategy": strategy_record(self.strategy),

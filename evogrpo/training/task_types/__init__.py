@@ -47,7 +47,6 @@ class LanguageTask:
         ranges: Default range of every hyperparameter for evolution.
         rows_are_samples: Members learn from whole samples; False = from single transitions.
         completions: Default number of completions written per learning step.
-        chooses_sizes: Sizes of population, batches and held-out splits may be `auto`.
     """
 
     word = "language"
@@ -59,7 +58,6 @@ class LanguageTask:
     ranges: Mapping[str, RLParameter] = LANGUAGE_RANGES
     rows_are_samples = True
     completions = 16
-    chooses_sizes = False
 
     def check(self, config: Config) -> None:
         """Raise ValueError for limits on environment steps, and for what does not go with full fine-tuning."""
@@ -105,8 +103,8 @@ class LanguageTask:
 TaskType: TypeAlias = LanguageTask | NetworkTask
 PreparedRun: TypeAlias = "PreparedLanguage | PreparedNetworks"
 """Run whose configuration was checked against the machine, the task and the members."""
-_NETWORKS = NetworkTask(word="networks", tasks=(EnvironmentTask,), algorithm=GRPO, chooses_sizes=True)
-_TEAMS = NetworkTask(word="joint", tasks=(ParallelTask,), algorithm=MultiAgentGRPO, chooses_sizes=False)
+_NETWORKS = NetworkTask(word="networks", tasks=(EnvironmentTask,), algorithm=GRPO)
+_TEAMS = NetworkTask(word="joint", tasks=(ParallelTask,), algorithm=MultiAgentGRPO)
 TASK_TYPES: Mapping[str, TaskType] = {kind.word: kind for kind in (LanguageTask(), _NETWORKS, _TEAMS)}
 _KIND_OF: Mapping[type[Any], TaskType] = {task: kind for kind in TASK_TYPES.values() for task in kind.tasks}
 _TASKS: Mapping[str, type[Any]] = {task.key: task for task in _KIND_OF}

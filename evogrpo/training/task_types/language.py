@@ -194,7 +194,7 @@ class PreparedLanguage:
             limits = f"conversations of at most {row} in up to {turns} turns"
             if config.agent.max_episode_tokens is None:
                 bound, limits = "about", f"{limits}: replies as long as completions, without max_episode_tokens"
-        written, form = config.logging.completions, config.logging.completions_format
+        written = config.logging.completions
         rounds = round_rows(config, env, "completions")
         rows = {
             "first prompt": f"{shorten(self.trial.prompt, 400)!r}, {pluralize(len(self.trial.tokens), 'token')}: "
@@ -212,7 +212,7 @@ class PreparedLanguage:
             f"{gigabytes(memory.members)} ({members} × weights and two moments, twice, float32) + the larger of "
             f"learning {gigabytes(memory.learning)} (activations and logits of a micro-batch, gradients) and sampling "
             f"{gigabytes(memory.sampling)} (KV cache); without Python and its libraries",
-            "completions": f"{written} per learning step are written as {form}" if written else "none are written",
+            "completions": f"{written} per learning step are written" if written else "none are written",
         }
         if fetched:
             rows["sharded base"] = f"each process receives {gigabytes(fetched)} per forward pass and per sampled token"

@@ -1,10 +1,9 @@
 """Task types of small networks: a single agent in a Gymnasium environment, or several in a PettingZoo environment."""
 
 import math
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,18 @@ from gymnasium import spaces
 from evogrpo.algorithms.grpo import GRPO, MultiAgentGRPO
 from evogrpo.algorithms.policies.settings import NETWORK_DEFAULTS, STEPWISE
 from evogrpo.algorithms.population import Population
-from evogrpo.config.objective import drop_single_group_size
 from evogrpo.config.search_space import NETWORK_RANGES
 from evogrpo.data import DEFAULT_POLICY
-from evogrpo.distributed import processes
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.evolution.shared_experience import SharedExperience
-from evogrpo.interruption import Interrupted, ProgressUpdate, Stop
-from evogrpo.models.devices import available_device, device_memory
+from evogrpo.models.devices import available_device
 from evogrpo.models.networks.networks import ObservationEncoder
 from evogrpo.spaces import leaf_spaces
-from evogrpo.text import count_text, duration_text, pluralize
+from evogrpo.text import count_text, pluralize
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask, NetworkAgent, ParallelTask
-from evogrpo.training.configuration.sections import AUTO_KEYS, AUTO_SEARCH_SPACE, AUTO_SIZES, Config
+from evogrpo.training.configuration.sections import Config
 from evogrpo.training.forecast import (
     Forecast,
     Need,
@@ -53,26 +49,6 @@ ACTION_BYTES = 64  # an action, its log-probability, reward and position
 SHARED_ACTION_BYTES = 250  # an action that another member learns from; measured
 SAVINGS = "schedule.samples_per_step, population.size, schedule.validation_questions or task.max_episode_steps"
 
-
-CHOICES = ((8, 4), (8, 2), (4, 2), (4, 1), (2, 1), (1, 1))
-"""Members, and groups per member and learning step, largest first."""
-
-SMALLER_GROUPS = (4, 2)
-"""Group sizes to try for a single member if a whole group takes too long and group_size is auto."""
-
-HELD_OUT, MIN_HELD_OUT = (2, 8), 32
-"""Validation and test starts per training episode, and the minimum of validation starts: with fewer, the choice of the
-best member is mostly noise."""
-
-STEPS, STEPS_OF_ONE = 100, 20
-"""Learning steps that must fit into the time limit, with several members and with one."""
-
-TRIAL_SHARE, TRIAL_SECONDS = 0.05, 10.0
-"""Largest share of the time limit, and most seconds, for the measured step."""
-
-MEMORY_SHARE = 0.5
-"""Largest share of the memory that a run of automatic sizes may need."""
-
 ONE_THREAD = 1 << 15
 """Parameters of a member up to which one thread is used. A second one gains, for 8 members, 9 % at 4,500 parameters,
 5 % at 17,000 and 25 % at 67,000."""
@@ -89,7 +65,6 @@ class PreparedNetworks:
         device: Device of the members.
         parameters: Parameters of one founder.
         networks: Descriptions of its networks, without repetition.
-        sizes: Text on sizes that were chosen; None if the configuration gives all.
     """
 
     config: Config
@@ -98,7 +73,6 @@ class PreparedNetworks:
     device: str
     parameters: int
     networks: tuple[str, ...]
-    sizes: str | None
 
     @property
     def one_thread(self) -> bool:
@@ -146,7 +120,6 @@ class PreparedNetworks:
             **facts,
             "population": f"{pluralize(config.population.size, 'member')}, each {networks} "
             f"({'; '.join(self.networks)}, {count_text(self.parameters)} parameters{in_all}) on {self.device}",
-            **({} if self.sizes is None else {"sizes": self.sizes}),
         }
 
     def forecast(self) -> Forecast:
@@ -203,7 +176,6 @@ class NetworkTask:
     word: str
     tasks: Sequence[type[EnvironmentTask | ParallelTask]]
     algorithm: type[GRPO]
-    chooses_sizes: bool
 
     def check(self, config: Config) -> None:
         """Raise ValueError for settings of language models."""
@@ -245,23 +217,20 @@ class NetworkTask:
 
 
 def prepare_in(config: Config, env: GymnasiumGroups | PettingZooGroups) -> PreparedNetworks:
-    """Check a configuration against the device and an environment, and choose the sizes it leaves open.
+    """Check a configuration against the device and an environment.
 
     Raises:
         ValueError: If something does not fit.
     """
     device = "cpu" if config.device is None else available_device(config.device)
     example: Any = _population(config, env, 1, "cpu").members
-    parameters, mapping = _parameters(example.banks.state(0)), example.mapping
-    sized, sizes = _choose_sizes(config, env, mapping, parameters, device)
     return PreparedNetworks(
-        config=sized,
+        config=config,
         env=env,
-        mapping=mapping,
+        mapping=example.mapping,
         device=device,
-        parameters=parameters,
+        parameters=_parameters(example.banks.state(0)),
         networks=tuple(dict.fromkeys(policy.bank.description(0) for policy in example.policies.values())),
-        sizes=sizes,
     )
 
 
@@ -308,148 +277,3 @@ def _parameters(state: Mapping[str, torch.Tensor]) -> int:
 
 def _space(space: spaces.Space[Any]) -> str:
     return f"Box{space.shape}" if isinstance(space, spaces.Box) else str(space)
-
-
-# ---- automatic sizes
-
-
-def _choose_sizes(
-    config: Config,
-    env: GymnasiumGroups | PettingZooGroups,
-    mapping: PolicyMapping,
-    parameters: int,
-    device: str,
-) -> tuple[Config, str | None]:
-    """Return the configuration with its `auto` sizes set, and a description of them; None if there are none.
-
-    The sizes are the largest that fit into memory and, by one measured step, into the time limit.
-    """
-    if not config.auto:
-        return config, None
-    group = config.hyperparameters.group_size
-    smaller = SMALLER_GROUPS if "hyperparameters.group_size" in config.auto else ()
-    choices = [(count, groups, group) for count, groups in CHOICES] + [(1, 1, size) for size in smaller if size < group]
-    process_group = processes()
-    large_enough = [choice for choice in choices if choice[0] * choice[1] >= process_group.size] or choices[:1]
-    sized = [with_sizes(config, _sizes(env, *choice)) for choice in large_enough]
-    # 1. The largest sizes that need at most half of the memory.
-    memory, _ = process_group.broadcast(device_memory("cpu"))
-    fitting = sized
-    if memory is not None:
-        needs = [_need(mapping, env, c.schedule, c.population.size, parameters, c.experience).total for c in sized]
-        fitting = [c for c, need in zip(sized, needs, strict=True) if need <= MEMORY_SHARE * memory] or sized[-1:]
-    reason = "" if fitting[0] is sized[0] else ", limited to half of the available memory"
-    chosen, limit = fitting[0], config.schedule.max_seconds
-    # 2. Of these, the largest for which enough learning steps fit into the time limit.
-    if limit is not None:
-        step_seconds = _measured_step(chosen, env, device, max_seconds=min(TRIAL_SHARE * limit, TRIAL_SECONDS))
-        seconds = process_group.broadcast(step_seconds) / _work(chosen)  # for an episode
-        chosen = next(
-            (
-                candidate
-                for candidate in fitting
-                if limit >= (STEPS if candidate.population.size > 1 else STEPS_OF_ONE) * seconds * _work(candidate)
-            ),
-            fitting[-1],
-        )
-        if chosen is not fitting[0]:
-            steps = int(limit / (seconds * _work(chosen)))
-            number = "1 learning step fits" if steps == 1 else f"{min(STEPS, steps)} learning steps fit"
-            fits = f", so that about {number}" if steps else ". No learning step is expected to fit"
-            reason = f"{fits} into {duration_text(limit)}"
-    # 3. Describe those that were chosen.
-    schedule = chosen.schedule
-    texts = {
-        "population.size": pluralize(chosen.population.size, "member"),
-        "schedule.samples_per_step": f"{schedule.samples_per_step} episodes per step",
-        "hyperparameters.group_size": f"in groups of {chosen.hyperparameters.group_size}",
-        "schedule.validation_questions": f"{schedule.validation_questions} starts for selection",
-        "schedule.test_questions": f"{schedule.test_questions} for the test",
-    }
-    words = ", ".join(text for name, text in texts.items() if name in config.auto)
-    return chosen, f"{words}{reason}"
-
-
-def with_sizes(config: Config, sizes: Mapping[str, int]) -> Config:
-    """Return a configuration with its `auto` sizes set.
-
-    Args:
-        config: The configuration.
-        sizes: Size by full name, such as "population.size".
-
-    Raises:
-        ValueError: If they do not fit its hyperparameters.
-    """
-    sections: dict[str, dict[str, Any]] = {section: {} for section in AUTO_KEYS}
-    for name in config.auto & AUTO_SIZES:
-        section, _, key = name.partition(".")
-        sections[section][key] = sizes[name]
-    samples, space = sections["schedule"].get("samples_per_step", config.schedule.samples_per_step), config.search_space
-    return replace(
-        config,
-        search_space=drop_single_group_size(space, samples) if AUTO_SEARCH_SPACE in config.auto else space,
-        hyperparameters=replace(config.hyperparameters, **sections["hyperparameters"]),
-        population=replace(config.population, **sections["population"]),
-        schedule=replace(config.schedule, **sections["schedule"]),
-        auto=frozenset(),
-    )
-
-
-def _sizes(env: GymnasiumGroups | PettingZooGroups, members: int, groups: int, group_size: int) -> dict[str, int]:
-    """Return all sizes that follow from members, groups per learning step and group size."""
-    validation, test = HELD_OUT
-    samples = groups * group_size
-    return {
-        "population.size": members,
-        "hyperparameters.group_size": group_size,
-        "schedule.samples_per_step": samples,
-        "schedule.validation_questions": max(2, min(max(MIN_HELD_OUT, validation * samples), env.size("validation"))),
-        "schedule.test_questions": max(2, min(test * samples, env.size("test"))),  # at least 2, as a schedule requires
-    }
-
-
-def _work(config: Config) -> int:
-    return config.population.size * config.schedule.samples_per_step
-
-
-class _Deadline(Stop):
-    """Stop at a time by `time.monotonic()`."""
-
-    seconds = math.inf
-
-    def check(self) -> None:
-        if time.monotonic() > self.seconds:
-            raise Interrupted
-
-
-def _measured_step(
-    config: Config, env: GymnasiumGroups | PettingZooGroups, device: str, *, max_seconds: float
-) -> float:
-    """Measure one learning step on members that are then discarded; return its expected seconds.
-
-    A step that takes longer than `max_seconds` is extrapolated from the finished part. Episodes often get longer
-    during training, so their expected length is the geometric mean of the measured and the maximum length.
-    """
-    population, samples = _population(config, env, config.population.size, device), config.schedule.samples_per_step
-    began, stop = time.monotonic(), _Deadline()
-    stop.seconds = began + max_seconds
-    progress = [(0.0, 0.0)]  # part and seconds
-
-    def record_progress(work: ProgressUpdate) -> None:
-        if work.activity == "playing" and work.part > progress[-1][0]:
-            progress.append((work.part, time.monotonic() - began))
-
-    stop.listener = record_progress
-    with suppress(Interrupted):
-        shared = config.experience if len(population) > 1 else None
-        block = config.schedule.block(population, distinct_starts=shared is not None)
-        collected = population.collect(
-            env, step=0, samples_per_step=samples, block=block, distinct_starts=shared is not None, stop=stop
-        )
-        population.learn(collected.experience, step=0, shared=shared, stop=stop)
-        taken = time.monotonic() - began
-        length = max(1.0, sum(collected.tokens.values()) / (len(population) * samples))
-        longest = length if env.uses_default_limit else env.max_episode_steps
-        return taken * math.sqrt(longest / length)
-    fraction, seconds = progress[-1]
-    return seconds / fraction if fraction else math.inf
