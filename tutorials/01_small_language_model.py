@@ -9,20 +9,22 @@
 # %% [markdown]
 # # Evolve a small language model on arithmetic
 #
-# **The question.** SmolLM2 has 135 million parameters and solves few sums. Can it improve within minutes on a laptop
-# if you do not know a good learning rate?
+# **The question.** SmolLM2 has 135 million parameters and solves few sums. Can
+# it improve within minutes on a laptop if you do not know a good learning rate?
 #
 # **You will learn**
 #
 # - how to create an environment from questions and a reward function;
-# - how a population of four agents shares one base model and tries four learning rates at once;
+# - how a population of four agents shares one base model and tries four
+#   learning rates at once;
 # - how to separate learning from luck with held-out questions.
 #
-# **It needs** the installation described in [all tutorials](README.md), which includes the model, one CPU core, about
-# 6 minutes and 3 GB of memory.
+# **It needs** the installation described in [all tutorials](README.md), which
+# includes the model, one CPU core, about 6 minutes and 3 GB of memory.
 #
-# **To run it:** open this notebook in Jupyter, or run `make tutorials ARGS=01` in the repository. The file
-# `01_small_language_model.py` holds the same content as text.
+# **To run it:** open this notebook in Jupyter, or run `make tutorials ARGS=01`
+# in the repository. The file `01_small_language_model.py` holds the same
+# content as text.
 
 # %%
 import os
@@ -34,51 +36,81 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
-from evogrpo import GRPO, HuggingFaceGym, HyperparameterConfig, RLParameter, evolve, load_base, read_run
+from evogrpo import (
+    GRPO,
+    HuggingFaceGym,
+    HyperparameterConfig,
+    RLParameter,
+    evolve,
+    load_base,
+    read_run,
+)
 
-SHORT = os.environ.get("EVOGRPO_TUTORIAL") == "short"  # a quick look whether everything runs; figures then say little
-SIZE, GENERATIONS, STEPS, SAMPLES, TOKENS, HELD_OUT = (2, 1, 1, 4, 4, 2) if SHORT else (4, 5, 3, 32, 12, 64)
+# "short" only checks that all cells run; its results mean little.
+SHORT = os.environ.get("EVOGRPO_TUTORIAL") == "short"
+SIZE, GENERATIONS, STEPS = (2, 1, 1) if SHORT else (4, 5, 3)
+SAMPLES, TOKENS, HELD_OUT = (4, 4, 2) if SHORT else (32, 12, 64)
 torch.set_num_threads(1)
-shutil.rmtree("runs/tutorial-01", ignore_errors=True)  # of an earlier time through this notebook
+# Delete the run of an earlier execution of this notebook.
+shutil.rmtree("runs/tutorial-01", ignore_errors=True)
 
 # %% [markdown]
 # ## Questions and a reward
 #
-# The questions are all sums of two numbers from 2 to 40. Each pair occurs once, in one order, so no test question is
-# also a training question. 128 of them are kept for the test.
+# The questions are all sums of two numbers from 2 to 40. Each pair occurs once,
+# in one order, so no test question is also a training question. 128 of them are
+# kept for the test.
 
 # %%
 rng = random.Random(0)
-pairs = [(a, b) if rng.random() < 0.5 else (b, a) for a in range(2, 41) for b in range(a, 41)]
+pairs = [
+    (a, b) if rng.random() < 0.5 else (b, a)
+    for a in range(2, 41)
+    for b in range(a, 41)
+]
 rng.shuffle(pairs)
 rows = [
-    {"question": f"State the final answer to the following arithmetic problem: {a} + {b} =", "answer": str(a + b)}
+    {
+        "question": "State the final answer to the following arithmetic "
+        f"problem: {a} + {b} =",
+        "answer": str(a + b),
+    }
     for a, b in pairs
 ]
 test, train = rows[:128], rows[128:]
-print(len(train), "to learn from,", len(test), "for the test; the first:", rows[0])
+print(
+    len(train), "to learn from,", len(test), "for the test; the first:", rows[0]
+)
 
 
 def reward(completion: str, answer: str) -> float:
-    """1 if the last number is the answer. Only the last one counts, so that listing many numbers earns nothing."""
+    """Return 1 if the last number is the answer, so a list of guesses fails."""
     numbers = re.findall(r"-?\d+", completion)
     return float(numbers[-1:] == [answer])
 
 
 # %% [markdown]
-# `HuggingFaceGym` combines questions and reward. It draws validation questions from `train`. They are used for
-# selection and not for training.
+# `HuggingFaceGym` combines questions and reward. It draws validation questions
+# from `train`. They are used for selection and not for training.
 
 # %%
 base = load_base("smollm2-135m")  # or a hub id, a folder, a .gguf file
-env = HuggingFaceGym(train, test, tokenizer=base.tokenizer, reward_fn=reward, validation_size=HELD_OUT)
+env = HuggingFaceGym(
+    train,
+    test,
+    tokenizer=base.tokenizer,
+    reward_fn=reward,
+    validation_size=HELD_OUT,
+)
 
 # %% [markdown]
 # ## A population
 #
-# Four agents share the base model, which is loaded once and never changed. Each agent has its own LoRA adapter. The
-# first agent starts with a learning rate of 1e-5, which is far too small. The others are spread up to 1e-3.
-# `group_size` is the number of completions per question that are compared with each other. It evolves too.
+# Four agents share the base model, which is loaded once and never changed. Each
+# agent has its own LoRA adapter. The first agent starts with a learning rate of
+# 1e-5, which is far too small. The others are spread up to 1e-3. `group_size`
+# is the number of completions per question that are compared with each other.
+# It evolves too.
 
 # %%
 population = GRPO.population(
@@ -94,17 +126,19 @@ population = GRPO.population(
         group_size=RLParameter(choices=[2, 4] if SHORT else [4, 8, 16]),
     ),
 )
-asked = [[{"role": "user", "content": row["question"]}] for row in test[: 1 if SHORT else 6]]
-before = population[0].generate(asked)  # before any learning
-for row, text in zip(test, before, strict=False):
+examples = test[: 1 if SHORT else 6]
+prompts = [[{"role": "user", "content": row["question"]}] for row in examples]
+before = population[0].generate(prompts)  # before any learning
+for row, text in zip(examples, before, strict=True):
     print(f"{row['question'][-9:]:9} {row['answer']:>3}   {text!r}")
 
 # %% [markdown]
 # ## Training
 #
-# Each generation has three learning steps. All agents then answer the same validation questions. In the tournament, a
-# member that loses is replaced by a clone of a better one. The hyperparameters of a clone are mutated: perturbed or
-# resampled.
+# Each generation has three learning steps. All agents then answer the same
+# validation questions. In the tournament, a member that loses is replaced by a
+# clone of a better one. The hyperparameters of a clone are mutated: perturbed
+# or resampled.
 
 # %%
 run = evolve(
@@ -118,74 +152,102 @@ run = evolve(
     progress=False,
 )
 for generation in run:
-    told = [
-        f"#{m.index} lr {m.hyperparameters.lr:.0e} {m.fitness:.2f} ± {m.standard_error:.2f}" for m in generation.members
+    members = [
+        f"#{m.index} lr {m.hyperparameters.lr:.0e} "
+        f"{m.fitness:.2f} ± {m.standard_error:.2f}"
+        for m in generation.members
     ]
-    print(f"generation {generation.generation}: " + ",  ".join(told))
+    print(f"generation {generation.generation}: " + ",  ".join(members))
 
 # %%
 members = read_run("runs/tutorial-01").members
 figure, axes = plt.subplots(1, 2, figsize=(11, 3.9), layout="constrained")
-for _, life in members.groupby("member"):
-    colour = plt.colormaps["plasma"]((np.log10(life.lr.iloc[0]) + 5) / 2.3)
-    first = life.iloc[0]
+circles = {"color": "none", "markeredgecolor": "black", "markersize": 11}
+lineage = members[members.in_best_lineage]
+for _, history in members.groupby("member"):
+    first = history.iloc[0]
+    colour = plt.colormaps["plasma"]((np.log10(first.lr) + 5) / 2.3)
     for axis, column in zip(axes, ("fitness", "lr"), strict=True):
-        axis.plot(life.generation, life[column], "o-", color=colour)
-    axes[0].plot([first.generation - 1, first.generation], [first.fitness_before, first.fitness], ":", color=colour)
-way = members[members.in_best_lineage]
+        axis.plot(history.generation, history[column], "o-", color=colour)
+    axes[0].plot(
+        [first.generation - 1, first.generation],
+        [first.fitness_before, first.fitness],
+        ":",
+        color=colour,
+    )
 for axis, column in zip(axes, ("fitness", "lr"), strict=True):
-    axis.plot(way.generation, way[column], "o", color="none", markeredgecolor="black", markersize=11)
-axes[0].set(xlabel="generation", ylabel=f"part of {HELD_OUT} validation questions right", title="how many are right")
+    axis.plot(lineage.generation, lineage[column], "o", **circles)
+axes[0].set(
+    xlabel="generation",
+    ylabel=f"part of {HELD_OUT} validation questions right",
+    title="how many are right",
+)
 axes[1].set(
-    xlabel="generation", ylabel="learning rate", yscale="log", ylim=(8e-6, 1.3e-3), title="what they learn with"
+    xlabel="generation",
+    ylabel="learning rate",
+    yscale="log",
+    ylim=(8e-6, 1.3e-3),
+    title="what they learn with",
 )
 for axis in axes:
     axis.xaxis.get_major_locator().set_params(integer=True)
 plt.show()
 
 # %% [markdown]
-# Each line is one member. Lines with larger learning rates are brighter. A dotted line connects a member with its
-# parent, or with the untrained base model. Black circles mark the lineage of the winner.
+# Each line is one member. Lines with larger learning rates are brighter. A
+# dotted line connects a member with its parent, or with the untrained base
+# model. Black circles mark the lineage of the winner.
 #
-# The first member and its descendants did not win. After one generation the member with 7e-4 leads. From generation 2
-# on, all living members descend from it. Later learning rates are 4e-4, 2e-4 and 1e-4. The figure does not show which
-# of them is best, because each fitness has a standard error of 0.06. With 64 questions, a difference between 0.64 and
-# 0.56 is within noise.
+# The first member and its descendants did not win. After one generation the
+# member with 7e-4 leads. From generation 2 on, all living members descend from
+# it. In the last generation the learning rates are 4e-4, 2e-4 and 1e-4. The
+# figure does not show which of them is best, because each fitness has a
+# standard error of 0.06. With 64 questions, a difference between 0.64 and 0.56
+# is within noise.
 #
-# Did evolution *find* a learning rate? It found that 1e-5 is too small. The winner's learning rate came from the
-# initial spread, and one mutation reduced it. [What did evolution find?](04_what_did_evolution_find.ipynb) examines
-# this question in detail.
+# Did evolution *find* a learning rate? It removed 1e-5 after one generation.
+# The winner's learning rate came from the initial spread, and one mutation
+# reduced it. [What did evolution find?](04_what_did_evolution_find.ipynb)
+# examines this question in detail.
 
 # %% [markdown]
 # ## Did it learn to add?
 #
-# The winner was chosen on the validation questions, so its validation fitness is biased upwards. The test questions
-# have no such bias. The run evaluates the untrained base model and the winner on them once, at the end.
+# The winner was chosen on the validation questions, so its validation fitness
+# is biased upwards. The test questions have no such bias. The run evaluates the
+# untrained base model and the winner on them once, at the end.
 
 # %%
 result = run.result.test
-for name, value in (("before", result.before), ("after", result.after), ("gain", result.gain)):
+for name in ("before", "after", "gain"):
+    value = getattr(result, name)
     print(f"{name:6} {value.mean:.2f} ± {value.standard_error:.2f}")
 print("more than two standard errors:", result.beyond_noise)
-assert SHORT or (result.beyond_noise and result.after.mean > 2 * result.before.mean), "far beyond noise"
-assert SHORT or run.best.hyperparameters.lr > 5e-5, "the careful first member did not win, nor did its like"
+assert SHORT or result.beyond_noise
+assert SHORT or result.after.mean > 2 * result.before.mean
+assert SHORT or run.best.hyperparameters.lr > 5e-5, "a tiny learning rate won"
 
 # %%
-for row, old, new in zip(test, before, run.best.generate(asked), strict=False):
-    print(f"{row['question'][-9:]:9} {row['answer']:>3}   before {old!r:50} after {new!r}")
+after = run.best.generate(prompts)
+for row, old, new in zip(examples, before, after, strict=True):
+    problem = f"{row['question'][-9:]:9} {row['answer']:>3}"
+    print(f"{problem}   before {old!r:50} after {new!r}")
 
 # %% [markdown]
-# The winner answers four times as many test questions correctly. The gain is far beyond noise. The six examples above
-# do not show it: the winner solves one of them. Six answers are an anecdote, 128 are a measurement.
+# The winner answers four times as many test questions correctly. The gain is
+# far beyond noise. The six examples above do not show it: the winner solves one
+# of them. Six answers are an anecdote, 128 are a measurement.
 #
-# What did it learn? Partly a format: a short sentence with one number at its end, which fits into 12 tokens. Partly
-# arithmetic: a format alone gives no correct answers. The reward does not separate the two.
+# What did it learn? The untrained model already answers the six examples with a
+# short sentence and one number. A better format can therefore hardly explain
+# the gain: the winner computes more sums correctly. The reward does not
+# separate the two.
 #
 # ## Three things to try
 #
-# 1. Run the control: `strategy=SelectionOnly()` from `evogrpo.evolution` never changes hyperparameters. Does mutation
-#    help?
-# 2. Add subtractions to the questions. Which answers does `final_number` of `evogrpo.envs.text.tasks` score correctly
-#    that our `reward` does not?
-# 3. Allow reasoning: use a larger `max_output_tokens`, and add "Think step by step" to the question. Does accuracy
-#    improve, or only the run time grow?
+# 1. Run the control: `strategy=SelectionOnly()` from `evogrpo.evolution` never
+#    changes hyperparameters. Does mutation help?
+# 2. Add subtractions to the questions. Which answers does `final_number` of
+#    `evogrpo.envs.text.tasks` score correctly that our `reward` does not?
+# 3. Allow reasoning: use a larger `max_output_tokens`, and add "Think step by
+#    step" to the question. Does accuracy improve, or only the run time grow?

@@ -9,20 +9,23 @@
 # %% [markdown]
 # # Your own reasoning task
 #
-# **The question.** You have questions and a reward function that checks answers. The model is trained to maximise
-# that function. Does the function reward what you intend?
+# **The question.** You have questions and a reward function that checks
+# answers. The model is trained to maximise that function. Does the function
+# reward what you intend?
 #
 # **You will learn**
 #
 # - how to use your own questions and rewards, and hold out questions;
-# - how a model exploits a plausible reward, and how a second reward with weight 0 reveals it;
+# - how a model exploits a plausible reward, and how a second reward with weight
+#   0 reveals it;
 # - how to run slow verifiers in separate processes, and kill those that hang.
 #
-# **It needs** the installation described in [all tutorials](README.md), which includes the demo model with 135M
-# parameters, one CPU core, about 4 minutes and 3 GB of memory.
+# **It needs** the installation described in [all tutorials](README.md), which
+# includes the model, one CPU core, about 4 minutes and 3 GB of memory.
 #
-# **To run it:** open this notebook in Jupyter, or run `make tutorials ARGS=02` in the repository. The file
-# `02_your_own_task.py` holds the same content as text.
+# **To run it:** open this notebook in Jupyter, or run `make tutorials ARGS=02`
+# in the repository. The file `02_your_own_task.py` holds the same content as
+# text.
 
 # %%
 import os
@@ -35,22 +38,30 @@ import torch
 from evogrpo import GRPO, HuggingFaceGym, Population, evolve, load_base
 from evogrpo.evolution import Fixed
 
-SHORT = os.environ.get("EVOGRPO_TUTORIAL") == "short"  # a quick look whether everything runs; figures then say little
-STEPS, SAMPLES, GROUP, HELD_OUT, TOKENS = (1, 4, 2, 2, 4) if SHORT else (8, 32, 8, 48, 16)
+# "short" only checks that all cells run; its results mean little.
+SHORT = os.environ.get("EVOGRPO_TUTORIAL") == "short"
+STEPS, SAMPLES, GROUP = (1, 4, 2) if SHORT else (8, 32, 8)
+HELD_OUT, TOKENS = (2, 4) if SHORT else (48, 16)
 torch.set_num_threads(1)
 
 # %% [markdown]
 # ## Questions
 #
-# Questions are a list of mappings. Here each row has a `prompt` in chat format, and an `answer` that only the reward
-# function receives.
+# Questions are a list of mappings. Here each row has a `prompt` in chat format,
+# and an `answer` that only the reward function receives.
 
 # %%
 rng = random.Random(0)
 pairs = {tuple(rng.sample(range(10, 1000), 2)) for _ in range(1500)}
 questions = [
     {
-        "prompt": [{"role": "user", "content": f"Which number is larger, {a} or {b}? Answer with one number."}],
+        "prompt": [
+            {
+                "role": "user",
+                "content": f"Which number is larger, {a} or {b}? "
+                "Answer with one number.",
+            }
+        ],
         "answer": str(max(a, b)),
     }
     for a, b in sorted(pairs)
@@ -60,10 +71,12 @@ print(len(questions), "questions, the first:", questions[0])
 # %% [markdown]
 # ## A plausible reward
 #
-# The reward functions go into their own file, `my_rewards.py`. Other processes can then import them, which is needed
-# below. Each function receives all completions of a step, and one list for each column that it names.
+# The reward functions go into their own file, `my_rewards.py`. Other processes
+# can then import them, which is needed below. Each function receives all
+# completions of a step, and one list for each column that it names.
 #
-# The first function searches for the correct number in the completion. What could go wrong?
+# The first function searches for the correct number in the completion. What
+# could go wrong?
 
 # %%
 # %%writefile my_rewards.py
@@ -72,20 +85,27 @@ from time import sleep
 
 
 def numbers(completion):
-    """All numbers in a completion: the text of its one message."""
+    """Return all numbers in a completion, which is a list of one message."""
     return re.findall(r"\d+", completion[0]["content"])
 
 
 def contains_answer(completions, answer, **columns):
-    return [float(right in numbers(completion)) for completion, right in zip(completions, answer, strict=True)]
+    return [
+        float(right in numbers(completion))
+        for completion, right in zip(completions, answer, strict=True)
+    ]
 
 
 def is_answer(completions, answer, **columns):
-    return [float(set(numbers(completion)) == {right}) for completion, right in zip(completions, answer, strict=True)]
+    return [
+        float(set(numbers(completion)) == {right})
+        for completion, right in zip(completions, answer, strict=True)
+    ]
 
 
 def slow_is_answer(completions, answer, **columns):
-    sleep(0.25 * len(completions))  # a compiler, a prover, a judge behind a network ...
+    # Stands for a compiler, a prover or a judge on a server.
+    sleep(0.25 * len(completions))
     return is_answer(completions, answer)
 
 
@@ -96,9 +116,10 @@ def hangs_on_nonsense(completions, answer, **columns):
 
 
 # %% [markdown]
-# `contains_answer` is the training reward. `is_answer` is only recorded, because its weight is 0. It requires the
-# correct number *and no other*. Training, validation and test questions are disjoint. The split of a question depends
-# on its text, so the same question never occurs in two splits.
+# `contains_answer` is the training reward. `is_answer` is only recorded,
+# because its weight is 0. It requires the correct number *and no other*.
+# Training, validation and test questions are disjoint. The split of a question
+# depends on its text, so the same question never occurs in two splits.
 
 # %%
 import my_rewards
@@ -120,7 +141,7 @@ def environment(*weights: float) -> HuggingFaceGym:
 
 def agent() -> Population:
     return GRPO.population(
-        1,  # one agent: this story is about rewards, not about hyperparameters
+        1,  # one agent: hyperparameters do not matter here
         actor_network=base.model,
         pad_token_id=base.tokenizer.pad_token_id,
         max_output_tokens=TOKENS,
@@ -131,7 +152,7 @@ def agent() -> Population:
 
 
 def train(env: HuggingFaceGym) -> tuple:
-    """Train one agent; return the run, and what each reward function would have paid in every step."""
+    """Train one agent; return its run and the mean rewards of every step."""
     run = evolve(
         agent(),
         env,
@@ -143,26 +164,37 @@ def train(env: HuggingFaceGym) -> tuple:
         test_questions=HELD_OUT,
         progress=False,
     )
-    paid = {"contains_answer": [], "is_answer": []}
+    rewards = {"contains_answer": [], "is_answer": []}
     for generation in run:
-        for name, values in paid.items():
-            values.append(generation.members[0].metrics[f"rewards/{name}/mean"])
-    return run, paid
+        metrics = generation.members[0].metrics
+        for name, values in rewards.items():
+            values.append(metrics[f"rewards/{name}/mean"])
+    return run, rewards
 
 
 run, gamed = train(environment(1.0, 0.0))
-print("test, as it is paid:", run.result.test.before, "→", run.result.test.after)
+test = run.result.test
+print("test, as it is paid:", test.before, "→", test.after)
 
 # %% [markdown]
-# The test reward increased a lot. By this number alone, training was a success. Now compare it with the second
-# function.
+# The test reward increased a lot. By this number alone, training was a success.
+# Now compare it with the second function.
 
 # %%
 figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
 steps = range(1, STEPS + 1)
-axis.plot(steps, gamed["contains_answer"], "o-", color="tab:red", label="contains_answer (paid)")
-axis.plot(steps, gamed["is_answer"], "o-", color="tab:blue", label="is_answer (watches)")
-axis.set(xlabel="learning step", ylabel="mean reward of the samples", ylim=(-0.03, 1.03), title="paid for containing")
+for name, colour, role in (
+    ("contains_answer", "tab:red", "paid"),
+    ("is_answer", "tab:blue", "watches"),
+):
+    label = f"{name} ({role})"
+    axis.plot(steps, gamed[name], "o-", color=colour, label=label)
+axis.set(
+    xlabel="learning step",
+    ylabel="mean reward of the samples",
+    ylim=(-0.03, 1.03),
+    title="paid for containing",
+)
 axis.legend()
 plt.show()
 
@@ -172,29 +204,45 @@ plt.show()
 # What does the model write? Generate completions for some of the questions.
 
 # %%
-asked = questions[:: len(questions) // 6][: 1 if SHORT else 6]
-for question, text in zip(asked, run.best.generate([each["prompt"] for each in asked]), strict=True):
-    print(f"{question['prompt'][0]['content'][:40]:42} right: {question['answer']:4} wrote: {text!r}")
+examples = questions[:: len(questions) // 6][: 1 if SHORT else 6]
+
+
+def print_completions(best: GRPO) -> None:
+    completions = best.generate([example["prompt"] for example in examples])
+    for example, text in zip(examples, completions, strict=True):
+        question = example["prompt"][0]["content"][:40]
+        print(f"{question:42} right: {example['answer']:4} wrote: {text!r}")
+
+
+print_completions(run.best)
 
 # %% [markdown]
-# The model writes *both* numbers. The correct one is always among them, so the reward is always 1. The model did not
-# learn to compare numbers. It learnt to maximise the reward.
+# The model writes *both* numbers. The correct one is always among them, so the
+# reward is always 1. The model did not learn to compare numbers. It learnt to
+# maximise the reward.
 #
 # ## The intended reward
 #
-# Questions, samples per step and seed are the same. Only the weights are swapped.
+# Questions, samples per step and seed are the same. Only the weights are
+# swapped.
 
 # %%
 honest_run, honest = train(environment(0.0, 1.0))
-print("test, as it is paid:", honest_run.result.test.before, "→", honest_run.result.test.after)
-for question, text in zip(asked, honest_run.best.generate([each["prompt"] for each in asked]), strict=True):
-    print(f"{question['prompt'][0]['content'][:40]:42} right: {question['answer']:4} wrote: {text!r}")
+test = honest_run.result.test
+print("test, as it is paid:", test.before, "→", test.after)
+print_completions(honest_run.best)
 
 # %%
-figure, axes = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained", sharey=True)
-for axis, curves, title in zip(axes, (gamed, honest), ("paid for containing", "paid for being"), strict=True):
-    axis.plot(steps, curves["contains_answer"], "o-", color="tab:red", label="contains_answer")
-    axis.plot(steps, curves["is_answer"], "o-", color="tab:blue", label="is_answer")
+figure, axes = plt.subplots(
+    1, 2, figsize=(11, 3.6), layout="constrained", sharey=True
+)
+titles = ("paid for containing", "paid for being")
+for axis, curves, title in zip(axes, (gamed, honest), titles, strict=True):
+    for name, colour in (
+        ("contains_answer", "tab:red"),
+        ("is_answer", "tab:blue"),
+    ):
+        axis.plot(steps, curves[name], "o-", color=colour, label=name)
     axis.set(xlabel="learning step", ylim=(-0.03, 1.03), title=title)
 axes[0].set_ylabel("mean reward of the samples")
 axes[1].legend()
@@ -207,26 +255,33 @@ print({name: round(value, 2) for name, value in gap.items()})
 assert SHORT or gap["gamed"] > 0.4 > gap["honest"]
 
 # %% [markdown]
-# On the left, `contains_answer` is the training reward and the two functions diverge: the reward is close to 1, and
-# few answers are correct. On the right, `is_answer` is the training reward, and both functions increase together.
+# On the left, `contains_answer` is the training reward and the two functions
+# diverge: the reward is close to 1, and few answers are correct. On the right,
+# `is_answer` is the training reward, and both functions increase together.
 #
-# Read the completions of the second model again. All six name the *second* number. Is that another shortcut? A model
-# that always names the second number is correct half of the time. This one is correct in 83 % ± 5 of the test
-# questions, so it learnt more than that. The habit is still right: when a reward increases, read samples.
+# Read the completions of the second model again. All six name the *second*
+# number. Is that another shortcut? A model that always names the second number
+# is correct half of the time. This one is correct in 83 % ± 5 of the test
+# questions, so it learnt more than that. The habit is still right: when a
+# reward increases, read samples.
 #
-# The test split could not reveal the problem. It is disjoint from training, but it uses the same wrong reward. A
-# second function with weight 0 and a look at six samples did reveal it.
+# The test split could not reveal the problem. It is disjoint from training, but
+# it uses the same wrong reward. A second function with weight 0 and a look at
+# six samples did reveal it.
 #
 # ## A verifier that is slow or hangs
 #
-# Real verifiers compile code or query a server. `slow_is_answer` takes a quarter of a second per completion. With
-# `reward_workers`, the completions of a step are divided among processes. The processes import the functions by name,
-# so the functions must be in a file.
+# Real verifiers compile code or query a server. `slow_is_answer` takes a
+# quarter of a second per completion. With `reward_workers`, the completions of
+# a step are divided among processes. The processes import the functions by
+# name, so the functions must be in a file.
 
 
 # %%
-def scored(texts: list[str], reward: object, **options: object) -> tuple[list[float], float]:
-    """What completions of one question earn, and how many seconds that took; by the steps of a hand-written loop."""
+def score(
+    texts: list[str], reward: object, **options: object
+) -> tuple[list[float], float]:
+    """Return the rewards of completions of one question, and the seconds."""
     env = HuggingFaceGym(
         questions,
         tokenizer=base.tokenizer,
@@ -237,8 +292,11 @@ def scored(texts: list[str], reward: object, **options: object) -> tuple[list[fl
         **options,
     )
     (prompt,), _ = env.reset()
-    written = base.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").input_ids
-    completions = torch.cat([prompt["input_ids"].repeat(len(texts), 1), written], dim=1)
+    written = base.tokenizer(
+        texts, padding=True, padding_side="right", return_tensors="pt"
+    ).input_ids
+    prompts = prompt["input_ids"].repeat(len(texts), 1)
+    completions = torch.cat([prompts, written], dim=1)
     env.step([completions])  # the first call starts the processes
     env.reset(seed=0)
     began = time.perf_counter()
@@ -246,17 +304,19 @@ def scored(texts: list[str], reward: object, **options: object) -> tuple[list[fl
     return rewards.tolist(), time.perf_counter() - began
 
 
+texts = ["it is 7"] * 8
 for workers in (0, 2, 4):
-    _, seconds = scored(["it is 7"] * 8, my_rewards.slow_is_answer, reward_workers=workers)
+    _, seconds = score(texts, my_rewards.slow_is_answer, reward_workers=workers)
     print(f"{workers or 'no'} workers: {seconds:.1f} s for 8 completions")
 
 # %% [markdown]
-# Some verifiers hang on some completions. A call that takes longer than `reward_timeout` is killed, with all
-# processes that it started. With `on_reward_error="exclude"`, the completion that caused it is excluded (its reward
-# is NaN), and a warning names it. The rest of the step continues.
+# Some verifiers hang on some completions. A call that takes longer than
+# `reward_timeout` is killed, with all processes that it started. With
+# `on_reward_error="exclude"`, the completion that caused it is excluded (its
+# reward is NaN), and a warning names it. The rest of the step continues.
 
 # %%
-rewards, seconds = scored(
+rewards, seconds = score(
     ["it is 7", "I do not know", "it is 8"],
     my_rewards.hangs_on_nonsense,
     reward_workers=1,
@@ -268,6 +328,9 @@ print(rewards, f"after {seconds:.1f} s")
 # %% [markdown]
 # ## Three things to try
 #
-# 1. Use both rewards: `environment(0.5, 0.5)`. Does half the weight on the wrong reward halve its effect?
-# 2. Find an exploit of `is_answer`. What is its reward for "It is not 379"? Fix it, and read samples again.
-# 3. Use your own questions: a JSON file with `prompt` and `answer`, and a reward function that is hard to exploit.
+# 1. Use both rewards: `environment(0.5, 0.5)`. Does half the weight on the
+#    wrong reward halve its effect?
+# 2. Find an exploit of `is_answer`. What is its reward for "It is not 379"? Fix
+#    it, and read samples again.
+# 3. Use your own questions: a JSON file with `prompt` and `answer`, and a
+#    reward function that is hard to exploit.

@@ -11,22 +11,27 @@
 # %% [markdown]
 # # Coming from TRL, AgileRL or Ray Tune
 #
-# **The question.** You have a script for another library. What stays, what changes, and what are the benefits?
+# **The question.** You have a script for another library. What stays, what
+# changes, and what are the benefits?
 #
 # **You will learn**
 #
 # - how to use TRL's dataset, reward function and settings without changes;
-# - how the same steps look in AgileRL and in Ray Tune, and the corresponding terms here;
+# - how the same steps look in AgileRL and in Ray Tune, and the corresponding
+#   terms here;
 # - the cost of one learning step in TRL and here, on this machine.
 #
-# **It needs** the installation described in [all tutorials](README.md), and in the checkout `pip install -e
-# ".[datasets]" trl`; one CPU core, about 3 minutes and 4 GB of memory.
+# **It needs** the installation described in [all tutorials](README.md), and in
+# the checkout `pip install -e ".[datasets]" trl`; one CPU core, about 3 minutes
+# and 4 GB of memory.
 #
-# **To run it:** open this notebook in Jupyter, or run `make tutorials ARGS=07` in the repository. The file
-# `07_coming_from_elsewhere.py` holds the same content as text.
+# **To run it:** open this notebook in Jupyter, or run `make tutorials ARGS=07`
+# in the repository. The file `07_coming_from_elsewhere.py` holds the same
+# content as text.
 #
-# **Executed and quoted code:** TRL and evogrpo are executed. The code of AgileRL and of Ray Tune is quoted from their
-# documentation. It was *not* executed for this page, and nothing was measured with it.
+# **Executed and quoted code:** TRL and evogrpo are executed. The code of
+# AgileRL and of Ray Tune is quoted from their documentation. It was *not*
+# executed for this page, and nothing was measured with it.
 
 # %%
 import os
@@ -48,15 +53,16 @@ from evogrpo import (
 )
 from evogrpo.evolution import Fixed, TruncationPBT
 
-SHORT = os.environ.get("EVOGRPO_TUTORIAL") == "short"  # a quick look whether everything runs; figures then say little
+# "short" only checks that all cells run; its results mean little.
+SHORT = os.environ.get("EVOGRPO_TUTORIAL") == "short"
 STEPS, PROMPTS, GROUP, TOKENS = (2, 2, 2, 2) if SHORT else (3, 2, 8, 16)
 torch.set_num_threads(1)
 
 # %% [markdown]
 # ## The task
 #
-# The dataset has a `prompt` column, and the reward function takes lists, as in TRL. The reward is the share of
-# digits, which can be learnt in three steps.
+# The dataset has a `prompt` column, and the reward function takes lists, as in
+# TRL. The reward is the share of digits, which can be learnt in three steps.
 
 # %%
 rows = [
@@ -68,13 +74,16 @@ dataset = Dataset.from_list(rows)
 
 
 def share_of_digits(completions: list[str], **columns: object) -> list[float]:
-    return [sum(map(str.isdigit, text)) / max(1, len(text)) for text in completions]
+    return [
+        sum(map(str.isdigit, text)) / max(1, len(text)) for text in completions
+    ]
 
 
 # %% [markdown]
 # ## TRL
 #
-# [TRL](https://huggingface.co/docs/trl/grpo_trainer)'s `GRPOTrainer` trains one agent with fixed hyperparameters.
+# [TRL](https://huggingface.co/docs/trl/grpo_trainer)'s `GRPOTrainer` trains one
+# agent with fixed hyperparameters.
 
 # %%
 from peft import LoraConfig
@@ -102,25 +111,28 @@ config = GRPOConfig(
 
 
 class Clock(TrainerCallback):
-    """Notes the processor's time when a step begins and when it ends."""
+    """Measures the CPU seconds of each step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
 
     def on_train_begin(self, *arguments: object, **others: object) -> None:
-        """Note when training begins."""
+        """Start the clock."""
         self.began = time.process_time()
 
     def on_step_end(self, *arguments: object, **others: object) -> None:
-        """Note when a step is done."""
+        """Record the step and restart the clock."""
         self.seconds.append(time.process_time() - self.began)
         self.began = time.process_time()
 
 
 clock = Clock()
-lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+lora = LoraConfig(
+    r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
+)
 trainer = GRPOTrainer(
-    model=load_base("smollm2-135m").model,  # a copy of its own: TRL puts its adapter into the model
+    # A second copy of the model, because TRL adds its adapter to it.
+    model=load_base("smollm2-135m").model,
     processing_class=base.tokenizer,
     reward_funcs=share_of_digits,
     train_dataset=dataset,
@@ -130,14 +142,17 @@ trainer = GRPOTrainer(
 )
 trainer.remove_callback(PrinterCallback)  # prints every metric of every step
 trainer.train()
-trl_rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+trl_rewards = [
+    entry["reward"] for entry in trainer.state.log_history if "reward" in entry
+]
 print("rewards:", [round(value, 2) for value in trl_rewards])
 
 # %% [markdown]
 # ## The same with evogrpo
 #
-# Dataset and reward function are unchanged. `Objective.from_trl` reads the settings. Settings without a counterpart
-# are listed with the reason, and unsupported settings raise an error.
+# Dataset and reward function are unchanged. `Objective.from_trl` reads the
+# settings. Settings without a counterpart are listed with the reason, and
+# unsupported settings raise an error.
 
 # %%
 settings = Objective.from_trl(config)
@@ -146,9 +161,13 @@ print("left aside, for example:", dict(list(settings.ignored.items())[:3]))
 
 
 def train(members: int) -> tuple[list[float], list[float]]:
-    """Train so many agents side by side; return the first one's rewards, and processor seconds per agent and step."""
+    """Return the first agent's rewards, and CPU seconds per agent and step."""
     env = HuggingFaceGym(
-        dataset, tokenizer=base.tokenizer, reward_funcs=share_of_digits, validation_size=4, test_size=4
+        dataset,
+        tokenizer=base.tokenizer,
+        reward_funcs=share_of_digits,
+        validation_size=4,
+        test_size=4,
     )
     population = GRPO.population(
         members,
@@ -173,7 +192,7 @@ def train(members: int) -> tuple[list[float], list[float]]:
     )
     rewards, seconds, began = [], [], None
     for generation in run:
-        if began is not None:  # the first one includes the untrained baseline
+        if began is not None:  # the first step includes the untrained baseline
             seconds.append((time.process_time() - began) / members)
         began = time.process_time()
         rewards.append(generation.members[0].metrics["reward"])
@@ -182,22 +201,35 @@ def train(members: int) -> tuple[list[float], list[float]]:
 
 results = {members: train(members) for members in (1, 2 if SHORT else 4)}
 for members, (rewards, seconds) in results.items():
-    told = [round(value, 2) for value in rewards]
-    print(f"population of {members}: rewards {told}, {min(seconds):.1f} s per agent and step")
+    rounded = [round(value, 2) for value in rewards]
+    cost = f"{min(seconds):.1f} s per agent and step"
+    print(f"population of {members}: rewards {rounded}, {cost}")
 
 # %%
 costs = {"TRL, 1 agent": min(clock.seconds)}
-costs |= {f"evogrpo, {n} agent{'s' * (n > 1)}": min(seconds) for n, (_, seconds) in results.items()}
+for members, (_, seconds) in results.items():
+    costs[f"evogrpo, {members} agent{'s' * (members > 1)}"] = min(seconds)
+colours = ["tab:grey", "tab:orange", "tab:green"]
+labels = [f"{value:.1f} s" for value in costs.values()]
 figure, axes = plt.subplots(1, 2, figsize=(11, 3.4), layout="constrained")
-bars = axes[0].barh(list(costs), list(costs.values()), color=["tab:grey", "tab:orange", "tab:green"])
-axes[0].bar_label(bars, [f"{value:.1f} s" for value in costs.values()], padding=4)
+bars = axes[0].barh(list(costs), list(costs.values()), color=colours)
+axes[0].bar_label(bars, labels, padding=4)
 axes[0].invert_yaxis()
-axes[0].set(xlabel="processor seconds per agent and learning step", xticks=[], xlim=(0, 1.2 * max(costs.values())))
-axes[0].set_title("what a step costs: the quickest of those measured", fontsize=10)
-axes[1].plot(range(1, STEPS + 1), trl_rewards, "o-", color="tab:grey", label="TRL")
-axes[1].plot(range(1, STEPS + 1), results[1][0], "o-", color="tab:orange", label="evogrpo")
+axes[0].set(
+    xlabel="processor seconds per agent and learning step",
+    xticks=[],
+    xlim=(0, 1.2 * max(costs.values())),
+)
+axes[0].set_title(
+    "what a step costs: the quickest of those measured", fontsize=10
+)
+steps = range(1, STEPS + 1)
+axes[1].plot(steps, trl_rewards, "o-", color=colours[0], label="TRL")
+axes[1].plot(steps, results[1][0], "o-", color=colours[1], label="evogrpo")
 axes[1].set(
-    xlabel="learning step", ylabel="share of digits in the samples", title="both learn from samples of their own"
+    xlabel="learning step",
+    ylabel="share of digits in the samples",
+    title="both learn from samples of their own",
 )
 axes[1].xaxis.get_major_locator().set_params(integer=True)
 axes[1].legend()
@@ -205,26 +237,36 @@ plt.show()
 assert SHORT or min(results[4][1]) < min(clock.seconds)
 
 # %% [markdown]
-# Times are CPU seconds, so other programs on the machine do not count. A step has the same number of prompts and
-# completions in both libraries, but different random samples. The curves on the right therefore show that both learn.
-# Three steps do not show which one learns faster. [docs/results.md](../docs/results.md) has a careful comparison of
-# costs, with medians, equal completion lengths and memory.
+# Left: times are CPU seconds, so other programs on the machine do not count. In
+# this run, one evogrpo agent needs two thirds of TRL's time per step. Each of
+# four agents needs less than half of it. [docs/results.md](../docs/results.md)
+# compares the costs more carefully, with medians, equal completion lengths and
+# memory.
+#
+# Right: both learn. Each step has the same number of prompts and completions in
+# both libraries, but the samples differ. Three steps do not show which one
+# learns faster.
 #
 # What changes:
 #
 # | TRL | here |
 # |---|---|
-# | `GRPOTrainer(...)`, `trainer.train()` | `GRPO.population(...)`, `for generation in evolve(...)` |
+# | `GRPOTrainer`, `trainer.train()` | `GRPO.population(...)`, `evolve(...)` |
 # | one configuration | a population, over one base model |
-# | `train_dataset`, `eval_dataset` | train, validation (selection), test (used once); split automatically by default |
-# | `report_to`, `log_completions` | a journal, TensorBoard, completions and a report in `run_dir` |
-# | `resume_from_checkpoint` | `evogrpo.resume(run_dir, env, ...)`, bit for bit |
+# | `train_dataset`, `eval_dataset` | train, validation and test questions |
+# | `report_to`, `log_completions` | files in `run_dir` |
+# | `resume_from_checkpoint` | `evogrpo.resume(run_dir, env)`, bit for bit |
+#
+# The questions are split automatically by default. Validation questions select
+# members. Test questions are used once, at the end. `run_dir` holds a journal,
+# TensorBoard files, completions and a report.
 #
 # ## AgileRL
 #
-# AgileRL has populations, tournaments and mutations, which the user combines. Its GRPO trains a Hugging Face model.
-# This code is shortened from [its
-# tutorial](https://docs.agilerl.com/en/latest/tutorials/llm_finetuning/grpo_hpo.html). It was not executed here:
+# AgileRL has populations, tournaments and mutations, which the user combines.
+# Its GRPO trains a Hugging Face model. This code is shortened from [its
+# tutorial](https://docs.agilerl.com/en/latest/tutorials/llm_finetuning/grpo_hpo.html).
+# It was not executed here:
 #
 # ```python
 # from agilerl.algorithms.core.registry import HyperparameterConfig, RLParameter
@@ -232,21 +274,37 @@ assert SHORT or min(results[4][1]) < min(clock.seconds)
 # from agilerl.hpo.tournament import TournamentSelection
 # from agilerl.training.train_llm import finetune_llm
 #
-# hp_config = HyperparameterConfig(lr=RLParameter(min=1e-6, max=1e-4), beta=RLParameter(min=0.0001, max=0.01))
-# tournament = TournamentSelection(tournament_size=2, elitism=True, population_size=4, eval_loop=1)
+# hp_config = HyperparameterConfig(
+#     lr=RLParameter(min=1e-6, max=1e-4),
+#     beta=RLParameter(min=0.0001, max=0.01),
+# )
+# tournament = TournamentSelection(
+#     tournament_size=2, elitism=True, population_size=4, eval_loop=1
+# )
 # mutations = Mutations(no_mutation=0.1, rl_hp_mut=0.6, ...)
-# finetune_llm(pop, env, evo_steps=10, tournament=tournament, mutation=mutations, ...)
+# finetune_llm(
+#     pop,
+#     env,
+#     evo_steps=10,
+#     tournament=tournament,
+#     mutation=mutations,
+#     ...
+# )
 # ```
 #
-# Here, `HyperparameterConfig` and `RLParameter` have the same names and arguments. The tournament is one argument of
-# `evolve` and includes mutation. A hand-written loop over `env.reset`, `agent.get_action`, `env.step` and `agent.learn`
-# works as in AgileRL. There are three differences. Members share one base model and are computed in one batch. A member
-# is cloned only if it is better by more than noise. Fitness is never measured on the test set.
+# Here, `HyperparameterConfig` and `RLParameter` have the same names and
+# arguments. The tournament is one argument of `evolve` and includes mutation. A
+# hand-written loop over `env.reset`, `agent.get_action`, `env.step` and
+# `agent.learn` works as in AgileRL. There are three differences. Members share
+# one base model and are computed in one batch. A member is cloned only if it is
+# better by more than noise. Fitness is never measured on the test set.
 #
 # ## Ray Tune
 #
-# Ray Tune runs any training function as separate trials, and a scheduler copies and perturbs them. This code is
-# shortened from [its guide](https://docs.ray.io/en/latest/tune/examples/pbt_guide.html). It was not executed here:
+# Ray Tune runs any training function as separate trials, and a scheduler copies
+# and perturbs them. This code is shortened from [its
+# guide](https://docs.ray.io/en/latest/tune/examples/pbt_guide.html). It was not
+# executed here:
 #
 # ```python
 # scheduler = PopulationBasedTraining(
@@ -256,12 +314,15 @@ assert SHORT or min(results[4][1]) < min(clock.seconds)
 #     quantile_fraction=0.25,
 #     resample_probability=0.25,
 # )
-# tuned = tune.TuneConfig(scheduler=scheduler, num_samples=8, metric="reward", mode="max")
+# tuned = tune.TuneConfig(
+#     scheduler=scheduler, num_samples=8, metric="reward", mode="max"
+# )
 # tune.Tuner(train_function, tune_config=tuned).fit()
 # ```
 #
-# The training function has to save and load checkpoints, because a clone is a trial that loads another trial's
-# checkpoint. Here, the same rule is a strategy, and cloning copies a row of a matrix:
+# The training function has to save and load checkpoints, because a clone is a
+# trial that loads another trial's checkpoint. Here, the same rule is a
+# strategy, and cloning copies a row of a matrix:
 
 # %%
 env = GymnasiumGroups("CartPole-v1", max_episode_steps=20 if SHORT else None)
@@ -270,10 +331,15 @@ run = evolve(
         8,  # num_samples
         env.observation_space,
         env.action_space,
-        hp_config=HyperparameterConfig(lr=RLParameter(min=1e-4, max=1e-1, scale="log")),  # hyperparam_mutations
+        hp_config=HyperparameterConfig(  # hyperparam_mutations
+            lr=RLParameter(min=1e-4, max=1e-1, scale="log")
+        ),
     ),
     env,
-    strategy=TruncationPBT(quantile=0.25, resample=0.25),  # quantile_fraction, resample_probability
+    strategy=TruncationPBT(
+        quantile=0.25,  # quantile_fraction
+        resample=0.25,  # resample_probability
+    ),
     steps_per_generation=1 if SHORT else 5,  # perturbation_interval
     generations=2 if SHORT else 4,
     samples_per_step=32,
@@ -281,24 +347,31 @@ run = evolve(
     progress=False,
 )
 for generation in run:
-    rates = ", ".join(f"{member.hyperparameters.lr:.0e}" for member in generation.members)
-    print(f"generation {generation.generation}: best {generation.best.fitness:3.0f} with learning rates {rates}")
+    rates = [f"{m.hyperparameters.lr:.0e}" for m in generation.members]
+    best = generation.best.fitness
+    print(
+        f"generation {generation.generation}: best {best:3.0f} "
+        f"with learning rates {', '.join(rates)}"
+    )
 
 # %% [markdown]
 # | Ray Tune | here |
 # |---|---|
-# | `PopulationBasedTraining` | `TruncationPBT`; the default, `Tournament`, tests whether a difference is noise |
+# | `PopulationBasedTraining` | `TruncationPBT` (the default is `Tournament`) |
 # | `perturbation_interval` | `steps_per_generation` |
 # | `num_samples` | `size` of the population |
 # | `tune.report` and your own checkpoints | not needed |
 # | values may leave their initial range | values stay in the range |
-# | any training function, on a cluster | GRPO agents on one base model, in one process or several |
+# | any training function, on a cluster | GRPO agents, in several processes |
 #
 # To tune anything other than GRPO agents, use Ray Tune.
 #
 # ## Three things to try
 #
-# 1. Read one of your own configurations with `Objective.from_trl` (or `from_roll`), and check `ignored`.
-# 2. Give `train` an `hp_config` with `lr=RLParameter(min=1e-5, max=1e-3, scale="log")` and leave out
-#    `strategy=Fixed()`. This turns the TRL run into a population.
-# 3. Install Ray Tune and run the same search with it. Compare CPU seconds, including the startup of the trials.
+# 1. Read one of your own configurations with `Objective.from_trl` (or
+#    `from_roll`), and check `ignored`.
+# 2. Give `train` an `hp_config` with `lr=RLParameter(min=1e-5, max=1e-3,
+#    scale="log")` and leave out `strategy=Fixed()`. This turns the TRL run into
+#    a population.
+# 3. Install Ray Tune and run the same search with it. Compare CPU seconds,
+#    including the startup of the trials.

@@ -1,21 +1,22 @@
-"""Execute the tutorials top to bottom, and store their outputs when asked to.
+"""Execute the tutorials, and store their outputs in the notebooks if asked.
 
-    python tutorials/execute.py                # all of them; writes nothing into the repository
-    python tutorials/execute.py --short        # with less of everything, as CI does on every change
-    python tutorials/execute.py --store 05     # writes 05_*.ipynb from 05_*.py, with what came out
-    python tutorials/execute.py --words 05     # takes over changed text between cells that have not changed
+    python tutorials/execute.py              # execute all, write nothing
+    python tutorials/execute.py --short      # with small settings, as in CI
+    python tutorials/execute.py --store 05   # execute 05_*.py, write 05_*.ipynb
+    python tutorials/execute.py --words 05   # copy text and formatting of
+                                             # 05_*.py, keep stored outputs
 
-A tutorial is a pair: NN_name.py in jupytext's percent form, which is edited, and NN_name.ipynb, which is made of it
-here. It fails if a cell raises, an assertion among them, if no figure is drawn, or if an output names a place on this
-machine.
+A tutorial is a pair of files. NN_name.py (jupytext's percent format) is edited,
+and NN_name.ipynb is generated from it. A tutorial fails if a cell raises, if it
+draws no figure, or if an output contains an absolute path of this machine.
 """
 
 import argparse
+import ast
 import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,161 +29,184 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 HERE = Path(__file__).resolve().parent
-LARGEST_FIGURE = 200_000  # characters of base64: 150 KB
+TUTORIALS = sorted(HERE.glob("[0-9][0-9]_*.py"))
+LARGEST_FIGURE = 200_000  # characters of base64, about 150 KB
 CELL_SECONDS = 1800
-SHORT = {"EVOGRPO_TUTORIAL": "short"}
-# A path on a user's machine: an absolute path into one of the usual roots, on any system.
+# An absolute path below one of the usual roots of Linux, macOS or Windows.
 MACHINE_PATH = re.compile(
-    r"(?<![\w./~-])(?:/(?:home|root|Users|tmp|var|opt|usr|mnt|work|private|workspace|content)/|[A-Z]:\\)[\w.-]+"
+    r"(?<![\w./~-])(?:/(?:home|root|Users|tmp|var|opt|usr|mnt|work|private"
+    r"|workspace|content)/|[A-Z]:\\)[\w.-]+"
 )
-# A warning's file, another one for each kernel, and the line there: the sentence is what readers need.
-WARNED_AT = re.compile(r"^\S*\.py:\d+: (\w*Warning: .*\n)(?:  .*\n)?", re.MULTILINE)
-
-
-def sources(chosen: Sequence[str] = ()) -> list[Path]:
-    """Return the tutorials' text forms, in order: all of them, or those whose names begin as asked.
-
-    Raises:
-        ValueError: If none begins so.
-    """
-    every = sorted(HERE.glob("[0-9][0-9]_*.py"))
-    unknown = [name for name in chosen if not any(path.name.startswith(name) for path in every)]
-    if unknown:
-        raise ValueError(f"no tutorial begins with {unknown[0]!r}: there are {', '.join(path.stem for path in every)}")
-    return [path for path in every if not chosen or path.name.startswith(tuple(chosen))]
-
-
-def missing(notebook: Any) -> list[str]:
-    """Return which modules a tutorial says it needs (`evogrpo: {needs: [...]}` in its head) and are not installed."""
-    needs = notebook.metadata.get("evogrpo", {}).get("needs", [])
-    return [name for name in needs if find_spec(name) is None]
-
-
-def problems(notebook: Any) -> Iterator[str]:
-    """Say what keeps an executed notebook from being shown to readers."""
-    figures = 0
-    for number, cell in enumerate(notebook.cells):
-        if cell.cell_type == "code" and cell.execution_count is None:
-            yield f"cell {number} was never executed"
-        for output in cell.get("outputs", []):
-            if output.output_type == "error":
-                yield f"cell {number} raised {output.ename}"
-            png = output.get("data", {}).get("image/png")
-            figures += png is not None
-            if png is not None and len(png) > LARGEST_FIGURE:
-                yield f"the figure of cell {number} has {len(png) * 3 // 4:,} bytes: at most 150 KB, so lower its dpi"
-            for path in MACHINE_PATH.findall(words_of(output)):
-                yield f"an output of cell {number} names a place on this machine: {path}"
-    if not figures:
-        yield "no figure was drawn"
-
-
-def words_of(output: Any) -> str:
-    """Return what an output says in words."""
-    told = [output.get("text", ""), *output.get("traceback", [])]
-    told += [text for kind, text in output.get("data", {}).items() if kind.startswith("text/")]
-    return "\n".join(told)
-
-
-def same_cells(one: Any, other: Any) -> bool:
-    """Tell whether two notebooks say the same, outputs aside."""
-    cells = [[(cell.cell_type, cell.source) for cell in notebook.cells] for notebook in (one, other)]
-    return cells[0] == cells[1]
+# The file and line of a warning, which differ between executions.
+WARNING_PLACE = re.compile(
+    r"^\S*\.py:\d+: (\w*Warning: .*\n)(?:  .*\n)?", re.MULTILINE
+)
 
 
 def execute(source: Path, *, short: bool) -> Any:
-    """Return a tutorial with its outputs; it runs in an empty folder that is gone afterwards.
+    """Return the executed notebook of a tutorial, run in a temporary folder.
 
     Raises:
         CellExecutionError: If a cell raises.
     """
     notebook = jupytext.read(source)
     for number, cell in enumerate(notebook.cells):
-        cell["id"] = f"cell-{number:02}"  # random otherwise, and so another one in every diff
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # `evogrpo` is where its Python is
-    environment = {**os.environ, "PATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environment |= SHORT if short else {}
-    if not short:
-        environment.pop("EVOGRPO_TUTORIAL", None)
-    environment.setdefault("OMP_NUM_THREADS", "1")
+        cell["id"] = f"cell-{number:02}"  # random by default: noise in diffs
+    # Commands such as `evogrpo` are in the folder of this Python.
+    path = (str(Path(sys.executable).parent), os.environ.get("PATH", ""))
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "PATH": os.pathsep.join(path),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "EVOGRPO_TUTORIAL": "short" if short else "",
+    }
     with TemporaryDirectory(prefix="tutorial-") as folder:
-        where = {"metadata": {"path": folder}}
-        quiet = ["--log-level=ERROR"]
         NotebookClient(
-            notebook, timeout=CELL_SECONDS, resources=where, extra_arguments=quiet, coalesce_streams=True
+            notebook,
+            timeout=CELL_SECONDS,
+            resources={"metadata": {"path": folder}},
+            extra_arguments=["--log-level=ERROR"],
+            coalesce_streams=True,
         ).execute(env=environment)
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         for output in cell.get("outputs", []):
             if "text" in output:
-                output["text"] = WARNED_AT.sub(r"\1", output["text"])
+                output["text"] = WARNING_PLACE.sub(r"\1", output["text"])
     notebook.metadata["language_info"] = {"name": "python"}
+    notebook.metadata.get("jupytext", {}).pop("text_representation", None)
     return notebook
 
 
-def store(notebook: Any, source: Path) -> None:
-    """Write the notebook beside its source."""
-    notebook.metadata.get("jupytext", {}).pop("text_representation", None)
-    nbformat.write(notebook, source.with_suffix(".ipynb"))
+def problems(notebook: Any) -> list[str]:
+    """Return the reasons why an executed notebook must not be published."""
+    found, figures = [], 0
+    for number, cell in enumerate(notebook.cells):
+        if cell.cell_type == "code" and cell.execution_count is None:
+            found.append(f"cell {number} was not executed")
+        for output in cell.get("outputs", []):
+            if output.output_type == "error":
+                found.append(f"cell {number} raised {output.ename}")
+            formats = output.get("data", {})
+            if "image/png" in formats:
+                figures += 1
+                if len(formats["image/png"]) > LARGEST_FIGURE:
+                    found.append(
+                        f"the figure of cell {number} exceeds 150 KB: "
+                        "lower its dpi"
+                    )
+            texts = [output.get("text", ""), *output.get("traceback", [])]
+            texts += [
+                formats[key] for key in formats if key.startswith("text/")
+            ]
+            paths = MACHINE_PATH.findall("\n".join(texts))
+            found += [f"cell {number} prints a path: {path}" for path in paths]
+    return found if figures else [*found, "no figure was drawn"]
 
 
-def take_over_words(source: Path) -> None:
-    """Write the text of a tutorial between the cells of its notebook, whose outputs stay.
+def syntax_tree(code: str) -> str:
+    """Return the syntax tree of a cell, or its text if it contains magics."""
+    try:
+        return ast.dump(ast.parse(code))
+    except SyntaxError:
+        return code
+
+
+def copy_words(source: Path) -> None:
+    """Copy text cells, comments and formatting into the stored notebook.
 
     Raises:
-        ValueError: If code has changed, or cells have come or gone.
+        SystemExit: If cells were added or removed, or their code has changed.
     """
-    text, stored = jupytext.read(source), nbformat.read(source.with_suffix(".ipynb"), as_version=4)
-    shapes = [[cell.source if cell.cell_type == "code" else None for cell in each.cells] for each in (text, stored)]
-    if shapes[0] != shapes[1]:
-        raise ValueError(f"code of {source.stem} is not what its outputs are of: --store executes it")
-    for cell, written in zip(stored.cells, text.cells, strict=True):
-        cell.source = written.source
-    store(stored, source)
+    path = source.with_suffix(".ipynb")
+    edited, stored = jupytext.read(source), nbformat.read(path, as_version=4)
+    old, new = (
+        [
+            c.cell_type == "code" and syntax_tree(c.source)
+            for c in notebook.cells
+        ]
+        for notebook in (stored, edited)
+    )
+    if old != new:
+        raise SystemExit(
+            f"The code of {source.stem} has changed: use --store to execute it."
+        )
+    for cell, edited_cell in zip(stored.cells, edited.cells, strict=True):
+        cell.source = edited_cell.source
+    nbformat.write(stored, path)
 
 
-def attend(source: Path, *, short: bool, stored: bool) -> bool:
-    """Execute one tutorial and say how that went; True if all is well."""
-    lacking = missing(jupytext.read(source))
-    if lacking:
-        print(f"{source.stem}: LEFT OUT, since it needs {', '.join(lacking)}, which is not installed here", flush=True)
+def run(source: Path, *, short: bool, store: bool) -> bool:
+    """Execute one tutorial and print the outcome; return False if it failed."""
+    needs = jupytext.read(source).metadata.get("evogrpo", {}).get("needs", [])
+    missing = [module for module in needs if find_spec(module) is None]
+    if missing:
+        names = ", ".join(missing)
+        print(f"{source.stem}: skipped, {names} not installed", flush=True)
         return True
-    began = time.perf_counter()
+    start = time.perf_counter()
     try:
         notebook = execute(source, short=short)
     except CellExecutionError as error:
         print(f"{source.stem}: FAILED\n{error}", flush=True)
         return False
-    found = list(problems(notebook))
-    if stored and not found:
-        store(notebook, source)
-    told = "; ".join(found) or ("stored" if stored else "all is well")
-    print(f"{source.stem}: {'FAILED: ' if found else ''}{told}, {time.perf_counter() - began:.0f} s", flush=True)
+    found = problems(notebook)
+    if found:
+        outcome = f"FAILED: {'; '.join(found)}"
+    elif store:
+        nbformat.write(notebook, source.with_suffix(".ipynb"))
+        outcome = "stored"
+    else:
+        outcome = "passed"
+    seconds = time.perf_counter() - start
+    print(f"{source.stem}: {outcome}, {seconds:.0f} s", flush=True)
     return not found
 
 
 def main() -> int:
-    """Execute what is asked for; 0 if all is well."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tutorials", nargs="*", metavar="NN", help="those whose names begin so; all by default")
-    parser.add_argument("--short", action="store_true", help="less of everything (EVOGRPO_TUTORIAL=short)")
-    parser.add_argument("--store", action="store_true", help="write the notebooks with their outputs")
-    parser.add_argument("--words", action="store_true", help="execute nothing, write what is said between the cells")
-    parser.add_argument("--workers", type=int, default=1, help="tutorials at a time (default: %(default)s)")
+    """Run the command; return 1 if a tutorial failed, else 0."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "tutorials",
+        nargs="*",
+        metavar="NN",
+        help="first characters of file names (default: all tutorials)",
+    )
+    parser.add_argument("--short", action="store_true", help="small settings")
+    parser.add_argument("--store", action="store_true", help="write notebooks")
+    parser.add_argument(
+        "--words",
+        action="store_true",
+        help="copy text and formatting into the notebooks, execute nothing",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=1,
+        help="tutorials executed at the same time (default: %(default)s)",
+    )
     given = parser.parse_args()
     if given.short and given.store:
-        parser.error("what is stored comes from the full mode: leave out --short or --store")
-    try:
-        chosen = sources(given.tutorials)
-        if given.words:
-            for source in chosen:
-                take_over_words(source)
-            return 0
-    except ValueError as error:
-        parser.error(str(error))
+        parser.error("--store needs the full settings: leave out --short.")
+    prefixes = tuple(given.tutorials) or ""
+    chosen = [path for path in TUTORIALS if path.name.startswith(prefixes)]
+    if not chosen:
+        parser.error(f"No tutorial starts with {' or '.join(prefixes)}.")
+    if given.words:
+        for source in chosen:
+            copy_words(source)
+        return 0
     with ThreadPoolExecutor(given.workers) as pool:
-        well = list(pool.map(lambda path: attend(path, short=given.short, stored=given.store), chosen))
-    return 0 if all(well) else 1
+        passed = pool.map(
+            lambda source: run(source, short=given.short, store=given.store),
+            chosen,
+        )
+        return 0 if all(list(passed)) else 1
 
 
 if __name__ == "__main__":
