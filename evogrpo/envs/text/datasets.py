@@ -9,9 +9,6 @@ from typing import Any
 
 from evogrpo.envs.fingerprint import canonical
 from evogrpo.envs.protocol import SPLITS, Split
-from evogrpo.envs.text.reward_functions import RewardFunc
-from evogrpo.extras import require
-from evogrpo.validation import refuse_unknown
 from evogrpo.warnings import warn
 
 AnyTable = Any
@@ -285,56 +282,6 @@ def _clean(
 # ---- tasks of reasoning-gym (optional extra `reasoning`)
 
 REASONING_SIZES: Mapping[Split, int] = {"train": 2000, "validation": 64, "test": 256}
-
-
-def reasoning_gym_tables(
-    name: str,
-    *,
-    sizes: Mapping[Split, int] | None,
-    seed: int,
-    system_prompt: str | None,
-    answer_tag: str | None,
-    task_options: Mapping[str, Any],
-) -> tuple[dict[Split, list[dict[str, Any]]], RewardFunc]:
-    """Generate the questions of one task per split, and its reward function.
-
-    Args:
-        name: Name of the task.
-        sizes: Questions per split; missing splits get their default size.
-        seed: Seed of the questions.
-        system_prompt: System message before each question, or None.
-        answer_tag: Tag with the answer to score; None = the whole completion.
-        task_options: Settings of the task.
-
-    Returns:
-        Rows with the columns prompt (messages), question, answer and metadata, per split; and a reward function in
-        TRL's form.
-
-    Raises:
-        ValueError: If a split, the task, or a setting is unknown.
-        ImportError: If reasoning-gym is not installed.
-    """
-    # 1. Check the arguments.
-    require(f"Task {name!r}", "reasoning_gym")
-    reasoning_gym: Any = importlib.import_module("reasoning_gym")
-    refuse_unknown("split in sizes", sizes or {}, SPLITS)
-    refuse_unknown("reasoning-gym task", [name], importlib.import_module("reasoning_gym.factory").DATASETS)
-    # 2. Generate one dataset and cut it into splits.
-    counts = {**REASONING_SIZES, **(sizes or {})}
-    try:
-        task = reasoning_gym.create_dataset(name, size=sum(counts.values()), seed=seed, **task_options)
-    except (TypeError, AssertionError) as error:
-        raise ValueError(f"Invalid settings of task {name!r}, {dict(task_options)}: {error}") from error
-    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    tables: dict[Split, list[dict[str, Any]]] = {}
-    first = 0
-    for split in SPLITS:
-        entries = [task[number] for number in range(first, first + counts[split])]
-        tables[split] = [
-            {"prompt": [*system, {"role": "user", "content": entry["question"]}], **entry} for entry in entries
-        ]
-        first += counts[split]
-    return tables, ReasoningReward(__name__=name, task=task, answer_tag=answer_tag)
 
 
 @dataclass(frozen=True, kw_only=True)

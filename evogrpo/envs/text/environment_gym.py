@@ -1,7 +1,6 @@
 """EnvironmentGym: tools and environments in TRL's form, which a model calls in conversations of several turns."""
 
 import copy
-import math
 import random
 import threading
 import weakref
@@ -18,13 +17,7 @@ from evogrpo.data import Conversation
 from evogrpo.envs.fingerprint import code_hash
 from evogrpo.envs.protocol import Scores, Split
 from evogrpo.envs.text.datasets import AnyTable, check_table
-from evogrpo.envs.text.huggingface_gym import (
-    SAMPLE_COMPLETIONS,
-    TEMPLATE_OPTIONS,
-    Preflight,
-    PromptEnvironment,
-    PromptOptions,
-)
+from evogrpo.envs.text.huggingface_gym import PromptEnvironment, PromptOptions
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.reward_functions import (
     CallFailedError,
@@ -37,16 +30,17 @@ from evogrpo.envs.text.reward_functions import (
     escaped_prints,
     make_rewards,
 )
-from evogrpo.envs.text.templates import Message, Options, Tokenizer, check_messages
+from evogrpo.envs.text.templates import Message, Options, Tokenizer, check_messages, row_options
 from evogrpo.envs.text.tools import (
     UNKNOWN_TOOL,
     Schema,
     Tool,
-    ToolMarkers,
     ToolTurn,
     call_tool,
+    check_tool_template,
     finished,
     parse_completion,
+    result_tokens,
     run_calls,
     tool_methods,
     tool_schema,
@@ -211,7 +205,7 @@ class EnvironmentBatch(SingleTurnBatch):
         tools: Functions that all completions can call.
         schemas: Schemas of all tools, by name of the environment.
         own_rewards: Classes of environments with `get_reward`, by name of the reward.
-        markers: Renders results of tools.
+        options: Keyword arguments of the chat template.
     """
 
     pool: EnvironmentPool
@@ -220,7 +214,7 @@ class EnvironmentBatch(SingleTurnBatch):
     tools: Mapping[str, Tool]
     schemas: Mapping[str | None, Sequence[Schema]]
     own_rewards: Mapping[str, type]
-    markers: ToolMarkers
+    options: Options
     _episodes: dict[int, Episode] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -249,10 +243,9 @@ class EnvironmentBatch(SingleTurnBatch):
                 self._exclude(episode, outcome)
                 continue
             results, failures = outcome
-            row = self.rows[transcript.start]
-            options = {name: value for name, value in (row.get(TEMPLATE_OPTIONS) or {}).items() if value is not None}
+            options = {**self.options, **row_options(self.rows[transcript.start])}
             ended = transcript.completions[-1][-1:] == (self.tokenizer.eos_token_id,)
-            replies[transcript.row] = self.markers.tokens(results, ended=ended, options=options)
+            replies[transcript.row] = result_tokens(results, self.tokenizer, options, ended=ended)
             episode.results.append(results)
             episode.replies.append(replies[transcript.row])
             episode.failures += failures
@@ -541,43 +534,13 @@ class EnvironmentGym(PromptEnvironment):
         # 4. Prompts; the observation of each row's environment belongs to them.
         super().__init__(train_dataset, test_dataset, tokenizer, rewards=(*rewards, *own), **options)
         # 5. Chat template.
-        self._markers = ToolMarkers(tokenizer=self.tokenizer, options=self._options)
-        question = [{"role": "user", "content": "What is asked?"}]
-        shown = {
-            self.tokenizer.apply_chat_template(question, **self._options, tools=tools, tokenize=False)
-            for tools in (None, next(filter(None, self._schemas.values()), None))
-        }
-        if len(shown) == 1:
-            raise ValueError("The tokenizer's chat_template does not render tools. Set one that does.")
+        check_tool_template(self.tokenizer, self._options, next(filter(None, self._schemas.values()), []))
 
     def fingerprint(self) -> dict[str, str]:
         """Return hashes of questions, prompts, reward functions, tools and environments; see `SupportsFingerprint`."""
         code = {f"environment {name or ''}".strip(): code_hash(each) for name, each in self._pool.factories.items()}
         code |= {f"tool {name}": code_hash(tool) for name, tool in self._tools.items()}
         return {**super().fingerprint(), **code, "max_turns": str(self._max_turns)}
-
-    def preflight(self) -> Preflight:
-        """Test environments and reward functions on two sample completions of the first training prompt.
-
-        With on_reward_error "exclude" they may fail, but what they return must be valid.
-
-        Raises:
-            RewardError: If an environment or a function fails or returns an invalid reward.
-        """
-        batch = self.open("train", [0])
-        ids = self.tokenizer(list(SAMPLE_COMPLETIONS), add_special_tokens=False)["input_ids"]
-        samples = [Conversation(row=row, start=0, completions=(tuple(own),)) for row, own in enumerate(ids)]
-        try:
-            scores = batch.score(samples)
-        except RewardError as error:
-            raise RewardError(
-                f"Environments and reward functions are tested on sample completions before training: {error}"
-            ) from error.__cause__
-        rewards = {
-            name: None if math.isnan(values[0]) else float(values[0]) for name, values in scores.components.items()
-        }
-        (prompt,) = batch.prompts
-        return Preflight(prompt=str(self.tokenizer.decode(prompt)), tokens=tuple(prompt), rewards=rewards)
 
     def close(self) -> None:
         """Close all environments and end the worker processes of reward functions. Further use starts new ones."""
@@ -602,7 +565,7 @@ class EnvironmentGym(PromptEnvironment):
             tools=self._tools,
             schemas=self._schemas,
             own_rewards=self._own_rewards,
-            markers=self._markers,
+            options=self._options,
         )
 
     def _row_options(self, row: Mapping[str, Any]) -> Options:

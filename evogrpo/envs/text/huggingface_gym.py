@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, ClassVar, TypedDict, Unpack
 
 import gymnasium
@@ -16,15 +17,16 @@ from evogrpo.data import single_turn_conversations
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import SPLITS, Split, deal_starts
 from evogrpo.envs.text.datasets import (
+    REASONING_SIZES,
     AnyTable,
     PromptSplit,
+    ReasoningReward,
     RowHashes,
     check_table,
     make_splits,
-    reasoning_gym_tables,
     tables_by_split,
 )
-from evogrpo.envs.text.prompt_batch import SingleTurnBatch, compute_rewards
+from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.reward_functions import (
     DEFAULT_REWARD_TIMEOUT,
     OnRewardError,
@@ -32,10 +34,10 @@ from evogrpo.envs.text.reward_functions import (
     RewardError,
     RewardFn,
     RewardFunc,
-    RewardInputs,
     make_rewards,
 )
 from evogrpo.envs.text.templates import (
+    TEMPLATE_OPTIONS,
     Message,
     Options,
     Prompt,
@@ -44,14 +46,14 @@ from evogrpo.envs.text.templates import (
     check_options,
     check_template,
     fill_template,
+    row_options,
     tokenize,
 )
 from evogrpo.envs.text.verifier_pool import make_reward_runner
+from evogrpo.extras import require
 from evogrpo.validation import lists_options, names_unknown, refuse_unknown, whole_between, whole_number
 
 SAMPLE_COMPLETIONS = ("This is a made-up completion: 42.", "This is another made-up completion.")
-TEMPLATE_OPTIONS = "chat_template_kwargs"
-"""Column with keyword arguments of the chat template for one row, as in TRL."""
 PromptTensors = dict[str, Tensor]
 StepResult = tuple[list[PromptTensors], Tensor, NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]
 
@@ -234,33 +236,24 @@ class PromptEnvironment:
         self._progress = (step, total_steps)
 
     def preflight(self) -> Preflight:
-        """Test every reward function on two sample completions of the first training prompt.
+        """Test reward functions, reply functions and environments on sample completions of the first training prompt.
 
-        Two completions reveal a wrong number of rewards. With on_reward_error "exclude" a function may fail, but what
-        it returns must be valid.
+        Two completions reveal a wrong number of rewards. With on_reward_error "exclude" a failure is a warning.
 
         Raises:
-            RewardError: If a function fails or returns an invalid reward.
+            RewardError: If a function fails.
         """
-        batch = SingleTurnBatch(**self._batch_fields("train", [0]))
+        batch = self.open("train", [0])
         ids = self.tokenizer(list(SAMPLE_COMPLETIONS), add_special_tokens=False)["input_ids"]
-        inputs = RewardInputs(
-            rows=list(batch.rows) * 2,
-            texts=SAMPLE_COMPLETIONS,
-            token_ids=ids,
-            trainer=batch.trainer_arguments(range(2)),
-        )
-        rewards: dict[str, float | None] = {}
-        for reward in self._rewards:
-            try:
-                value = float(compute_rewards([reward], inputs, "raise", self._runner).rewards[0])
-            except RewardError as error:
-                if self.on_reward_error == "exclude" and error.__cause__ is not None:
-                    rewards[reward.name] = None
-                    continue
-                message = f"Reward functions are tested on sample completions before training: {error}"
-                raise RewardError(message) from error.__cause__
-            rewards[reward.name] = None if math.isnan(value) else value
+        samples = single_turn_conversations([0, 0], ids)
+        try:
+            batch.respond(samples)
+            scores = batch.score(samples)
+        except Exception as error:
+            reason = error if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
+            message = f"Your functions are tested on sample completions before training: {reason}"
+            raise RewardError(message) from error
+        rewards = {name: None if np.isnan(value) else float(value) for name, (value, _) in scores.components.items()}
         (prompt,) = batch.prompts
         return Preflight(prompt=str(self.tokenizer.decode(prompt)), tokens=tuple(prompt), rewards=rewards)
 
@@ -318,9 +311,8 @@ class PromptEnvironment:
             # 3. Its template options.
             options = self._options
             if row.get(TEMPLATE_OPTIONS) is not None:
-                row_options = check_options(row[TEMPLATE_OPTIONS], f"{TEMPLATE_OPTIONS} in row {number} of {where}")
-                # Arrow tables give every row the keys of all rows, with None for missing ones.
-                options = {**options, **{name: value for name, value in row_options.items() if value is not None}}
+                check_options(row[TEMPLATE_OPTIONS], f"{TEMPLATE_OPTIONS} in row {number} of {where}")
+                options = {**options, **row_options(row)}
             prompts.append((prompt, {**options, **self._row_options(row)}))
         tokenized = tokenize(prompts, self.tokenizer, where)
         return PromptSplit(
@@ -458,18 +450,25 @@ class HuggingFaceGym(PromptEnvironment):
             ValueError: If the task or one of its settings is unknown.
             ImportError: If reasoning-gym is not installed.
         """
-        tables, reward = reasoning_gym_tables(
-            name, sizes=sizes, seed=seed, system_prompt=system_prompt, answer_tag=answer_tag, task_options=task_options
-        )
-        return cls(
-            tables["train"],
-            tables["test"],
-            tokenizer,
-            validation_dataset=tables["validation"],
-            reward_funcs=reward,
-            seed=seed,
-            **(gym_options or {}),
-        )
+        require(f"Task {name!r}", "reasoning_gym")
+        refuse_unknown("split in sizes", sizes or {}, SPLITS)
+        refuse_unknown("reasoning-gym task", [name], import_module("reasoning_gym.factory").DATASETS)
+        counts = {**REASONING_SIZES, **(sizes or {})}
+        try:
+            task = import_module("reasoning_gym").create_dataset(
+                name, size=sum(counts.values()), seed=seed, **task_options
+            )
+        except (TypeError, AssertionError) as error:
+            raise ValueError(f"Invalid settings of task {name!r}, {task_options}: {error}") from error
+        system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+        entries = [task[number] for number in range(sum(counts.values()))]
+        rows = [{"prompt": [*system, {"role": "user", "content": entry["question"]}], **entry} for entry in entries]
+        tables, first = {}, 0
+        for split in SPLITS:
+            tables[split] = rows[first : first + counts[split]]
+            first += counts[split]
+        reward = ReasoningReward(__name__=name, task=task, answer_tag=answer_tag)
+        return cls(tables, None, tokenizer, reward_funcs=reward, seed=seed, **(gym_options or {}))
 
     def __len__(self) -> int:
         """Return the number of questions of the current split: train, or that of `eval_mode`."""

@@ -8,13 +8,7 @@ from evogrpo.data import Conversation
 from evogrpo.envs.fingerprint import code_hash
 from evogrpo.envs.protocol import Split
 from evogrpo.envs.text.datasets import AnyTable
-from evogrpo.envs.text.huggingface_gym import (
-    SAMPLE_COMPLETIONS,
-    TEMPLATE_OPTIONS,
-    Preflight,
-    PromptEnvironment,
-    PromptOptions,
-)
+from evogrpo.envs.text.huggingface_gym import PromptEnvironment, PromptOptions
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.reward_functions import (
     RewardFunc,
@@ -22,70 +16,36 @@ from evogrpo.envs.text.reward_functions import (
     escaped_prints,
     make_rewards,
 )
-from evogrpo.envs.text.templates import Message, Options, Tokenizer, check_messages
+from evogrpo.envs.text.templates import Message, Options, Tokenizer, check_messages, render_reply, row_options
 from evogrpo.validation import lists_options, names_unknown, whole_between
 
 Reply = Callable[[Mapping[str, Any], list[Message]], str | None]
 """(dataset row, conversation so far) -> next user message, or None to end the conversation."""
 
-_QUESTION, _ANSWER = "What is asked?", "This is answered."
 
+def reply_tokens(reply: str, tokenizer: Tokenizer, options: Options, *, ended: bool) -> tuple[int, ...]:
+    """Return the tokens between two completions: the reply with the markers of the chat template around it.
 
-@dataclass(frozen=True, kw_only=True)
-class TurnMarkers:
-    """Rendering of replies with the markers of a tokenizer's chat template.
+    Only this new text is rendered and tokenized; sampled tokens stay as they are.
 
-    Only the new text between two completions is rendered and tokenized; sampled tokens stay as they are.
-
-    Attributes:
+    Args:
+        reply: Text of the user message.
         tokenizer: A transformers tokenizer with a chat template.
         options: Keyword arguments of the template.
+        ended: True if the completion ended with an EOS, which the markers then leave out.
 
     Raises:
         ValueError: If there is no template, or it renders earlier turns differently once another turn follows.
     """
-
-    tokenizer: Tokenizer
-    options: Options = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._between("Go on.", self.options)
-
-    def tokens(self, reply: str, *, ended: bool, options: Options | None = None) -> tuple[int, ...]:
-        """Return the tokens between two completions: the reply with the markers around it.
-
-        Args:
-            reply: Text of the user message.
-            ended: True if the completion ended with an EOS, which the markers then leave out.
-            options: Keyword arguments of the chat template.
-        """
-        between = self._between(reply, options or {})
-        if ended:
-            between = between.removeprefix(str(self.tokenizer.decode([self.tokenizer.eos_token_id])))
-        return tuple(self.tokenizer([between], add_special_tokens=False)["input_ids"][0])
-
-    def _between(self, reply: str, options: Options) -> str:
-        # Render a conversation with and without the reply; the difference is the reply with its markers.
-        messages = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
-        options = {**self.options, **options, "tokenize": False}
-        before = str(self.tokenizer.apply_chat_template(messages, **options))
-        messages.append({"role": "user", "content": reply})
-        after = str(self.tokenizer.apply_chat_template(messages, **options, add_generation_prompt=True))
-        end = before.rfind(_ANSWER)
-        if end < 0 or not after.startswith(before):
-            raise ValueError(
-                f"chat_template must leave earlier turns unchanged when a turn is added, but {before!r} becomes "
-                f"{after!r}. Set another tokenizer.chat_template."
-            )
-        return after[end + len(_ANSWER) :]
-
-
-def _call_reply(reply: Reply, row: Mapping[str, Any], messages: list[Message]) -> str | None:
-    with escaped_prints():
-        text = reply(row, messages)
-    if text is not None and not isinstance(text, str):
-        raise ValueError(f"reply must return text, or None to end the conversation, got {text!r:.200}.")
-    return text
+    said = "This is answered."
+    messages = [{"role": "user", "content": "What is asked?"}, {"role": "assistant", "content": said}]
+    before, after = render_reply(messages, [{"role": "user", "content": reply}], tokenizer, options)
+    if said not in before:
+        raise ValueError(f"chat_template must show completions, but renders {before!r}. Set another one.")
+    between = after[before.rfind(said) + len(said) :]
+    if ended:
+        between = between.removeprefix(str(tokenizer.decode([tokenizer.eos_token_id])))
+    return tuple(tokenizer([between], add_special_tokens=False)["input_ids"][0])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,30 +54,35 @@ class MultiTurnBatch(SingleTurnBatch):
 
     Attributes:
         reply: Returns the next user message.
-        markers: Renders it.
+        options: Keyword arguments of the chat template.
     """
 
     reply: Reply
-    markers: TurnMarkers
+    options: Options
     _replies: dict[tuple[int, ...], str] = field(default_factory=dict, init=False)
 
     def respond(self, transcripts: Sequence[Conversation]) -> list[tuple[int, ...] | None]:
         """Call the user's function; see `PromptBatch.respond`.
 
         Raises:
-            ValueError: If there is no conversation, one has an invalid prompt index, or a reply is not text.
+            ValueError: If the function fails or returns no text.
         """
         replies: list[tuple[int, ...] | None] = []
         for transcript in transcripts:
             row = self.rows[transcript.start]
             prompt = check_messages(row["prompt"], "prompt")
-            text = _call_reply(self.reply, row, [*prompt, *as_messages(self._turn_texts(transcript))])
+            try:
+                with escaped_prints():
+                    text = self.reply(row, [*prompt, *as_messages(self._turn_texts(transcript))])
+            except Exception as error:
+                raise ValueError(f"reply raised {error!r:.200}") from error
             if text is None:
                 replies.append(None)
                 continue
-            options = {name: value for name, value in (row.get(TEMPLATE_OPTIONS) or {}).items() if value is not None}
+            if not isinstance(text, str):
+                raise ValueError(f"reply must return text, or None to end the conversation, got {text!r:.200}.")
             ended = transcript.completions[-1][-1:] == (self.tokenizer.eos_token_id,)
-            tokens = self.markers.tokens(text, ended=ended, options=options)
+            tokens = reply_tokens(text, self.tokenizer, {**self.options, **row_options(row)}, ended=ended)
             self._replies[tokens] = text
             replies.append(tokens)
         return replies
@@ -186,27 +151,11 @@ class MultiTurnGym(PromptEnvironment):
         rewards = make_rewards(None, reward_funcs, reward_weights)
         super().__init__(train_dataset, test_dataset, tokenizer, rewards=rewards, **options)
         self._reply, self._max_turns = reply, max_turns
-        self._markers = TurnMarkers(tokenizer=self.tokenizer, options=self._options)
+        reply_tokens("Go on.", self.tokenizer, self._options, ended=True)  # raises if the template is not suitable
 
     def fingerprint(self) -> dict[str, str]:
         """Return hashes of the questions, prompts, reward functions and reply; see `SupportsFingerprint`."""
         return {**super().fingerprint(), "reply": code_hash(self._reply), "max_turns": str(self._max_turns)}
-
-    def preflight(self) -> Preflight:
-        """Test the reward functions, see `PromptEnvironment.preflight`, and the reply function.
-
-        Raises:
-            RewardError: If a reward function fails or returns an invalid reward.
-            ValueError: If `reply` fails, or returns neither text nor None.
-        """
-        result = super().preflight()
-        row = self._splits["train"].table[self._splits["train"].rows[0]]
-        messages = [*check_messages(row["prompt"], "prompt"), {"role": "assistant", "content": SAMPLE_COMPLETIONS[0]}]
-        try:
-            _call_reply(self._reply, row, messages)
-        except Exception as error:
-            raise ValueError(f"reply failed on a sample completion: {error!r:.200}") from error
-        return result
 
     def open(self, split: Split, starts: Sequence[int]) -> MultiTurnBatch:
         """Return a batch of prompts of a split, each index in [0, size(split)).
@@ -215,5 +164,5 @@ class MultiTurnGym(PromptEnvironment):
             ValueError: If the split or an index does not exist.
         """
         return MultiTurnBatch(
-            **self._batch_fields(split, starts), max_turns=self._max_turns, reply=self._reply, markers=self._markers
+            **self._batch_fields(split, starts), max_turns=self._max_turns, reply=self._reply, options=self._options
         )

@@ -14,6 +14,8 @@ Message = dict[str, Any]
 Prompt = str | list[Message]
 Options = Mapping[str, Any]
 """Keyword arguments of a chat template."""
+TEMPLATE_OPTIONS = "chat_template_kwargs"
+"""Column with keyword arguments of the chat template for one row, as in TRL."""
 
 _FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
 _CHUNK = 1024  # prompts per call of the tokenizer
@@ -105,6 +107,42 @@ def render(messages: list[Message], tokenizer: Tokenizer, options: Options | Non
                 "content."
             )
     return text
+
+
+def render_reply(
+    messages: list[Message], reply: Sequence[Message], tokenizer: Tokenizer, options: Options
+) -> tuple[str, str]:
+    """Return a conversation as text, without and with a reply, after which the model continues.
+
+    Args:
+        messages: The conversation; ends with a message of the assistant.
+        reply: Messages of the user or of tools.
+        tokenizer: A transformers tokenizer with a chat template.
+        options: Keyword arguments of the template.
+
+    Raises:
+        ValueError: If the template fails, or renders earlier turns differently once a reply follows.
+    """
+    keywords = {**options, "tokenize": False}
+    try:
+        before = str(tokenizer.apply_chat_template(messages, **keywords))
+        after = str(tokenizer.apply_chat_template([*messages, *reply], **keywords, add_generation_prompt=True))
+    except Exception as error:  # templates may raise jinja2's errors or any others
+        raise ValueError(f"The tokenizer's chat_template cannot render a further turn: {error}") from error
+    if not after.startswith(before):
+        raise ValueError(
+            f"chat_template must leave earlier turns unchanged when a turn is added, but {before!r} becomes {after!r}. "
+            "Set another tokenizer.chat_template; TRL has some (get_training_chat_template)."
+        )
+    return before, after
+
+
+def row_options(row: Mapping[str, Any]) -> Options:
+    """Return the template options of a dataset row.
+
+    Arrow tables give every row the keys of all rows, with None for missing ones.
+    """
+    return {name: value for name, value in (row.get(TEMPLATE_OPTIONS) or {}).items() if value is not None}
 
 
 def check_options(options: object, where: str) -> Options:

@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from evogrpo.envs.text.prompt_batch import POLL_SECONDS
 from evogrpo.envs.text.reward_functions import call_sync, timeout_error
-from evogrpo.envs.text.templates import Message, Options, Tokenizer
+from evogrpo.envs.text.templates import Message, Options, Tokenizer, render_reply
 from evogrpo.interruption import NEVER, Stop
 
 Tool = Callable[..., Any]
@@ -133,77 +133,63 @@ def parse_completion(
 # ---- rendering
 
 
-@dataclass(frozen=True, kw_only=True)
-class ToolMarkers:
-    """Rendering of tool results with the markers of a tokenizer's chat template.
+def result_tokens(
+    results: Sequence[Message], tokenizer: Tokenizer, options: Options, *, ended: bool
+) -> tuple[int, ...]:
+    """Return the tokens between two completions: tool results with the markers of the chat template around them.
 
-    Only the new text between two completions is rendered and tokenized; sampled tokens stay as they are.
+    Only this new text is rendered and tokenized; sampled tokens stay as they are.
 
-    Attributes:
+    Args:
+        results: Messages with the role "tool".
         tokenizer: A transformers tokenizer with a chat template.
         options: Keyword arguments of the template.
-
-    Raises:
-        ValueError: If there is no template, it does not render tool calls and their results, it renders earlier turns
-            differently once a result follows, or it writes calls in a form that cannot be parsed.
+        ended: True if the completion ended with an EOS, which the markers then leave out.
     """
+    name = str(results[0]["name"])
+    before, after = render_reply(_tool_call(name), results, tokenizer, options)
+    # The turn of the call ends with an EOS, or with other markers, after which the results follow.
+    eos = str(tokenizer.eos_token)
+    end = before.rfind(eos, before.rfind(name))
+    end = len(before) if end < 0 else end + len(eos) * ended
+    return tuple(tokenizer([after[end:]], add_special_tokens=False)["input_ids"][0])
 
-    tokenizer: Tokenizer
-    options: Options = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        name, content = "name_of_a_tool", "result_of_a_tool"
-        before, after = self._render([{"role": "tool", "name": name, "content": content}], self.options)
-        if name not in before or content not in after:
+def _tool_call(name: str) -> list[Message]:
+    """Return a conversation that ends with the call of a tool."""
+    call = {"type": "function", "function": {"name": name, "arguments": {}}}
+    return [
+        {"role": "user", "content": "What is asked?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+
+
+def check_tool_template(tokenizer: Tokenizer, options: Options, schemas: Sequence[Schema]) -> None:
+    """Raise ValueError if the chat template or the parser is not suitable for tools.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        options: Keyword arguments of the template.
+        schemas: Schemas of some tools.
+    """
+    # 1. The template must show tools, calls and results, and leave earlier turns unchanged once a result follows.
+    name, content = "name_of_a_tool", "result_of_a_tool"
+    messages = _tool_call(name)
+    before, after = render_reply(messages, [{"role": "tool", "name": name, "content": content}], tokenizer, options)
+    shown = {
+        tokenizer.apply_chat_template(messages[:1], **options, tools=tools, tokenize=False)
+        for tools in (None, schemas or None)
+    }
+    if name not in before or content not in after or len(shown) == 1:
+        raise ValueError("The tokenizer's chat_template does not render tools, calls and results. Set one that does.")
+    # 2. The parser must read the calls that it writes.
+    if getattr(tokenizer, "response_template", None) is None:
+        call = tokenizer([before[before.rfind("<tool_call>") :]], add_special_tokens=False)["input_ids"][0]
+        if parse_completion(tokenizer, call, (), ()).calls != ((name, {}),):
             raise ValueError(
-                "The tokenizer's chat_template does not render tool calls and their results. Set one that does."
+                "The tokenizer has no response_template, and its chat_template does not write tool calls as JSON in "
+                "<tool_call> tags. Set tokenizer.response_template, which parses them."
             )
-        if getattr(self.tokenizer, "response_template", None) is None:
-            call = self.tokenizer([before[before.rfind("<tool_call>") :]], add_special_tokens=False)["input_ids"][0]
-            if parse_completion(self.tokenizer, call, (), ()).calls != ((name, {}),):
-                raise ValueError(
-                    "The tokenizer has no response_template, and its chat_template does not write tool calls as JSON "
-                    "in <tool_call> tags. Set tokenizer.response_template, which parses them."
-                )
-
-    def tokens(self, results: Sequence[Message], *, ended: bool, options: Options | None = None) -> tuple[int, ...]:
-        """Return the tokens between two completions: tool results with the markers around them.
-
-        Args:
-            results: Messages with the role "tool".
-            ended: True if the completion ended with an EOS, which the markers then leave out.
-            options: Keyword arguments of the chat template.
-        """
-        before, after = self._render(results, options or {})
-        # The turn of the call ends with an EOS, or with other markers, after which the results follow.
-        eos = str(self.tokenizer.eos_token)
-        end = before.rfind(eos, before.rfind(str(results[0]["name"])))
-        end = len(before) if end < 0 else end + len(eos) * ended
-        return tuple(self.tokenizer([after[end:]], add_special_tokens=False)["input_ids"][0])
-
-    def _render(self, results: Sequence[Message], options: Options) -> tuple[str, str]:
-        """Return a conversation with a tool call as text, without and with the results."""
-        call = {"type": "function", "function": {"name": results[0]["name"], "arguments": {}}}
-        messages = [
-            {"role": "user", "content": "What is asked?"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-        ]
-        keywords = {**self.options, **options, "tokenize": False}
-        try:
-            before = str(self.tokenizer.apply_chat_template(messages, **keywords))
-            after = str(
-                self.tokenizer.apply_chat_template([*messages, *results], **keywords, add_generation_prompt=True)
-            )
-        except Exception as error:  # templates may raise jinja2's errors or any others
-            raise ValueError(
-                f"The tokenizer's chat_template cannot render tool calls and their results: {error}"
-            ) from error
-        if not after.startswith(before):
-            raise ValueError(
-                f"chat_template must leave earlier turns unchanged when a tool result is added, but {before!r} becomes "
-                f"{after!r}. Set another tokenizer.chat_template; TRL has some (get_training_chat_template)."
-            )
-        return before, after
 
 
 # ---- calls
