@@ -186,12 +186,12 @@ class TestGroupSizeLadder:
             if size in feasible_group_sizes(samples_per_step):
                 check_group_size(size, samples_per_step)
             else:
-                with pytest.raises(ValueError, match=rf"={samples_per_step},.*got {size} \(member 7\): use one of"):
+                with pytest.raises(ValueError, match=rf"={samples_per_step},.*got {size} \(member 7\)\. Use "):
                     check_group_size(size, samples_per_step, owner="member 7")
 
     def test_choices_that_do_not_divide_are_refused(self):
         space = HyperparameterConfig(group_size=RLParameter(choices=[4, 6, 8]))
-        with pytest.raises(ValueError, match=r"got \[6\]: choose from 2, 4, 8, 16, 32, 64"):
+        with pytest.raises(ValueError, match=r"got \[6\]. Use 2, 4, 8, 16, 32, 64"):
             space.for_samples_per_step(64)
 
     def test_a_range_becomes_the_divisors_inside_it(self):

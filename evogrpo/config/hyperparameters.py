@@ -242,17 +242,13 @@ class Optimizer:
         for name, default, readers in (("floor", 0.0, ("linear", "cosine")), ("cycles", 0.5, ("cosine",))):
             if getattr(self, name) != default and self.schedule not in readers:
                 raise ValueError(
-                    f"{name}={getattr(self, name)} has no effect with schedule={self.schedule!r}. Remove it, or choose "
-                    f"{' or '.join(readers)}."
+                    f"{name} has no effect with schedule={self.schedule!r}. Choose {' or '.join(readers)}."
                 )
         if self.schedule == "constant":
             if self.total_steps is not None:
                 raise ValueError(f"total_steps={self.total_steps} has no effect with schedule='constant'. Remove it.")
         elif self.total_steps is None or self.total_steps <= self.warmup_steps:
-            raise ValueError(
-                f"total_steps must be above warmup_steps ({self.warmup_steps}) with schedule={self.schedule!r}, got "
-                f"{self.total_steps}."
-            )
+            raise ValueError(f"total_steps must be above warmup_steps ({self.warmup_steps}), got {self.total_steps}.")
 
     def factor(self, step: int) -> float:
         """Return the fraction of the learning rate at optimizer step `step`, counted from 0.

@@ -1,7 +1,6 @@
 """The objective: switches of loss, advantages, KL and rewards, which of them go together, and what can evolve."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,10 +203,7 @@ class Objective:
         for coefficient, names in readers.items():
             for name in names:
                 if self.is_set(name) and highest(coefficient, hyperparameters, space) == 0:
-                    raise ValueError(
-                        f"{name}={getattr(self, name)!r} has no effect while {coefficient} is 0 for every member. "
-                        f"Remove it, or set {coefficient} above 0."
-                    )
+                    raise ValueError(f"{name} has no effect while {coefficient} is 0. Remove it, or set {coefficient}.")
 
     def check_member(self, hyperparameters: Hyperparameters, space: HyperparameterConfig | None = None) -> None:
         """Refuse switches that one member, or a descendant of it, could not use.
@@ -226,20 +222,14 @@ class Objective:
                 try:
                     self.with_types(loss_type, advantage)
                 except ValueError as error:
-                    raise ValueError(
-                        f"A member can have loss_type={loss_type!r}, advantage={advantage!r}: {error}"
-                    ) from None
+                    types = f"loss_type={loss_type!r}, advantage={advantage!r}"
+                    raise ValueError(f"A member can have {types}: {error}") from None
             # With gamma < 1 the return, and so the advantage, differs between the actions of a completion.
             if not LOSS_TYPES[loss_type].per_action and lowest("gamma", hyperparameters, space) < 1:
-                raise ValueError(
-                    f"gamma below 1 cannot be used with loss_type={loss_type!r}, which has one ratio per completion. "
-                    "Set gamma to 1, or choose a loss type with one ratio per action."
-                )
-        if self.delta is not None and self.delta <= 1 + highest_clip_high(hyperparameters, space):
-            raise ValueError(
-                f"delta must be above 1 + clip_high, or clip_high has no effect, got delta={self.delta} with clip_high "
-                f"up to {highest_clip_high(hyperparameters, space)}."
-            )
+                raise ValueError(f"gamma must be 1 with loss_type={loss_type!r}, which has one ratio per completion.")
+        high = highest_clip_high(hyperparameters, space)
+        if self.delta is not None and self.delta <= 1 + high:
+            raise ValueError(f"delta must be above 1 + clip_high, got {self.delta} with clip_high up to {high}.")
 
     @classmethod
     def from_roll(cls, source: Mapping[str, Any] | str | Path) -> "Imported":
@@ -269,10 +259,7 @@ def _loss_problems(objective: Objective) -> Iterator[str]:
     for name in ("dual_clip", "delta"):
         if objective.is_set(name) and not loss_facts.bounded:
             others = ", ".join(other for other, other_facts in LOSS_TYPES.items() if other_facts.bounded)
-            yield (
-                f"{name} needs a loss with a clipped ratio, got loss_type={loss!r}. Remove {name}, or choose one of "
-                f"{others}."
-            )
+            yield f"{name} needs a clipped ratio, got loss_type={loss!r}. Remove it, or choose one of {others}."
     if objective.dual_clip is not None and objective.delta is not None:
         yield f"dual_clip ({objective.dual_clip}) and delta ({objective.delta}) exclude each other. Give one of them."
     for owner, other_facts in LOSS_TYPES.items():
@@ -280,23 +267,15 @@ def _loss_problems(objective: Objective) -> Iterator[str]:
             if objective.is_set(name) and loss != owner:
                 yield f"{name} is used by loss_type={owner!r} only, got loss_type={loss!r}. Remove it."
     if loss_facts.ratio == "geometric mean" and objective.aggregation is not None:
-        yield (
-            f"aggregation has no meaning with loss_type={loss!r}, which is one number per completion. Remove it, "
-            f"got {objective.aggregation!r}."
-        )
-    if not loss_facts.per_action and objective.is_set("top_entropy_quantile"):
-        yield (
-            f"top_entropy_quantile={objective.top_entropy_quantile} has no meaning with loss_type={loss!r}, which has "
-            "one ratio per completion: choose a loss type with one ratio per action."
-        )
-    if not loss_facts.per_action and objective.per_action:
-        cause = "kl_placement='reward' (in-reward KL)"
+        yield f"aggregation has no meaning with loss_type={loss!r}, which is one number per completion. Remove it."
+    if not loss_facts.per_action:
+        rule = f"needs one ratio per action, but loss_type={loss!r} has one per completion. Choose another loss type."
+        if objective.is_set("top_entropy_quantile"):
+            yield f"top_entropy_quantile {rule}"
+        if objective.kl_placement == "reward":
+            yield f"kl_placement='reward' {rule}"
         if objective.advantage in STEP_ADVANTAGES:
-            cause = f"advantage={objective.advantage!r}"
-        yield (
-            f"{cause} gives each action its own advantage, but loss_type={loss!r} has one ratio per completion: choose "
-            "a loss type with one ratio per action."
-        )
+            yield f"advantage={objective.advantage!r} {rule}"
 
 
 def _reward_problems(objective: Objective) -> Iterator[str]:
@@ -305,9 +284,6 @@ def _reward_problems(objective: Objective) -> Iterator[str]:
     standardised = ADVANTAGES[advantage]
     if objective.reward_shift and objective.reward_scale:
         yield "reward_shift and reward_scale exclude each other. Remove both to subtract the mean and divide."
-    for name in ("reward_shift", "reward_scale"):
-        if getattr(objective, name) and reward_norm is None:
-            yield f"{name} has no effect without reward_norm: give reward_norm as well."
     if reward_norm is not None:
         unused = f"reward_norm={reward_norm!r} has no effect: advantage={advantage!r} standardises"
         if standardised != "reward":
@@ -321,10 +297,7 @@ def _reward_problems(objective: Objective) -> Iterator[str]:
     if low is not None and high is not None and low >= high:
         yield f"min_group_reward must be below max_group_reward, got {low} and {high}."
     if standardised == "reward functions" and objective.overlong_buffer is not None:
-        yield (
-            f"overlong_buffer={objective.overlong_buffer} is part of the sum of rewards, which advantage={advantage!r} "
-            "does not use: make the penalty a reward function."
-        )
+        yield f"overlong_buffer has no effect with advantage={advantage!r}. Make the penalty a reward function."
 
 
 def _kl_problems(objective: Objective) -> Iterator[str]:
@@ -332,10 +305,7 @@ def _kl_problems(objective: Objective) -> Iterator[str]:
     in_reward = objective.kl_placement == "reward"
     if objective.kl_estimator == "k1" and not in_reward:
         # E[grad log p] = 0, so k1 in the loss moves nothing on average.
-        yield (
-            'kl_estimator="k1" has an expected gradient of 0 in the loss: choose k2, k3 or abs, or '
-            'kl_placement="reward".'
-        )
+        yield 'kl_estimator="k1" has an expected gradient of 0 in the loss. Choose k2, k3 or abs.'
     if objective.kl_bias_correction and in_reward:
         yield 'kl_bias_correction needs a KL in the loss, got kl_placement="reward": remove one of them.'
     if objective.kl_estimator in FULL_KLS:
@@ -345,21 +315,18 @@ def _kl_problems(objective: Objective) -> Iterator[str]:
             yield f"kl_bias_correction has no effect: kl_estimator={objective.kl_estimator!r} is exact. Remove it."
     if objective.reference == "old" and in_reward:
         # Rewards are earned by the policy that acts, whose KL to itself is 0.
-        yield (
-            'reference="old" has no effect with kl_placement="reward": choose kl_placement="loss" or another reference.'
-        )
+        yield 'reference="old" has no effect with kl_placement="reward". Choose another reference.'
     for name, needed in {
         "kl_horizon": "kl_target",
         "importance_cap": "importance_correction",
         "reference_mixing": "reference_sync_steps",
+        "reward_shift": "reward_norm",
+        "reward_scale": "reward_norm",
     }.items():
         if objective.is_set(name) and getattr(objective, needed) is None:
             yield f"{name}={getattr(objective, name)} has no effect without {needed}: give {needed} as well."
     if objective.reference_sync_steps is not None and objective.reference != "snapshot":
-        yield (
-            f"reference_sync_steps={objective.reference_sync_steps} needs reference='snapshot', got "
-            f"reference={objective.reference!r}."
-        )
+        yield f"reference_sync_steps needs reference='snapshot', got {objective.reference!r}. Remove one of them."
 
 
 # ---- values that members can evolve to
@@ -506,22 +473,16 @@ def default_space(
     names = [name for name in DEFAULT_SEARCHED if name != "target_kl" or first.target_kl is not None]
     if first.target_kl is None:
         names.insert(0, "lr")
+    low, high = ranges["group_size"].bounds
+    sizes = () if samples_per_step is None else feasible_group_sizes(samples_per_step)
+    if sum(low <= size <= high for size in sizes) < 2:
+        names.remove("group_size")
     space = HyperparameterConfig(**{name: ranges[name] for name in names if name not in fixed})
-    space = drop_single_group_size(space, samples_per_step)
     samples = samples_per_step or 2
     idle = without_effect(
         objective, [first], space, samples_per_step=samples, rows_are_samples=rows_are_samples, shared=shared
     )
     return HyperparameterConfig(**{name: parameter for name, parameter in space.items() if name not in idle})
-
-
-def drop_single_group_size(space: HyperparameterConfig, samples_per_step: int | None) -> HyperparameterConfig:
-    """Return the space without group_size if its range holds fewer than two divisors of `samples_per_step`."""
-    low, high = space["group_size"].bounds if "group_size" in space else (0, 0)
-    sizes = () if samples_per_step is None else feasible_group_sizes(samples_per_step)
-    if sum(low <= size <= high for size in sizes) > 1:
-        return space
-    return HyperparameterConfig(**{name: parameter for name, parameter in space.items() if name != "group_size"})
 
 
 def without_effect(
@@ -547,67 +508,24 @@ def without_effect(
     Returns:
         One message per hyperparameter, in the order of `space`; empty if all have an effect.
     """
-    batch_size = min(lowest("batch_size", member, space) for member in members)
-    one_epoch = "update_epochs" not in space and all(member.update_epochs == 1 for member in members)
-    reasons = [*_clipping(objective, members, space), *_advantage_clip(objective, members, space)]
-    if rows_are_samples and batch_size >= samples_per_step:
-        reasons.append(
-            ("batch_size", f"all values are at least samples_per_step ({samples_per_step}), so lower its range")
-        )
-    messages: dict[str, str] = {}
-    for name, reason in reasons:
-        if name in space:
-            messages.setdefault(name, f"{name} evolves without effect: {reason}.")
-    if one_epoch and rows_are_samples and not shared and batch_size >= samples_per_step:
-        fix = (
-            f"raise update_epochs, lower batch_size below samples_per_step ({samples_per_step}), or remove it from "
-            "the search space."
-        )
-        for name in CLIPS:
-            if name in space:
-                # With one optimizer step per rollout the policy is the one that acted: every ratio is exactly 1.
-                messages[name] = (
-                    f"{name} evolves without effect: one optimizer step a rollout never clips. To fix, {fix}"
-                )
-        if "beta" in space and objective.reference == "old":
-            messages["beta"] = (
-                'beta evolves without effect: with one optimizer step per rollout, reference="old" is the policy '
-                f"itself. To fix, {fix}"
-            )
-    return {name: messages[name] for name in space if name in messages}
-
-
-def _clipping(
-    objective: Objective, members: Sequence[Hyperparameters], space: HyperparameterConfig
-) -> Iterator[tuple[str, str]]:
-    """Yield clips that no loss type of a member uses, with the reason."""
     losses = {loss for member in members for loss in possible("loss_type", objective, member, space)}
-    low = all(member.clip_low is not None for member in members)
-    high = all(member.clip_high is not None for member in members)
-    # cispo's weight has a lower bound only with cispo_clip_low.
-    floorless = not any("clip_low" in LOSS_TYPES[loss].clips for loss in losses) and not objective.cispo_clip_low
-    if not any(LOSS_TYPES[loss].clips for loss in losses):
-        for name in CLIPS:
-            yield name, f"loss_type 'sapo' does not clip, so remove {name}"
-    if floorless:
-        yield "clip_low", "cispo has no lower bound, so set cispo_clip_low or remove clip_low"
-    if high and (low or floorless):
-        names = "clip_low and clip_high are" if low else "clip_high is"
-        yield "clip_coef", f"{names} set for every member and used instead"
-
-
-def _advantage_clip(
-    objective: Objective, members: Sequence[Hyperparameters], space: HyperparameterConfig
-) -> Iterator[tuple[str, str]]:
-    """Yield `advantage_clip` if standardised rewards cannot reach it."""
-    advantages = {advantage for member in members for advantage in possible("advantage", objective, member, space)}
-    if advantages != {"outcome"} or objective.whiten_advantages or objective.kl_placement == "reward":
-        return
-    group = max(highest("group_size", member, space) for member in members)
-    largest = (group - 1) / math.sqrt(group)  # maximum |z| with the sample standard deviation: one reward differs
-    lowest_bound = min(lowest("advantage_clip", member, space) for member in members)
-    if lowest_bound >= largest:
-        yield (
-            "advantage_clip",
-            f"advantages in groups of {group:g} are at most {largest:.3g}, so lower its range or remove it",
-        )
+    used = {clip for loss in losses for clip in LOSS_TYPES[loss].clips}
+    if objective.cispo_clip_low:
+        used.add("clip_low")
+    reasons: dict[str, str] = {}
+    # 1. Clips that no loss type uses. clip_coef is used for clip_low and clip_high where they are None.
+    if all(getattr(member, clip) is not None for clip in used for member in members):
+        reasons["clip_coef"] = "members clip by clip_low and clip_high, or not at all. Remove it"
+    for name in ("clip_low", "clip_high"):
+        if name not in used:
+            reasons[name] = f"the loss types {', '.join(sorted(losses))} do not use it. Remove it"
+    # 2. One optimizer step per rollout: the policy is the one that acted, so every ratio is exactly 1.
+    one_epoch = "update_epochs" not in space and all(member.update_epochs == 1 for member in members)
+    if rows_are_samples and min(lowest("batch_size", member, space) for member in members) >= samples_per_step:
+        reasons["batch_size"] = f"all values are at least samples_per_step ({samples_per_step}). Lower its range"
+        if one_epoch and not shared:
+            names = [*CLIPS, *(["beta"] if objective.reference == "old" else [])]
+            cause = "with one optimizer step per rollout the policy is the one that acted"
+            fix = f"Raise update_epochs, or lower batch_size below samples_per_step ({samples_per_step})"
+            reasons |= dict.fromkeys(names, f"{cause}. {fix}")
+    return {name: f"{name} evolves without effect: {reasons[name]}." for name in space if name in reasons}

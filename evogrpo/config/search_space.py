@@ -75,15 +75,11 @@ class RLParameter:
         if self.min is None or self.max is None:
             raise ValueError(f"min and max must be given, or choices, got min={self.min}, max={self.max}, choices=None")
         if not self.min < self.max:
-            raise ValueError(
-                f"min must be below max, got min={self.min}, max={self.max}. To fix a hyperparameter, remove it."
-            )
+            raise ValueError(f"min must be below max, got {self.min} and {self.max}. To fix a value, remove it.")
         if self.scale == "log" and self.min <= 0:
             raise ValueError(f'min must be above 0 with scale="log", got {self.min}. Use choices to include 0.')
         if self.founders is not None and not self.min <= self.founders[0] < self.founders[1] <= self.max:
-            raise ValueError(
-                f"founders must be two ascending numbers in [{self.min}, {self.max}], got {list(self.founders)}"
-            )
+            raise ValueError(f"founders must be ascending in [{self.min}, {self.max}], got {list(self.founders)}")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -192,12 +188,10 @@ def _parameter(value: Any, default_scale: Scale) -> RLParameter:
         return value
     if isinstance(value, Mapping):
         return RLParameter(**value)
-    if isinstance(value, list) or hasattr(value, "choices"):  # Optuna's CategoricalDistribution
-        return RLParameter(choices=value if isinstance(value, list) else list(value.choices))
+    if isinstance(value, list):
+        return RLParameter(choices=value)
     if isinstance(value, tuple) and len(value) == 2:
         return RLParameter(min=value[0], max=value[1], scale=default_scale)
-    if hasattr(value, "low") and hasattr(value, "high"):  # Optuna's FloatDistribution, IntDistribution
-        return RLParameter(min=value.low, max=value.high, scale="log" if getattr(value, "log", False) else "linear")
     raise ValueError(f"expected an RLParameter, a pair (min, max) or a list of choices, got {value!r:.80}")
 
 
@@ -208,9 +202,9 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
 
     Args:
         values: Values of each evolving hyperparameter, by name. A value is an `RLParameter` or a mapping of its fields,
-            a list of choices, an Optuna distribution, or a pair of numbers. A pair is a range on the usual scale, such
-            as log for lr. The values must contain the first member's value if the caller sets it; otherwise the
-            nearest to the default is used (see `first`).
+            a list of choices, or a pair of numbers. A pair is a range on the usual scale, such as log for lr. The
+            values must contain the first member's value if the caller sets it; otherwise the nearest to the default is
+            used (see `first`).
 
     Raises:
         ValueError: If a name is unknown, or a bound or a choice is illegal for its hyperparameter.
@@ -228,10 +222,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
             if parameter.choices is None and is_categorical(name):
                 raise ValueError(f"{name} must have choices, got {parameter.extent}. Names have no order.")
             if name == "group_size" and parameter.founders is not None:
-                raise ValueError(
-                    f"group_size must not set founders, got {parameter.founders}. Its range becomes the divisors "
-                    "of samples_per_step; lower max instead."
-                )
+                raise ValueError(f"group_size must not set founders, got {parameter.founders}. Lower max instead.")
             for value in parameter.bounds if parameter.choices is None else parameter.choices:
                 checked_value(name, value)
         self._parameters = {name: parameters[name] for name in HYPERPARAMETER_NAMES if name in parameters}
@@ -293,9 +284,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
                 continue
             closest = parameter.closest(value)
             if closest != value and name in chosen:
-                raise ValueError(
-                    f"{name} must start in its {parameter.extent}, got {value!r}. Change it, or widen its search space."
-                )
+                raise ValueError(f"{name} must start in its {parameter.extent}, got {value!r}.")
             moved[name] = closest
         return dataclasses.replace(record, **moved)
 
@@ -314,16 +303,15 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
             wrong = [value for value in parameter.numbers if value not in divisors]
             if wrong:
                 raise ValueError(
-                    f"every choice of group_size must divide samples_per_step={samples_per_step}, got {wrong}: "
-                    f"choose from {valid}"
+                    f"group_size must divide samples_per_step={samples_per_step}, got {wrong}. Use {valid}."
                 )
             return self
         low, high = parameter.bounds
         usable = [value for value in divisors if low <= value <= high]
         if len(usable) < 2:
             raise ValueError(
-                f"The range of group_size must contain at least two divisors of samples_per_step={samples_per_step}, "
-                f"got {usable} in [{low}, {high}]. Include two of {valid}, or change samples_per_step."
+                f"The range of group_size must contain two divisors of samples_per_step={samples_per_step}, got "
+                f"{usable} in [{low}, {high}]. Include two of {valid}."
             )
         return HyperparameterConfig(**{**self, "group_size": RLParameter(choices=usable)})
 
@@ -360,10 +348,9 @@ def check_group_size(group_size: int, samples_per_step: int, *, owner: str = "")
         ValueError: If `group_size` does not divide `samples_per_step`.
     """
     if samples_per_step % group_size:
-        valid = ", ".join(map(str, feasible_group_sizes(samples_per_step)))
+        valid, who = ", ".join(map(str, feasible_group_sizes(samples_per_step))), owner and f" ({owner})"
         raise ValueError(
-            f"group_size must divide samples_per_step={samples_per_step}, "
-            f"got {group_size}{owner and f' ({owner})'}: use one of {valid}"
+            f"group_size must divide samples_per_step={samples_per_step}, got {group_size}{who}. Use {valid}."
         )
 
 
@@ -377,7 +364,5 @@ def common_samples(group_size: int, config: HyperparameterConfig) -> int:
     if parameter is None:
         return group_size
     if parameter.choices is None:
-        raise ValueError(
-            "samples_per_step must be given if group_size evolves over a range. Set it, or give group_size choices."
-        )
+        raise ValueError("samples_per_step must be given if group_size evolves over a range.")
     return math.lcm(group_size, *(int(choice) for choice in parameter.choices))

@@ -1,13 +1,10 @@
 """Evolving hyperparameters without effect."""
 
-import math
-
 import pytest
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective, without_effect
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
-from evogrpo.functional.advantages import group_advantages
 
 RANGES = {
     "lr": RLParameter(min=1e-5, max=1e-3, scale="log"),
@@ -79,25 +76,3 @@ def test_batch_sizes_without_effect():
     assert named((), [{"batch_size": 64}], ["batch_size"], samples_per_step=17) == []
     assert named((), [{"batch_size": 8}], ["batch_size"], samples_per_step=16) == []
     assert named((), [{"batch_size": 64}], ["batch_size"], samples_per_step=16, rows_are_samples=False) == []
-
-
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_advantage_clip_without_effect(size):
-    import torch
-
-    rewards = torch.zeros(size, dtype=torch.float64)
-    rewards[0] = 1.0
-    most = float(group_advantages(rewards, torch.zeros(size, dtype=torch.long), 1e-12).max())
-    assert most == pytest.approx((size - 1) / math.sqrt(size))
-    for shift, expected in ((0.01, ["advantage_clip"]), (-0.01, [])):
-        evolving = HyperparameterConfig(advantage_clip=RLParameter(min=most + shift, max=9))
-        found = without_effect(Objective(), [Hyperparameters(group_size=size)], evolving, samples_per_step=64)
-        assert list(found) == expected
-
-
-@pytest.mark.parametrize(
-    "switch", [{"whiten_advantages": True}, {"advantage": "mean_only"}, {"kl_placement": "reward"}]
-)
-def test_advantage_clip_has_an_effect_with_other_switches(switch):
-    evolving = HyperparameterConfig(advantage_clip=RLParameter(min=50, max=90))
-    assert without_effect(Objective(**switch), [Hyperparameters()], evolving, samples_per_step=64) == {}

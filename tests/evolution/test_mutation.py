@@ -271,9 +271,9 @@ class TestSpread:
         assert self.spread(5, seed=3) != self.spread(5, seed=4)
 
     def test_settings_of_unequal_cost_are_refused(self):
-        with pytest.raises(ValueError, match=r"must divide samples_per_step=12.*got 8: use one of 2, 3, 4, 6, 12"):
+        with pytest.raises(ValueError, match=r"must divide samples_per_step=12.*got 8. Use 2, 3, 4, 6, 12"):
             self.spread(2, space=HyperparameterConfig(lr=LR), samples_per_step=12)
-        with pytest.raises(ValueError, match=r"got \[8, 16\]: choose from 2, 3, 4, 6, 12"):
+        with pytest.raises(ValueError, match=r"got \[8, 16\]. Use 2, 3, 4, 6, 12"):
             self.spread(2, samples_per_step=12, defaults=Hyperparameters(group_size=4))
         with pytest.raises(ValueError, match="size must be at least 1"):
             self.spread(0)
