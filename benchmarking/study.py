@@ -215,7 +215,7 @@ def make_run(
         from peft import LoraConfig
 
         from evogrpo import load_base
-        from evogrpo.envs import TASKS as BUILT_IN
+        from evogrpo.envs.text.tasks import TASKS as BUILT_IN
 
         base = load_base("smollm2-135m", dtype=torch.bfloat16)
         env = BUILT_IN[name].build(base.tokenizer, seed=starts, validation_size=task.validation, test_size=task.test)

@@ -12,8 +12,7 @@ import gymnasium
 import numpy as np
 
 from evogrpo.data import Conversation
-from evogrpo.envs import Scores, Split, deal_starts
-from evogrpo.envs.protocol import REPLY, SPLITS
+from evogrpo.envs.protocol import REPLY, SPLITS, Scores, Split, deal_starts
 from evogrpo.randomness import generator
 
 SIZES = {"train": 40, "validation": 10, "test": 10}

@@ -19,7 +19,6 @@ PACKAGES = (
     "evogrpo.config.objective",
     "evogrpo.evolution",
     "evogrpo.evolution.strategies",
-    "evogrpo.envs",
     "evogrpo.data",
     "evogrpo.storage.checkpoint",
     "evogrpo.cli",
@@ -41,7 +40,13 @@ INTERFACES = {
     "evogrpo.envs.text.huggingface_gym": ("PromptOptions",),
     "evogrpo.models.language.loading": ("load_base", "BaseModel"),
     "evogrpo.models.bank": ("Sampler", "PolicyBank"),
-    "evogrpo.envs.protocol": ("SupportsFingerprint", "SupportsPreflight", "SupportsProgress"),
+    "evogrpo.envs.protocol": (
+        *("GroupEnvironment", "PromptBatch", "Scores", "SPLITS", "Split", "deal_starts"),
+        *("SupportsFingerprint", "SupportsPreflight", "SupportsProgress"),
+    ),
+    "evogrpo.envs.text.datasets": ("Filtered",),
+    "evogrpo.envs.text.reward_functions": ("RewardError",),
+    "evogrpo.envs.text.tasks": ("TASKS", "Task"),
     "evogrpo.algorithms.policies.language": ("LanguagePolicySet",),
     "evogrpo.algorithms.policies.networks": ("NetworkPolicySet",),
 }  # fmt: skip

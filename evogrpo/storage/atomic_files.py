@@ -115,21 +115,13 @@ def check_new_folder(folder: Path, *, left_over: Collection[str] = ()) -> None:
                 path.name for path in folder.iterdir() if not path.name.startswith(".") and path.name not in left_over
             )
             if names:
-                listed = f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''}"
-                raise ValueError(
-                    f"{folder} must be empty for a new run, but holds {listed}. Empty it, or choose another."
-                )
+                raise ValueError(f"{folder} must be empty for a new run, but holds {', '.join(names[:3])}.")
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"\0")
             file.flush()
             free = shutil.disk_usage(existing).free
     except OSError as error:
         reason = error.strerror or error
-        raise ValueError(
-            f"{existing} cannot be written into ({reason}). Choose another run directory than {folder}."
-        ) from error
+        raise ValueError(f"{existing} cannot be written into ({reason}). Choose another run directory.") from error
     if free < LEAST_ROOM:
-        raise ValueError(
-            f"A run directory needs at least {LEAST_ROOM / 1e6:.0f} MB, but {folder} has {free / 1e6:.0f} MB free. "
-            "Free some space, or choose another."
-        )
+        raise ValueError(f"A run needs {LEAST_ROOM / 1e6:.0f} MB, but {folder} has {free / 1e6:.0f} MB free.")

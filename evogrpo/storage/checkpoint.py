@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -31,6 +31,7 @@ from evogrpo.validation import dump, validate
 
 __all__ = ["CheckpointError", "Manifest", "read_checkpoint", "read_record", "verify_checkpoint", "write_checkpoint"]
 
+Kind = Literal["population", "agent"]
 FORMAT = "evogrpo-checkpoint"
 VERSION = 4
 """Format of checkpoints; only this one is read."""
@@ -39,11 +40,9 @@ MANIFEST_NAME = "manifest.json"
 MANIFEST_BYTES = 1 << 24  # far more than the manifest of a hundred thousand files
 # Serialising takes twice as much again: small beside any model that is trained, and hundreds of files hold gigabytes.
 FILE_BYTES = 16 * 2**20
-MOST_TENSORS = 100_000  # of a file; a forged header may name any number of empty ones, which take long to parse
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in a run directory."""
 
-_KIND = re.compile(r"(?!manifest$)[a-z][a-z0-9_]{0,49}")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _TEMPORARY = re.compile(r"\.(.+)\.temporary-[0-9a-f]{32}")
 _PREVIOUS = re.compile(r"\.(.+)\.previous")
@@ -77,10 +76,8 @@ def checkpoint_errors(path: Path | str) -> Iterator[None]:
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise CheckpointError(f"{path} needs more memory than there is: {error}") from error
     except Exception as error:
-        raise CheckpointError(
-            f"{path} has a record that this version cannot read ({type(error).__name__}: {error!s:.300}). Use the "
-            "version that wrote it, or another checkpoint."
-        ) from error
+        reason = f"{type(error).__name__}: {error!s:.300}"
+        raise CheckpointError(f"{path} cannot be read by this version ({reason}).") from error
 
 
 # ---- manifest
@@ -104,7 +101,7 @@ class Manifest:
     """Content of a checkpoint.
 
     Attributes:
-        kind: What was saved, such as "population"; names the record and the tensor files.
+        kind: What was saved; names the record and the tensor files.
         files: Every file of the folder, by name, except the manifest itself.
         format: `FORMAT`.
         version: `VERSION`.
@@ -113,29 +110,20 @@ class Manifest:
         ValueError: If a name is not a plain file name, or the record is missing.
     """
 
-    kind: str
+    kind: Kind
     files: Mapping[str, FileEntry]
     format: str = FORMAT
     version: int = VERSION
 
     def __post_init__(self) -> None:
-        if record_name(self.kind) not in self.files:
-            raise ValueError(f"files must list {record_name(self.kind)}")
+        if f"{self.kind}.json" not in self.files:
+            raise ValueError(f"files must list {self.kind}.json")
         for name in self.files:
             if not _is_plain_name(name):
                 raise ValueError(f"files must have plain file names, got {name!r:.80}")
 
 
-def record_name(kind: str) -> str:
-    """Return the name of the record file of a kind of checkpoint."""
-    if not _KIND.fullmatch(kind):
-        raise ValueError(
-            f"the kind of a checkpoint must be a short lower-case word other than 'manifest', got {kind!r:.80}"
-        )
-    return f"{kind}.json"
-
-
-def tensor_names(kind: str, names: Iterable[str]) -> list[str]:
+def tensor_names(kind: Kind, names: Iterable[str]) -> list[str]:
     """Return those names that tensor files of a kind have, in order."""
     return sorted(name for name in names if re.fullmatch(rf"{kind}(-[0-9]{{5}})?\.safetensors", name))
 
@@ -182,7 +170,7 @@ def write_checkpoint(
     record: Mapping[str, Any],
     *,
     files: Mapping[str, bytes | Callable[[], bytes]] | None = None,
-    kind: str = "population",
+    kind: Kind = "population",
     replace: bool = False,
     file_bytes: int = FILE_BYTES,
 ) -> None:
@@ -201,7 +189,7 @@ def write_checkpoint(
             them in memory.
         record: Strict JSON: text keys, finite numbers.
         files: Further files, by plain name: their bytes, or a function that is called for them when they are written.
-        kind: What is saved, in one word; the reader must ask for the same kind.
+        kind: What is saved; the reader must ask for the same kind.
         replace: Replace a checkpoint that is already there.
         file_bytes: A tensor file that holds this many bytes of tensors takes no more of them.
 
@@ -212,13 +200,9 @@ def write_checkpoint(
     """
     # 1. Check everything that can be checked before the first write.
     folder, further = Path(folder).resolve(), files or {}
-    own = {record_name(kind), *tensor_names(kind, further)}
     for name in further:
-        if not _is_plain_name(name) or name in own:
-            raise ValueError(
-                f"{name!r} cannot name a further file of a checkpoint of kind {kind!r}. Use letters, digits, '.', '_' "
-                f"and '-', and none of {record_name(kind)}, {kind}.safetensors and {MANIFEST_NAME}."
-            )
+        if not _is_plain_name(name) or name in {f"{kind}.json", *tensor_names(kind, further)}:
+            raise ValueError(f"{name!r} cannot name a further file. Use letters, digits, '.', '_' and '-'.")
     record_bytes = dump_json(record, what="record").encode("ascii")
     make_folder(folder.parent)
     remove_leftovers(folder)
@@ -235,7 +219,7 @@ def write_checkpoint(
         temporary.mkdir()
         for name, content in _tensor_files(kind, tensors, file_bytes):
             write(name, content)
-        write(record_name(kind), record_bytes)
+        write(f"{kind}.json", record_bytes)
         for name, given in further.items():
             write(name, given if isinstance(given, bytes) else given())
         manifest = dump_json(dump(Manifest(kind=kind, files=entries)), what="manifest", indent=1)
@@ -247,7 +231,7 @@ def write_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _tensor_files(kind: str, tensors: Mapping[str, Tensor], file_bytes: int) -> Iterator[tuple[str, bytes]]:
+def _tensor_files(kind: Kind, tensors: Mapping[str, Tensor], file_bytes: int) -> Iterator[tuple[str, bytes]]:
     """Yield names and contents of the tensor files; each tensor is read when its file is filled."""
     held: dict[str, Tensor] = {}
     file_name, number = f"{kind}.safetensors", 1
@@ -273,20 +257,17 @@ def _serialise(tensors: dict[str, Tensor]) -> bytes:
     try:
         return save_tensors(tensors)
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
-        raise ValueError(
-            f"The tensors cannot be saved as safetensors ({error}). Save dense, contiguous tensors that share no "
-            "memory."
-        ) from error
+        raise ValueError(f"The tensors cannot be saved as safetensors: {error}") from error
 
 
-def _check_overwrite(folder: Path, *, kind: str, replace: bool, written: Set[str]) -> None:
+def _check_overwrite(folder: Path, *, kind: Kind, replace: bool, written: Set[str]) -> None:
     """Raise CheckpointError unless `folder` is free, or holds a checkpoint that may be replaced, and nothing else."""
     if not os.path.lexists(folder):
         return
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder. Choose another path.")
     found = {entry.name for entry in folder.iterdir()}
-    own = {MANIFEST_NAME, record_name(kind), *tensor_names(kind, found)}
+    own = {MANIFEST_NAME, f"{kind}.json", *tensor_names(kind, found)}
     with suppress(CheckpointError):  # damaged: free to be replaced, if every file in it is one that a checkpoint wrote
         own |= read_manifest(folder).files.keys()
     if found & own and not replace:
@@ -337,7 +318,7 @@ def remove_leftovers(folder: Path) -> None:
 # ---- reading
 
 
-def read_checkpoint(folder: Path | str, *, kind: str = "population") -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_checkpoint(folder: Path | str, *, kind: Kind = "population") -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Load a checkpoint, after checking every file of it; no more than one tensor file is held besides its tensors.
 
     Args:
@@ -352,7 +333,7 @@ def read_checkpoint(folder: Path | str, *, kind: str = "population") -> tuple[di
     """
     place, manifest = _find(folder, kind)
     names = tensor_names(kind, manifest.files)
-    _verify_files(place, manifest, besides=(record_name(kind), *names))
+    _verify_files(place, manifest, besides=(f"{kind}.json", *names))
     record = _record(place, manifest)
     tensors: dict[str, Tensor] = {}
     for name in names:
@@ -360,7 +341,7 @@ def read_checkpoint(folder: Path | str, *, kind: str = "population") -> tuple[di
     return tensors, record
 
 
-def read_record(folder: Path | str, *, kind: str = "population") -> dict[str, Any]:
+def read_record(folder: Path | str, *, kind: Kind = "population") -> dict[str, Any]:
     """Load a checkpoint's record alone, after checking that one file.
 
     Raises:
@@ -369,7 +350,7 @@ def read_record(folder: Path | str, *, kind: str = "population") -> dict[str, An
     return _record(*_find(folder, kind))
 
 
-def verify_checkpoint(folder: Path | str, *, kind: str = "population") -> Manifest:
+def verify_checkpoint(folder: Path | str, *, kind: Kind = "population") -> Manifest:
     """Check that every file of a checkpoint is there, whole and as written, without loading any.
 
     Args:
@@ -387,20 +368,17 @@ def verify_checkpoint(folder: Path | str, *, kind: str = "population") -> Manife
     return manifest
 
 
-def _find(folder: Path | str, kind: str) -> tuple[Path, Manifest]:
+def _find(folder: Path | str, kind: Kind) -> tuple[Path, Manifest]:
     """Return the folder and the manifest of a checkpoint of this kind."""
     place = checkpoint_path(Path(folder).resolve())
     manifest = read_manifest(place)
     if manifest.kind != kind:
-        raise CheckpointError(
-            f"{place / MANIFEST_NAME} must be of a checkpoint of kind {kind!r}, got kind {manifest.kind!r}. Give the "
-            "folder of the right kind."
-        )
+        raise CheckpointError(f"{place} must be a checkpoint of kind {kind!r}, got kind {manifest.kind!r}.")
     return place, manifest
 
 
 def _record(place: Path, manifest: Manifest) -> dict[str, Any]:
-    path = place / record_name(manifest.kind)
+    path = place / f"{manifest.kind}.json"
     content = _read_verified(path, manifest.files[path.name])
     try:
         record = load_json(content)
@@ -414,9 +392,6 @@ def _record(place: Path, manifest: Manifest) -> dict[str, Any]:
 def _read_tensors(path: Path, entry: FileEntry) -> dict[str, Tensor]:
     # Parse the same bytes that were verified, so that the file cannot change in between.
     content = _read_verified(path, entry)
-    header = int.from_bytes(content[:8], "little")
-    if header < len(content) and content.count(b'"dtype"', 8, 8 + header) > MOST_TENSORS:
-        raise damaged_error(path, f"has more than {MOST_TENSORS:,} tensors")
     try:
         return load_tensors(content)
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
@@ -455,9 +430,7 @@ def _opened(path: Path, entry: FileEntry | None = None) -> Iterator[BufferedRead
     except FileNotFoundError as error:
         raise damaged_error(path, "is missing") from error
     except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error.strerror}). Check the disk and the permissions."
-        ) from error
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
 
 
 # ---- generations of a run

@@ -87,10 +87,7 @@ class Journal:
         values = {"event": event, "time": time.time(), **version, **fields}
         content = (dump_json(values, what=event) + "\n").encode("ascii")
         if (actual := os.fstat(self._file).st_size) != self.size:
-            raise JournalError(
-                f"{self.path} has {actual} bytes instead of {self.size}: it was changed while the run was writing. "
-                "Restore it before the run is resumed."
-            )
+            raise JournalError(f"{self.path} was changed during the run: it has {actual} bytes instead of {self.size}.")
         remaining = memoryview(content)
         try:
             with errors_with_path(self.path):

@@ -76,10 +76,7 @@ class DirectoryLock:
         except OSError:
             found = None
         if found != _identity(os.fstat(self._descriptor)):
-            raise LockLostError(
-                f"{self.folder} was moved, deleted or replaced, or its {LOCK} was removed, while the run was writing. "
-                "Nothing more is written; resume from the newest checkpoint."
-            )
+            raise LockLostError(f"{self.folder} or its {LOCK} was moved, removed or replaced. Nothing more is written.")
 
     def release(self) -> None:
         """Release the lock."""

@@ -16,7 +16,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from evogrpo.data import Conversation, SampledActions
-from evogrpo.envs.control.conversion import ActionNoise, mask_sizes
+from evogrpo.envs.control.conversion import ActionNoise
 from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies, single_agent
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment, PromptBatch, Scores, Split, SupportsFingerprint
 from evogrpo.randomness import generator
@@ -332,12 +332,10 @@ class PlayedRow:
     Attributes:
         first: First observation.
         steps: Observations, actions and rewards of all steps, as bytes.
-        legal: True if every action was legal.
     """
 
     first: Hashable
     steps: Hashable
-    legal: bool
 
 
 class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
@@ -374,7 +372,6 @@ class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
         )
         parts: list[list[Any]] = [[] for _ in members]
         first_of: list[list[Any]] = [[] for _ in members]
-        legal_rows = [True] * len(members)
         for policy, own in played.episodes.items():
             spec = mapping.specs[policy]
             leaves = flatten(spec.observation_space, own.observations)
@@ -382,7 +379,6 @@ class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
                 here = own.present[number]
                 if not here.any():
                     continue
-                masks = None if own.action_masks is None else own.action_masks[number][here]
                 columns = (*leaves, own.actions, own.log_probs, own.own_rewards, own.team_rewards)
                 parts[row].append(
                     (
@@ -395,12 +391,8 @@ class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
                 )
                 if here[0]:
                     first_of[row].append((own.agents[number], *(leaf[number, 0].tobytes() for leaf in leaves)))
-                legal_rows[row] &= legal(spec.action_space, own.actions[number][here], masks)
         earned = [tuple(sorted(returns.items())) for returns in played.returns]
-        return [
-            PlayedRow(first=tuple(first_of[row]), steps=(*parts[row], earned[row]), legal=legal_rows[row])
-            for row in range(len(members))
-        ]
+        return [PlayedRow(first=tuple(first_of[row]), steps=(*parts[row], earned[row])) for row in range(len(members))]
 
     def identities(self, batch: Any) -> list[Hashable]:
         """Return the reset seeds."""
@@ -438,18 +430,3 @@ class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
         for first in range(0, len(played), 4):
             assert len({row.first for row in played[first : first + 4]}) == 1
         assert len({row.steps for row in played}) > 1
-
-    def test_illegal_actions_are_never_taken(self, env: Any) -> None:
-        assert all(row.legal for row in self.groups(env, (0, 1)))
-
-
-def legal(space: gymnasium.Space[Any], actions: np.ndarray, masks: np.ndarray | None) -> bool:
-    """Return True if actions `[t, ...]` are in the space and legal under masks `[t, k]`."""
-    sizes = mask_sizes(space)
-    if not sizes:
-        return True
-    flat = actions.reshape(len(actions), -1)
-    if (flat < 0).any() or (flat >= np.array(sizes)).any():
-        return False
-    firsts = np.cumsum((0, *sizes[:-1]))
-    return masks is None or bool(np.take_along_axis(masks, flat + firsts, axis=1).all())

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from evogrpo.cli import main
 from evogrpo.data import single_turn_conversations
-from evogrpo.envs import TASKS, HuggingFaceGym
-from evogrpo.envs.text.tasks import accuracy, final_number, sequence_questions, two_digit_questions
+from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
+from evogrpo.envs.text.tasks import TASKS, accuracy, final_number, sequence_questions, two_digit_questions
 from evogrpo.extras import missing
 
 LETTERS = f"{string.printable}\N{MINUS SIGN}\u0663é漢"

@@ -1,8 +1,10 @@
 """Environments of the package and a user-defined one pass the conformance suites."""
 
-from evogrpo.envs import HuggingFaceGym, MultiTurnGym, StepRewards
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
+from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
+from evogrpo.envs.text.multi_turn_gym import MultiTurnGym
+from evogrpo.envs.text.reward_functions import StepRewards
 from evogrpo.testing.environments import PlayedEnvironmentTestCase, PromptEnvironmentTestCase
 from tests.envs import joint_probes, probes
 from tests.envs.conftest import CHAT, build

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from evogrpo.data import Conversation
-from evogrpo.envs import MultiTurnGym, StepRewards
+from evogrpo.envs.text.multi_turn_gym import MultiTurnGym
+from evogrpo.envs.text.reward_functions import StepRewards
 from tests.envs.conftest import CHAT, build
 
 CLOSED = (  # every turn has an end marker, as in ChatML

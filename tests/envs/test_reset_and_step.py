@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from evogrpo.envs import HuggingFaceGym
+from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
 
 QA = [{"question": f"{a}+{b}?", "answer": str(a + b)} for a in range(6) for b in range(5)]
 HELD_OUT = [{"question": f"{a}*{a}?", "answer": str(a * a)} for a in range(5)]

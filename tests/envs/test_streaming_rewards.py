@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from evogrpo.data import single_turn_conversations
-from evogrpo.envs import HuggingFaceGym
+from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
 from evogrpo.envs.text.reward_functions import RewardError
 from tests.envs import verifier_functions as functions
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from evogrpo.data import single_turn_conversations
-from evogrpo.envs import HuggingFaceGym
+from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
 from evogrpo.envs.text.prompt_batch import compute_rewards
 from evogrpo.envs.text.reward_functions import RewardError, RewardInputs, make_rewards
 from evogrpo.envs.text.verifier_pool import VerifierPool, make_reward_runner

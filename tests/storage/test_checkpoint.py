@@ -159,12 +159,6 @@ def test_further_files_have_plain_names(tmp_path, name):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", ["", "manifest", "../x", "a b", "A"])
-def test_a_kind_is_a_plain_word(tmp_path, kind):
-    with pytest.raises(ValueError, match="kind of a checkpoint"):
-        write_checkpoint(tmp_path / "c", {}, {}, kind=kind)
-
-
 @pytest.mark.parametrize("where", ["tensors", "files"])
 def test_what_fails_half_way_leaves_the_old_checkpoint_and_no_litter(folder, where):
     def fails():
