@@ -53,10 +53,10 @@ class TestHyperparameters:
         assert list(hints) == list(fields)
 
     @pytest.mark.parametrize("name", HYPERPARAMETER_NAMES)
-    @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, True, "1e-4", [1], 1j])
-    def test_only_finite_positive_numbers_and_known_names_are_accepted(self, name, value):
-        with pytest.raises(ValueError, match=name):
-            Hyperparameters(**{name: value})
+    def test_only_finite_positive_numbers_and_known_names_are_accepted(self, name):
+        for value in (float("nan"), float("inf"), -1, True, "1e-4", [1], 1j):
+            with pytest.raises(ValueError, match=name):
+                Hyperparameters(**{name: value})
 
     @pytest.mark.parametrize("name", HYPERPARAMETER_NAMES)
     def test_none_is_accepted_where_it_has_a_meaning(self, name):

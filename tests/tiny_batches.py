@@ -5,10 +5,12 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import Batch, Rollout, SamplingBatch
@@ -19,10 +21,11 @@ from evogrpo.models.bank import LossFunction
 from evogrpo.models.fast_llama.decode import FastDecoding
 from evogrpo.models.language.bank import AdapterBank
 from evogrpo.models.language.kv_cache import CachedDecoding, PlainDecoding
+from evogrpo.randomness import generator
 from evogrpo.testing.policy_banks import assert_gradients_agree
 from evogrpo.testing.samplers import PAD, as_batch, different_members, make_rows, with_robust_uniforms
 from tests.rounding import LOG_PROB
-from tests.tiny_models import tiny_model
+from tests.tiny_models import EOS, tiny_model
 
 CLIPS = (0.2, 0.1, 0.3)
 
@@ -42,6 +45,16 @@ def tiny_bank(size: int = 3, architecture: str = "llama", **settings: Any) -> Ad
     """Build different members over the shared model, whose compatibility checks are not repeated."""
     like = shared_bank(architecture)
     return different_members(like.base.model, size, like=like, **settings)
+
+
+def full_members(model: PreTrainedModel, size: int, *, std: float = 0.1, **settings: Any) -> AdapterBank:
+    """Build a bank of members that train all weights, which all differ from the base."""
+    bank = AdapterBank(model, size=size, **{"pad_token_id": PAD, "eos_token_ids": [EOS]} | settings)
+    for slot in range(size):
+        state = bank.state(slot)
+        values = generator(0, "test weights", slot).standard_normal(state["weights"].shape, dtype=np.float32)
+        bank.load_state(slot, state | {"weights": state["weights"] + std * torch.from_numpy(values)})
+    return bank
 
 
 def rows_run(bank: AdapterBank, monkeypatch: pytest.MonkeyPatch) -> list[int]:

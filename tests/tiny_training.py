@@ -1,6 +1,7 @@
 """Tiny agents, populations, environments and runs, and references computed separately."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,10 @@ from evogrpo.data import Batch, LearnReport
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.envs.text.templates import Tokenizer
 from evogrpo.evolution import Strategy
+from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled
+from evogrpo.models.language import bank as language_bank
+from evogrpo.models.language.causal_model import CausalModel
+from evogrpo.models.language.full_finetuning import choose_trained
 from evogrpo.randomness import generator
 from evogrpo.reporting.records import StepReport
 from evogrpo.storage.checkpoint import CheckpointError, read_checkpoint
@@ -49,6 +54,33 @@ HOLES = torch.tensor([[0.1, 0.4, 0.2, 0.9], [0.1, 0.1, 0.1, 0.1], [1.0, torch.na
 def shared_model() -> PreTrainedModel:
     """Return one tiny base for the whole test process; tests do not change it."""
     return tiny_model()
+
+
+@cache
+def equal_model() -> PreTrainedModel:
+    """Return another object with the weights of `shared_model`, as another process would load it."""
+    return tiny_model()
+
+
+_known: dict[tuple[object, ...], Any] = {}
+
+
+def _once(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that checks shared models once: it takes longer than a learning step of them."""
+
+    def once(model: PreTrainedModel, *given: Any, **options: Any) -> Any:
+        if model not in (shared_model(), equal_model()):
+            return make(model, *given, **options)
+        key = make, model, fast_paths_disabled(), repr(given), repr(options)
+        if key not in _known:
+            _known[key] = make(model, *given, **options)
+        return copy(_known[key])
+
+    return once
+
+
+language_bank.CausalModel = _once(CausalModel)  # type: ignore[assignment,misc]  # a function that builds it
+language_bank.choose_trained = _once(choose_trained)
 
 
 @cache
@@ -217,7 +249,7 @@ def resumed_run(
     """Return a run of any kind as another process would load it: new model, new bank, new environment."""
     saved = open_run(folder, go_on=True)
     kind = saved.base["kind"]
-    population, run_state = saved.restore(tiny_model() if kind == "language" and model is None else model)
+    population, run_state = saved.restore(equal_model() if kind == "language" and model is None else model)
     return Trainer(
         population,
         env or {"language": tiny_env, "networks": cart_pole, "joint": team_env}[kind](),

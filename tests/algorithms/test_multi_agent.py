@@ -58,7 +58,6 @@ class Wide(joint_probes.Favours):
     ("make", "options", "least", "most"),
     [
         (joint_probes.Favours, {"policies": "shared"}, 2.7, 3.0),  # of 3; chance is 1
-        (joint_probes.Favours, {"policies": "prefix"}, 2.7, 3.0),
         (joint_probes.Calls, {"agent_ids": True, "credit": "agent"}, 2.9, 3.0),
         (joint_probes.Calls, {"agent_ids": False, "credit": "agent"}, 0.9, 1.1),  # one policy cannot tell its agents
         (Wide, {"normalise_observations": True}, 2.5, 3.0),

@@ -53,8 +53,10 @@ CASES: dict[str, tuple[dict, dict]] = {
         {"advantage_clip": 0.7, "entropy_coef": 0.2},
         {"advantage": "return_to_go_timestep", "aggregation": "seq-mean-token-sum", "entropy_reduction": "mean"},
     ),
-    "grpo, KL in rewards": ({"beta": 0.3}, {"kl_placement": "reward", "kl_estimator": "k1"}),
-    "grpo, KL in rewards, clipped": ({"beta": 0.5, "gamma": 0.9}, {"kl_placement": "reward", "reward_clip": 0.6}),
+    "grpo, KL in rewards": (
+        {"beta": 0.5, "gamma": 0.9},
+        {"kl_placement": "reward", "kl_estimator": "k1", "reward_clip": 0.6},
+    ),
 }
 
 
@@ -122,7 +124,6 @@ SPLITS: dict[str, tuple[dict, dict]] = {
         EVERYTHING,
         {"loss_type": "dapo", "whiten_advantages": True, "top_entropy_quantile": 0.3},
     ),
-    "KL in rewards": ({"beta": 0.3}, {"kl_placement": "reward"}),
     "correction": ({}, {"importance_correction": "sequence_truncate", "importance_cap": 1.2}),
 }
 

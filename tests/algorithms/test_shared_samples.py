@@ -33,10 +33,9 @@ def collected(population, env):
     return population.collect(env, step=0, samples_per_step=8, block=4).experience
 
 
-@pytest.mark.parametrize("make", [prompts, episodes])
-def test_own_samples_by_name_equal_own_samples(make):
+def test_own_samples_by_name_equal_own_samples():
     """Member 1 learns from others as well, which does not affect them."""
-    (one, env), (other, _) = make(batch_size=8), make(batch_size=8)
+    (one, env), (other, _) = prompts(batch_size=8), prompts(batch_size=8)
     experience = collected(one, env)
     alone = one.learn(experience, step=0)[1]
     both = other.learn(experience, step=0, sources={0: [0], 1: [0, 1], 2: [2]})[1]
@@ -98,16 +97,15 @@ def test_invalid_sources_raise():
         population.learn({"default": replace(batch, sampler_log_probs=None)}, step=0, sources={0: [0, 1]})
 
 
-@pytest.mark.parametrize("make", [prompts, episodes])
-def test_distant_sources_are_excluded(make):
+def test_distant_sources_are_excluded():
     """Slots 0 and 1 hold equal policies, and slot 2 a distant one."""
-    (one, env), (other, _) = (make(batch_size=8) for _ in range(2))
+    (one, env), (other, _) = (episodes(batch_size=8) for _ in range(2))
     for population in (one, other):
         bank = population.members.banks["default"]
         bank.inherit([0, 0, 2])
-        name = "adapter" if make is prompts else "weights"
-        noise = torch.randn(bank.state(2)[name].shape, generator=torch.Generator().manual_seed(0))
-        bank.load_state(2, bank.state(2) | {name: bank.state(2)[name] + 2.0 * noise})
+        state = bank.state(2)
+        noise = torch.randn(state["weights"].shape, generator=torch.Generator().manual_seed(0))
+        bank.load_state(2, state | {"weights": state["weights"] + 2.0 * noise})
     experience = collected(one, env)
     reports = one.learn(experience, step=0, sources={1: [0, 1, 2], 2: [0]}, shared=replace(EVERY, min_ess=0.9))
     found = reports[1]
@@ -162,13 +160,12 @@ def test_shared_samples_do_not_add_optimizer_steps(make):
         assert all(report.tokens > alone[slot].tokens for slot, report in reports.items())
 
 
-@pytest.mark.parametrize("make", [prompts, episodes])
-def test_shared_rows_use_the_learners_loss_and_the_actors_sampling(make):
+def test_shared_rows_use_the_learners_loss_and_the_actors_sampling():
     """Temperature and groups are those of sampling; loss, clip and coefficients are the learner's."""
     others = {"loss_type": "cispo", "clip_coef": 0.01, "lr": 0.3, "beta": 0.5, "temperature": 0.3, "group_size": 2}
     states = []
     for changed in ({}, others):
-        population, env = make(batch_size=8)
+        population, env = prompts(batch_size=8)
         experience = collected(population, env)
         population[0].hyperparameters = replace(population[0].hyperparameters, **changed)
         population.learn(experience, step=0, sources={1: [0, 1], 2: [2]}, shared=EVERY)

@@ -144,20 +144,3 @@ def test_the_printed_command_continues_a_run_that_max_seconds_ended(workdir, cap
     assert "This run is finished (max_seconds 0.6 reached" in capsys.readouterr().out
     assert main([*printed_command("train further", output), "test_questions=2"]) == 0
     assert "Finished: " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("env", "message"),
-    [
-        ("my_maze:Maze-v0", "gymnasium.register"),
-        ("my_maze.py:Maze-v0", "No module named 'my_maze.py'"),
-        ("my_maaze:Maze-v0", "No module named 'my_maaze'"),
-    ],
-)
-def test_a_module_without_the_environment_is_refused(workdir, capsys, monkeypatch, env, message):
-    (workdir / "my_maze.py").write_text("")
-    monkeypatch.syspath_prepend(workdir)
-    assert main(["train", "--env", env]) == 2
-    output = capsys.readouterr().err
-    assert repr(env) in output
-    assert message in output

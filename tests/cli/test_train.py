@@ -146,20 +146,6 @@ def test_a_dry_run_prints_the_forecast_and_writes_nothing(project, workdir, caps
     assert list(workdir.iterdir()) == []
 
 
-@pytest.mark.parametrize("options", [[], ["--dry-run"]])
-def test_folders_that_are_not_empty_are_refused(project, workdir, capsys, options):
-    Path("taken").mkdir()
-    Path("taken/notes").touch()
-    for run_dir, rule in (
-        ("taken", "must be empty"),
-        ("taken/notes", "not a folder"),
-        ("taken/notes/run", "not a folder"),
-    ):
-        assert main(["train", str(project / "tiny.yaml"), "--run-dir", run_dir, *options]) == 2
-        assert rule in capsys.readouterr().err
-    assert [path.name for path in workdir.rglob("*")] == ["taken", "notes"]
-
-
 def test_a_run_killed_before_its_first_checkpoint_starts_again(workdir, capsys):
     """A configuration written by the user is not overwritten."""
     words = ["train", "--env", "CartPole-v1", "schedule.target_fitness=0", "logging.tensorboard=false"]

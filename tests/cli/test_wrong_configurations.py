@@ -39,31 +39,19 @@ questions   | learning_rate=1                          | Use 'hyperparameters.lr
 questions   | hyperparameters.learning_rate=1          | 'learning_rate': it is called 'lr' here
 questions   | hyperparameters.lr=0                     | hyperparameters.lr must be above 0, got 0
 questions   | hyperparameters.lr=.nan                  | hyperparameters.lr must be finite, got nan
-questions   | hyperparameters.clip_coef=1              | hyperparameters.clip_coef must be below 1, got 1
-questions   | hyperparameters.group_size=1             | hyperparameters.group_size must be at least 2, got 1
-questions   | hyperparameters.update_epochs=1.5        | hyperparameters.update_epochs must be an integer, got 1.5
 questions   | hyperparameters.loss_type=grppo          | hyperparameters.loss_type must be one of; did you mean 'grpo'?
 questions   | hyperparameters.group_size=5             | must divide samples_per_step=64; got 5
-questions   | schedule.samples_per_step=1              | schedule.samples_per_step must be at least 2, got 1
-questions   | schedule.test_questions=1                | test_questions must be 0 or at least 2, got 1
 questions   | schedule.generations=null                | schedule: A run needs a limit
 questions   | schedule.count_evaluations=true          | schedule: count_evaluations needs max_tokens
 questions   | population.founders=[{lrr: 1}]           | population: founder 1: unknown; 'lrr': did you mean 'lr'?
-questions   | population.founders=[{lr: -1}]           | population: founder 1: lr must be above 0, got -1
 questions   | population.like=nowhere                  | population.like: ; nowhere
 questions   | strategy=turnament                       | unknown strategy 'turnament': did you mean 'tournament'?
 questions   | strategy.z=-1                            | strategy: z must be at least 0, got -1
-questions   | strategy.mutation=3                      | strategy: mutation must be; got 3
-questions   | fitness=speed                            | fitness: by must be one of; got 'speed'
 questions   | fitness={by: rollouts, racing: true}     | fitness: racing needs validation questions; by='rollouts'
-questions   | fitness.answers=3                        | fitness: answers must be 1 for greedy answers; got 3
 questions   | experience=shared                        | at least 2 members, got 1
-questions   | experience.min_ess=1                     | experience: min_ess must be below 1, got 1
 questions   | search_space.lr={min: 1, max: 0.1}       | search_space.lr: min must be below max
 questions   | search_space.lr={min: 0.1, max: 1, mim: 1} | unknown key in search_space.lr 'mim': did you mean 'min'?
-questions   | search_space.lr={min: 0, max: 1, scale: log} | search_space.lr: ; log
 questions   | search_space.lr.choices=[a, b]           | search_space: lr must be a number, got 'a'
-questions   | search_space.loss_type={min: 0, max: 1}  | search_space: loss_type must have choices
 questions   | search_space.group_size.choices=[3, 4]   | group_size must divide samples_per_step=64; got [3]
 questions   | search_space.gropu_size.choices=[2]      | unknown hyperparameter 'gropu_size': did you mean 'group_size'?
 questions   | agent.min_output_tokens=200              | agent: min_output_tokens; 200
@@ -74,15 +62,9 @@ questions   | agent={full_finetuning: true, lora: {r: 4}} | agent: full_finetuni
 questions   | agent.full_finetuning=true base_parts=2  | agent.full_finetuning supports neither base_parts nor vLLM
 questions   | agent.full_finetuning=true sampler={vllm: "http://a", adapters_dir: b} | neither base_parts nor vLLM
 questions   | agent.network.hidden=[3]                 | unknown key in agent 'network'
-questions   | agent.objective.kl_estimator=k1          | agent.objective: kl_estimator
-questions   | agent.objective.kl_target=0.1            | agent.objective: kl_target
 questions   | agent.objective.reference_mixing=0.5     | agent.objective: reference_mixing; reference_sync_steps
-questions   | agent.objective={loss_type: sapo, delta: 2.0} | agent.objective: delta; sapo
-questions   | agent.objective={dual_clip: 3.0, delta: 2.0} | agent.objective: dual_clip; delta
 questions   | agent.objective.overlong_buffer=129      | overlong_buffer must be at most max_output_tokens = 128
 questions   | agent.optimizer.betas=[0.9]              | agent.optimizer.betas[1] must be given
-questions   | agent.optimizer.schedule=linear          | agent.optimizer: total_steps
-questions   | agent.optimizer.floor=0.1                | agent.optimizer: floor
 questions   | task.env=CartPole-v1                     | exactly one of them, got dataset and env
 questions   | task={dataset: {train: a}, reward: [f, g], form: agilerl} | form: agilerl takes one reward function
 questions   | task={dataset: {train: a}, reward: f, form: trl, system_prompt: x} | system_prompt; require form: agilerl
@@ -101,35 +83,30 @@ environment | task.wrappers=Halves                     | task.wrappers must be a
 environment | task.wrappers=[{name: a, option: 1}]     | task.wrappers[0]; 'option': did you mean 'options'?
 environment | task.n_envs=4                            | 'n_envs': it is called 'num_envs' here
 environment | agent.lora.r=3                           | unknown key in agent 'lora'
-environment | agent.network.hidden=[0]                 | agent.network.hidden[0] must be at least 1, got 0
 environment | agent.network.convolutions=[[1, 2]]      | agent.network.convolutions[0][2] must be given
 environment | agent.evolve_network={min_units: 9, max_units: 8} | agent; min_units; 9
 environment | agent.objective.overlong_buffer=3        | overlong_buffer
-environment | agent.objective.loss_type=gspo           | gspo
 environment | env=CartPole-v1                          | Use 'task.env'
 environment | net_arch=[64]                            | Use 'agent.network.hidden'
 environment | hyperparameters.lr=auto search_space.lr={min: 0.1, max: 1} | hyperparameters.lr must be a number
 team        | model=m                                  | model must be left out where task.parallel_env is given
 team        | agent.objective.dynamic_sampling=1       | dynamic_sampling
 environment | task.env=CartPol-v1                      | CartPol-v1; Did you mean: `CartPole`?
+environment | task.env=my_maaze:Maze-v0            | No module named 'my_maaze'
 environment | task.env_kwargs={sutton: true}           | unexpected keyword argument 'sutton'
 environment | task.env=Blackjack-v1 task.vectorization=native | vectorization
 team        | task.parallel_env=mpe2.simple_spred_v3   | No module named 'mpe2.simple_spred_v3'
 team        | task.parallel_env=json                   | json has no function parallel_env: name a module that has one
-team        | task.parallel_env=tests.envs.joint_probes:Favoors | has no function 'Favoors'
 team        | task.parallel_env=gymnasium:make task.env_kwargs={id: CartPole-v1} | must create a pettingzoo ParallelEnv
 team        | task.parallel_env=mpe2.simple_tag_v3     | Set policies='prefix'
 team        | task.env_kwargs={bad: 1}                 | cannot be made
 team        | task.score=green                         | prefixes, got 'green'
-team        | task.score=[]                            | score must be one of 'sum', 'min', 'mean'
-team        | task.score=tests.envs.joint_probes:missing | has no function 'missing'
 project     | model=./missing                          | missing
 project     | device=cuda:99                           | device 'cuda:99'
 project     | task.dataset.train=missing.jsonl         | cannot read the dataset
 project     | task.dataset.train=rows.txt              | must end in
 project     | task.reward=missing.py:score             | no file
 project     | task.reward=rewards                      | "path.py:function"
-project     | task.reward=json:no_such                 | json has no function 'no_such'
 project     | task.reward=no_such_module:f             | loading no_such_module raised ModuleNotFoundError
 project     | task.form=trl                            | must have the columns
 project     | task.max_prompt_length=1                 | left out

@@ -162,9 +162,6 @@ trl | sapo_temperature_pos: 2.0
 trl | vllm_importance_sampling_mode: token_mask
 trl | vllm_importance_sampling_clip_max: 5.0
 trl | scale_rewards: none, multi_objective_aggregation: normalize_then_sum
-trl | output_dir: x
-trl | logging_steps: x
-trl | bf16: x
 roll | reward_norm: running
 roll | norm_mean_type: running
 roll | norm_std_type: running

@@ -413,7 +413,6 @@ def undocumented(number: int) -> int:
         ({"rows": 0}, "train_dataset"),
         ({"rows": 9, "environment_factory": {"one": Counter}}, "environment"),
         ({"environment_timeout": 0}, "environment_timeout"),
-        ({"environment_workers": -1}, "environment_workers"),
     ],
 )
 def test_invalid_arguments_are_refused(options, message):

@@ -92,17 +92,3 @@ def test_state_carried_over_is_detected_and_environments_recreated():
     assert env.recreate_env
     for _ in range(2):
         assert all(set(returns.values()) == {1.0} for returns in play(env, [0, 0, 1]).returns)
-
-
-@pytest.mark.parametrize(
-    ("make", "options"), [(joint_probes.Unseeded, {}), (joint_probes.Remembering, {"recreate_env": False})]
-)
-def test_warning_if_recreating_does_not_help_or_is_off(make, options):
-    with pytest.warns(UserWarning, match="not deterministic"):
-        env = PettingZooGroups(make, **options)
-    assert not env.recreate_env
-
-
-@pytest.mark.parametrize("make", [joint_probes.Lives, joint_probes.Generated])
-def test_games_without_carried_state_are_not_recreated(make):
-    assert not PettingZooGroups(make).recreate_env

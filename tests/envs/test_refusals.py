@@ -183,8 +183,6 @@ class Needs(gymnasium.Wrapper):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"train_size": 0}, "train_size must be at least 1"),
-        ({"num_envs": 0}, "num_envs must be at least 1"),
         ({"max_episode_steps": 0}, "max_episode_steps must be at least 1"),
         ({"vectorization": "sync"}, '"auto", "native", "serial" or "processes", got \'sync\''),
         ({"env": Odd, "vectorization": "native"}, "vectorization"),

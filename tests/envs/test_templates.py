@@ -50,12 +50,3 @@ def test_special_tokens_are_not_added_twice(tokenizer, encode):
     (ids,) = tokenize([(HI, {})], tokenizer, "x")
     assert ids.tolist() == encode("<u>hi<eos><a>")
     assert len(ids) == 5
-
-
-def test_invalid_prompts_are_refused(tokenizer, plain_tokenizer):
-    with pytest.raises(ValueError, match="of x "):
-        tokenize([("hi", {}), (HI, {})], tokenizer, "x")
-    with pytest.raises(ValueError, match="row 0 of x"):  # messages need a chat template
-        tokenize([(HI, {})], plain_tokenizer, "x")
-    with pytest.raises(ValueError, match="row 1 of x"):
-        tokenize([("a", {}), ("", {})], plain_tokenizer, "x")

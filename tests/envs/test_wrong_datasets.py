@@ -11,7 +11,6 @@ from torch import nn
 from evogrpo import GRPO, GymnasiumGroups, HuggingFaceGym, RLParameter, evolve, resume, train
 from evogrpo.safe_parsing import read_yaml_file
 from evogrpo.training.configuration.question_tasks import DatasetFiles, DatasetTask, read_rows
-from evogrpo.training.configuration.reading import parse_config
 from tests.tiny_models import tiny_tokenizer
 from tests.tiny_steps import cart_pole, step_agent, step_population
 from tests.tiny_training import QUESTIONS, tiny_agent, tiny_env, tiny_population, variety
@@ -103,18 +102,3 @@ def test_the_form_of_rewards_follows_from_the_columns(columns, parameters, tmp_p
     (tmp_path / "mine.py").write_text(f"def f({parameters}): return 1.0")
     task = DatasetTask(dataset=DatasetFiles(train=str(tmp_path / "rows.jsonl")), reward=f"{tmp_path}/mine.py:f")
     assert task.environment(tiny_tokenizer(), seed=0, max_prompt_length=None).size("train") > 0
-
-
-@pytest.mark.parametrize(
-    ("section", "value", "keys"),
-    [
-        ("population", 4, "size"),
-        ("task", "CartPole-v1", "env"),
-        ("schedule", [3], "generations"),
-        ("search_space", {"lr": [1e-5, 1e-3]}, "min, max"),
-        ("agent", {"network": [64, 64]}, "hidden"),
-    ],
-)
-def test_a_section_that_is_no_mapping_is_refused(section, value, keys):
-    with pytest.raises(ValueError, match=f"{section}.* must be a mapping .*{keys}"):
-        parse_config({"task": {"env": "CartPole-v1"}, section: value})

@@ -8,7 +8,7 @@ import pytest
 from evogrpo.evolution import Fixed, Mutation, Tournament, proposals
 from tests.evolution.simulated_training import SPACE, Simulation, Surface, simulated_founders, wrong_founders
 
-SEEDS = range(12)
+SEEDS = range(8)
 
 
 @pytest.mark.parametrize(("start", "optimum"), [(1e-5, -2.0), (3e-2, -4.5)])

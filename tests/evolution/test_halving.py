@@ -8,26 +8,16 @@ from evogrpo.evolution import SuccessiveHalving
 from evogrpo.testing.strategies import SAMPLES_PER_STEP, STEPS_PER_GENERATION, SimulatedPopulation, StrategyTestCase
 
 
-class SuccessiveHalvingTestCase(StrategyTestCase):
+class TestSuccessiveHalving(StrategyTestCase):
     no_twins = False  # no member is ever born
 
-    strategy = SuccessiveHalving()
-
     def make_strategy(self):
-        return self.strategy
+        return SuccessiveHalving(eta=3, every=2, grow="samples_per_step")
 
     def test_no_member_is_born_and_no_slot_is_filled_again(self):
         for history, plan in self.simulated():
             assert not plan.children
             assert set(history.last.empty) <= set(plan.vacant)
-
-
-class TestSuccessiveHalving(SuccessiveHalvingTestCase):
-    pass
-
-
-class TestSuccessiveThirding(SuccessiveHalvingTestCase):
-    strategy = SuccessiveHalving(eta=3, every=2, grow="samples_per_step")
 
 
 @pytest.mark.parametrize("size", [1, 5, 8, 27])

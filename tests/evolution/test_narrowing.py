@@ -9,19 +9,9 @@ from evogrpo.testing.strategies import SAMPLES_PER_STEP, SimulatedPopulation, St
 from tests.evolution.simulated_training import Simulation, Surface, wrong_founders
 
 
-class NarrowingTestCase(StrategyTestCase):
-    strategy = Narrowing()
-
+class TestNarrowing(StrategyTestCase):
     def make_strategy(self):
-        return self.strategy
-
-
-class TestNarrowing(NarrowingTestCase):
-    pass
-
-
-class TestNarrowingToOne(NarrowingTestCase):
-    strategy = Narrowing(eta=3, every=1, min_members=1, quantile=0.5)
+        return Narrowing(eta=3, every=1, min_members=1, quantile=0.5)
 
 
 def test_the_population_shrinks_at_constant_cost_per_step():

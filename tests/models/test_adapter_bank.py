@@ -23,20 +23,6 @@ class TestAdapterBank(PolicyBankTestCase):
         return as_batch(rows, bank.sample(rows, base=base))
 
 
-class TestAdapterBankWithOwnReferences(TestAdapterBank):
-    """Conformance with own references that differ from the base."""
-
-    own_reference = True
-
-    def make_bank(self, size):
-        bank = tiny_bank(size, own_reference=True)
-        for slot in range(size):
-            bank.mix_reference(slot, 1.0)
-            state = bank.state(slot)
-            bank.load_state(slot, state | {"adapter": 0.7 * state["adapter"]})
-        return bank
-
-
 HYPERPARAMETERS = {slot: Hyperparameters(lr=1e-2, max_grad_norm=1e6) for slot in range(3)}
 SYSTEM = (7, 9, 4, 8, 5, 6, 11, 10, 9)
 ROWS = {
@@ -122,15 +108,6 @@ def test_empty_rows_and_prompts_raise():
 
 class TestAdapterBankSamples(SamplerTestCase):
     def make_sampler(self, bank):
-        return bank
-
-
-class TestPlainAdapterBankSamples(TestAdapterBankSamples):
-    """Conformance without a KV cache."""
-
-    def make_bank(self):
-        bank = super().make_bank()
-        bank.base.shares_prefix = False
         return bank
 
 

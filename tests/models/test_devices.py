@@ -14,7 +14,8 @@ from tests.tiny_batches import grpo_loss, lora, off_policy, sampled_batch, tiny_
 from tests.tiny_models import tiny_model
 from tests.tiny_training import events_of, final_states, finish, resumed_run, tiny_run
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+ACCELERATORS = [pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = ["cpu", *ACCELERATORS]
 ON_DEVICES = pytest.mark.parametrize("device", DEVICES)
 
 
@@ -66,18 +67,18 @@ def test_mixed_precision(prompts, accelerators):
             assert float(torch.cosine_similarity(mine, other, dim=0)) > 0.98
 
 
-HYPERPARAMETERS = {slot: Hyperparameters(lr=lr, max_grad_norm=1e6) for slot, lr in enumerate((1e-2, 1e-3, 5e-3))}
+HYPERPARAMETERS = {slot: Hyperparameters(lr=lr, max_grad_norm=1e6) for slot, lr in enumerate((1e-2, 1e-3))}
 
 
-@ON_DEVICES
+@pytest.mark.parametrize("device", ACCELERATORS)  # test_peft_oracle.py has the CPU
 def test_learning_matches_separate_peft_models(device):
     model = tiny_model("llama")
     oracles = [
-        PeftMember(model, lora(), different_members(model, 3, eos_token_ids=END_IDS).peft_files(slot)[0], END_IDS)
-        for slot in range(3)
+        PeftMember(model, lora(), different_members(model, 2, eos_token_ids=END_IDS).peft_files(slot)[0], END_IDS)
+        for slot in range(2)
     ]
-    bank = different_members(tiny_model("llama").to(device), 3, eos_token_ids=END_IDS, micro_batch_tokens=60)
-    rows = make_rows(range(3), tokens=3, min_new_tokens=MIN_NEW_TOKENS, prompts=PROMPTS[:2])
+    bank = different_members(tiny_model("llama").to(device), 2, eos_token_ids=END_IDS, micro_batch_tokens=60)
+    rows = make_rows(range(2), tokens=3, min_new_tokens=MIN_NEW_TOKENS, prompts=PROMPTS[:2])
     here = as_batch(rows, bank.sample(rows).to(torch.device("cpu")))
     batch = here.to(device)
     old, scored = off_policy(here.sampler_log_probs), bank.log_probs(batch).cpu()

@@ -1,47 +1,25 @@
-"""Members that train all weights of a model: conformance, plain training loops as oracles, exports and refusals."""
+"""Members that train all weights of a model: conformance, exports and refusals; test_peft_oracle.py has training."""
 
-import copy
-
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from evogrpo import GRPO, VLLMSampler
-from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
-from evogrpo.models.language.bank import AdapterBank
-from evogrpo.randomness import generator
-from evogrpo.testing.policy_banks import MOMENT_STEPS, PolicyBankTestCase, assert_gradients_agree, assert_weights_agree
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.testing.policy_banks import PolicyBankTestCase, assert_gradients_agree
 from evogrpo.testing.samplers import SamplerTestCase, as_batch, make_rows, tiny_llama
 from tests.models.test_adapter_bank import TOKENS
-from tests.models.test_peft_oracle import END_IDS, MIN_NEW_TOKENS, reference_step
-from tests.oracles.peft_members import PeftMember
-from tests.tiny_batches import grpo_loss, lora, off_policy, sampled_batch
-from tests.tiny_models import ARCHITECTURES, DISTINCT, EOS, PAD, tiny_model
+from tests.models.test_peft_oracle import END_IDS
+from tests.oracles.peft_members import PlainMember
+from tests.tiny_batches import full_members, grpo_loss, lora, sampled_batch
+from tests.tiny_models import ARCHITECTURES, EOS, PAD, tiny_model
 
 MODEL = tiny_model("llama")
 
 
-def full_members(model, size, *, std=0.1, **settings):
-    """Build a bank of members whose weights all differ from the base."""
-    bank = AdapterBank(model, size=size, **{"pad_token_id": PAD, "eos_token_ids": [EOS]} | settings)
-    for slot in range(size):
-        state = bank.state(slot)
-        values = generator(0, "test weights", slot).standard_normal(state["weights"].shape, dtype=np.float32)
-        bank.load_state(slot, state | {"weights": state["weights"] + std * torch.from_numpy(values)})
-    return bank
-
-
 class TestFullBank(PolicyBankTestCase):
-    def make_bank(self, size):
-        return full_members(MODEL, size)
+    """Conformance with own references that differ from the base."""
 
-    def act(self, bank, members, *, seed=0, nudge=0.0, equal_shapes=False, base=False):
-        rows = make_rows(members, seed=seed, nudge=nudge, tokens=TOKENS, min_new_tokens=TOKENS if equal_shapes else 0)
-        return as_batch(rows, bank.sample(rows, base=base))
-
-
-class TestFullBankWithOwnReferences(TestFullBank):
     own_reference = True
 
     def make_bank(self, size):
@@ -50,6 +28,10 @@ class TestFullBankWithOwnReferences(TestFullBank):
             bank.mix_reference(slot, 0.5)
         return bank
 
+    def act(self, bank, members, *, seed=0, nudge=0.0, equal_shapes=False, base=False):
+        rows = make_rows(members, seed=seed, nudge=nudge, tokens=TOKENS, min_new_tokens=TOKENS if equal_shapes else 0)
+        return as_batch(rows, bank.sample(rows, base=base))
+
 
 class TestFullSampler(SamplerTestCase):
     def make_bank(self):
@@ -57,66 +39,6 @@ class TestFullSampler(SamplerTestCase):
 
     def make_sampler(self, bank):
         return bank
-
-
-class PlainMember(PeftMember):
-    """A copy of a model with a member's weights, whose parameters are all trained."""
-
-    def __init__(self, bank, slot):
-        self.model = copy.deepcopy(bank.base.model).eval().requires_grad_()
-        self.parameters = dict(self.model.named_parameters())
-        self.end_ids = list(END_IDS)
-        torch.nn.utils.vector_to_parameters(bank.state(slot)["weights"], self.parameters.values())
-
-    def flat(self, read):
-        """Return `read` of all parameters as one vector, in the bank's order."""
-        return torch.cat([read(parameter).detach().reshape(-1) for parameter in self.parameters.values()])
-
-
-@pytest.mark.parametrize("architecture", [*DISTINCT, "qwen2"])
-def test_members_equal_plain_training_loops(architecture):
-    """Rollouts are the bank's; losses, gradients, moments and weights over three steps are compared."""
-    settings = Optimizer(weight_decay=0.05, betas=(0.9, 0.99), eps=1e-6)
-    hyperparameters = {
-        0: Hyperparameters(lr=5e-3, max_grad_norm=0.5),
-        1: Hyperparameters(lr=1e-3, max_grad_norm=1e6),
-        2: Hyperparameters(lr=1e-2, max_grad_norm=0.05),
-    }
-    model = tiny_model(architecture)
-    before = copy.deepcopy(model.state_dict())
-    bank = full_members(model, 3, optimizer=settings, eos_token_ids=END_IDS, micro_batch_tokens=60)
-    members = [PlainMember(bank, slot) for slot in range(3)]
-    optimizers = [
-        torch.optim.AdamW(
-            member.parameters.values(),
-            lr=hyperparameters[slot].lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-        )
-        for slot, member in enumerate(members)
-    ]
-    for step in range(3):
-        batch = sampled_batch(bank, seed=step, tokens=5, min_new_tokens=MIN_NEW_TOKENS)
-        old = off_policy(batch.sampler_log_probs)
-        reports = bank.update(batch, grpo_loss(batch, beta=0.1), hyperparameters).reports
-        for slot, (member, optimizer) in enumerate(zip(members, optimizers, strict=True)):
-            optimizer.zero_grad()
-            loss = reference_step(member, batch, old, slot, beta=0.1)
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(member.parameters.values(), hyperparameters[slot].max_grad_norm)
-            assert reports[slot].loss == pytest.approx(float(loss.detach()), rel=1e-3, abs=1e-4)
-            assert reports[slot].grad_norm == pytest.approx(float(norm), rel=1e-3)
-            state, kept = bank.state(slot), optimizer.state
-            if step == 0:  # the first moment, which started at zero, is the clipped gradient
-                assert_gradients_agree(state["exp_avg"], (1 - settings.betas[0]) * member.flat(lambda p: p.grad))
-            optimizer.step()
-            for name in ("exp_avg", "exp_avg_sq"):
-                moments = member.flat(lambda p, name=name, kept=kept: kept[p][name])
-                assert_gradients_agree(bank.state(slot)[name], moments, steps=MOMENT_STEPS, what=name)
-            weights, lr = member.flat(lambda p: p), hyperparameters[slot].lr
-            assert_weights_agree(bank.state(slot)["weights"], weights, steps=step + 1, lr=lr)
-    assert all(torch.equal(values, before[name]) for name, values in model.state_dict().items())
 
 
 def test_entropy_gradients_equal_those_of_a_plain_model():

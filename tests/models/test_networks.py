@@ -76,23 +76,6 @@ def test_image_channels_come_first(space, expected):
     np.testing.assert_allclose(pixels[2].numpy(), pixel / 255, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "space", [spaces.Text(3), spaces.Dict({"a": spaces.Sequence(spaces.Discrete(2))}), spaces.Dict({}), None]
-)
-def test_unsupported_spaces_are_rejected(space):
-    with pytest.raises(ValueError, match=r"Box, Discrete, MultiDiscrete, MultiBinary|at least one part"):
-        StackedBank(space, spaces.Discrete(2), size=1)
-
-
-def test_observations_of_another_space_are_rejected():
-    bank = StackedBank(MIXED, spaces.Discrete(2), size=1)
-    seen = sample_weights(MIXED, 2)
-    with pytest.raises(ValueError, match="keys"):
-        bank.act({"camera": seen["camera"]}, np.zeros(2, np.int64), uniforms=None)
-    with pytest.raises(ValueError, match="shape"):
-        bank.act(seen | {"camera": np.zeros((2, 3, 3, 2), np.uint8)}, np.zeros(2, np.int64), uniforms=None)
-
-
 @pytest.mark.parametrize("convolutions", [None, ((4, 3, 2), (5, 2, 1)), ()])
 @pytest.mark.parametrize("side", [9, 40])
 def test_convolutions_match_torch(side, convolutions):

@@ -1,4 +1,4 @@
-"""A bank against separate PEFT models, trained with PyTorch's own AdamW on plain forward passes of one row each."""
+"""Banks against separate PEFT and plain models, trained by PyTorch's AdamW on forward passes of one row each."""
 
 import warnings
 
@@ -11,10 +11,10 @@ from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
 from evogrpo.models.language.lora import peft_files
 from evogrpo.testing.policy_banks import MOMENT_STEPS, assert_gradients_agree, assert_weights_agree
 from evogrpo.testing.samplers import different_members
-from tests.oracles.peft_members import PeftMember
+from tests.oracles.peft_members import PeftMember, PlainMember
 from tests.oracles.slow_advantages import outcome
 from tests.oracles.slow_losses import member_loss
-from tests.tiny_batches import CLIPS, grpo_loss, lora, off_policy, sampled_batch
+from tests.tiny_batches import CLIPS, full_members, grpo_loss, lora, off_policy, sampled_batch
 from tests.tiny_models import ARCHITECTURES, DISTINCT, EOS, tiny_model
 
 MIN_NEW_TOKENS = 2
@@ -79,8 +79,11 @@ def reference_step(member, batch, old, slot, beta):
     return member_loss("grpo", "seq-mean-token-mean", *lists, **clips) + beta * divergence
 
 
-@pytest.mark.parametrize("architecture", DISTINCT)
-def test_bank_equals_separate_peft_models(architecture):
+@pytest.mark.parametrize(
+    ("architecture", "full"),
+    [*((architecture, False) for architecture in DISTINCT), *((name, True) for name in (*DISTINCT, "qwen2"))],
+)
+def test_members_equal_separate_training_loops(architecture, full):
     """Rollouts are the bank's; losses, gradients, moments and weights over two steps are compared."""
     settings = Optimizer(weight_decay=0.05, betas=(0.9, 0.99), eps=1e-6)
     hyperparameters = {
@@ -88,9 +91,9 @@ def test_bank_equals_separate_peft_models(architecture):
         1: Hyperparameters(lr=1e-3, max_grad_norm=1e6),
         2: Hyperparameters(lr=1e-2, max_grad_norm=0.05),
     }
-    model = tiny_model(architecture)
-    bank = different_members(model, 3, optimizer=settings, eos_token_ids=END_IDS, micro_batch_tokens=60)
-    members = [PeftMember(model, lora(), bank.peft_files(slot)[0], END_IDS) for slot in range(3)]
+    make = full_members if full else different_members
+    bank = make(tiny_model(architecture), 3, optimizer=settings, eos_token_ids=END_IDS, micro_batch_tokens=60)
+    members = [PlainMember(bank, slot) if full else peft_member(bank, slot) for slot in range(3)]
     optimizers = [
         torch.optim.AdamW(
             member.parameters.values(),
@@ -118,15 +121,22 @@ def test_bank_equals_separate_peft_models(architecture):
             states = optimizer.state
             compare(bank, slot, member, lambda p, states=states: states[p]["exp_avg"], "exp_avg")
             compare(bank, slot, member, lambda p, states=states: states[p]["exp_avg_sq"], "exp_avg_sq")
-            compare(bank, slot, member, lambda p: p.detach(), "adapter", lr=hyperparameters[slot].lr)
+            compare(bank, slot, member, lambda p: p, "weights" if full else "adapter", lr=hyperparameters[slot].lr)
+
+
+def peft_member(bank, slot):
+    return PeftMember(bank.base.model, lora(), bank.peft_files(slot)[0], END_IDS)
 
 
 def compare(bank, slot, member, read, name, lr=None):
-    """Compare one vector of a member's state, tensor by tensor, with `read` of the oracle's parameters."""
+    """Compare one vector of a member's state, tensor by tensor for adapters, with `read` of the oracle's parameters."""
     state = bank.state(slot)
-    tensors, _ = peft_files(bank.targets, bank.lora_config, state[name])
-    for key, got in tensors.items():
-        expected = read(member.parameters[key])
+    if bank.lora_config is None:
+        pairs = {"all weights": (state[name], member.flat(read))}
+    else:
+        tensors, _ = peft_files(bank.targets, bank.lora_config, state[name])
+        pairs = {key: (got, read(member.parameters[key]).detach()) for key, got in tensors.items()}
+    for key, (got, expected) in pairs.items():
         if lr is None:
             # A single tensor may be far smaller than the whole gradient.
             assert_gradients_agree(got, expected, steps=MOMENT_STEPS, what=f"{name} of {key}")

@@ -1,38 +1,42 @@
 """Accelerator tests run on a simulated device if there is no GPU, to find mixed devices."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch.utils import backend_registration
 
+from tests.forking import Forked
+
 ROOT = Path(__file__).parents[2]
+FILES = [f"tests/models/test_{name}.py" for name in ("devices", "sampling", "stacked_bank")]
 SELECTIONS = [
     ("separate or devices_agree and some", 2),
     pytest.param("waves or separate or devices_agree", 10, marks=pytest.mark.slow),
 ]
-PROGRAM = """
-import sys
 
-import pytest
-import torch
 
-from tests import simulated_device
+def run_on_simulated_device(*arguments):
+    """Run pytest on the simulated device, after a check that it refuses to be mixed with the CPU."""
+    from tests import simulated_device
 
-simulated_device.pytest_configure()
-there, here = torch.ones(2, device="simulated"), torch.ones(2)
-package = {"__name__": "evogrpo.somewhere", "torch": torch, "there": there, "here": here}
-for refused in ("there + here", "torch.cat([here, there])", "here[there.long()]", "torch.where(there > 0, here, 0.0)"):
-    with pytest.raises(RuntimeError, match="on the same device, found simulated:0 and cpu"):
-        eval(refused, package)
-with pytest.raises(TypeError, match=r"Use Tensor\\.cpu\\(\\) first"):
-    there.numpy()
-for allowed in ("there + 1.0", "there[here.long() - 1]", "there.cpu() + here", "there + here.to(there)"):
-    eval(allowed, package)
-sys.exit(pytest.main(sys.argv[1:]))
-"""
+    simulated_device.pytest_configure()
+    there, here = torch.ones(2, device=simulated_device.NAME), torch.ones(2)
+    package = {"__name__": "evogrpo.somewhere", "torch": torch, "there": there, "here": here}
+    for mixed in (
+        "there + here",
+        "torch.cat([here, there])",
+        "here[there.long()]",
+        "torch.where(there > 0, here, 0.0)",
+    ):
+        with pytest.raises(RuntimeError, match="on the same device, found simulated:0 and cpu"):
+            eval(mixed, package)  # noqa: S307
+    with pytest.raises(TypeError, match=r"Use Tensor\.cpu\(\) first"):
+        there.numpy()
+    for allowed in ("there + 1.0", "there[here.long() - 1]", "there.cpu() + here", "there + here.to(there)"):
+        eval(allowed, package)  # noqa: S307
+    sys.exit(pytest.main(list(arguments)))
 
 
 @pytest.mark.skipif(
@@ -41,14 +45,8 @@ sys.exit(pytest.main(sys.argv[1:]))
 )
 @pytest.mark.parametrize(("selection", "count"), SELECTIONS)
 def test_accelerator_tests_pass_on_a_simulated_device(selection, count):
-    files = [f"tests/models/test_{name}.py" for name in ("devices", "sampling", "stacked_bank")]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "-q", "-p", "no:cacheprovider", "-k", f"simulated and ({selection})", *files],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))},
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{count} passed" in done.stdout
+    words = ("-q", "-p", "no:cacheprovider", "-k", f"simulated and ({selection})", *FILES)
+    process = Forked(run_on_simulated_device, *words, cwd=ROOT)
+    said, errors = process.communicate(400)
+    assert process.returncode == 0, said + errors
+    assert f"{count} passed" in said

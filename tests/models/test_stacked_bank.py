@@ -10,7 +10,7 @@ from evogrpo.models.networks.architecture import NetworkConfig
 from evogrpo.models.networks.bank import StackedBank
 from evogrpo.randomness import generator
 from evogrpo.testing.policy_banks import PolicyBankTestCase
-from tests.models.test_devices import DEVICES
+from tests.models.test_devices import ACCELERATORS
 from tests.tiny_networks import CASES, VECTOR, acted_batch, observe, stacked
 
 
@@ -95,7 +95,7 @@ def test_acting_uses_current_weights():
     assert (ask(case, bank, rows).log_probs[:20] != third.log_probs[:20]).any()
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ACCELERATORS)
 @pytest.mark.parametrize("name", CASES)
 def test_devices_agree(name, device):
     case = CASES[name]

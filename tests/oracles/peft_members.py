@@ -1,13 +1,15 @@
-"""One member trained alone: its own copy of the base, PEFT's adapters, PyTorch's AdamW."""
+"""One member trained alone on its own copy of the base: PEFT's adapters, or all weights."""
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from evogrpo.models.language.bank import AdapterBank
 
 
 class PeftMember:
@@ -58,3 +60,17 @@ class PeftMember:
         with torch.no_grad():
             logits = self.model(input_ids=torch.tensor([list(prompt)])).logits[0, -1]
         return (logits.double() / temperature).softmax(0)
+
+
+class PlainMember(PeftMember):
+    """A copy of a model with a member's weights, whose parameters are all trained."""
+
+    def __init__(self, bank: AdapterBank, slot: int) -> None:
+        self.model = copy.deepcopy(bank.base.model).eval().requires_grad_()
+        self.parameters = dict(self.model.named_parameters())
+        self.end_ids = bank.end_ids.tolist()
+        torch.nn.utils.vector_to_parameters(bank.state(slot)["weights"], self.parameters.values())
+
+    def flat(self, read: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return `read` of all parameters as one vector, in the bank's order."""
+        return torch.cat([read(parameter).detach().reshape(-1) for parameter in self.parameters.values()])

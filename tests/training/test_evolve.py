@@ -147,16 +147,6 @@ def test_the_test_can_be_skipped():
     assert not held_out & set(asked)
 
 
-def test_wrapped_members_evolve():
-    class Wrapped:
-        def __init__(self, agent):
-            self.wrapped = agent
-
-    population = tiny_population(3, hp_config=SPACE, wrapper_cls=Wrapped, update_epochs=2)
-    (report,) = evolve(population, tiny_env(), generations=1, **STEPS)
-    assert population.best.wrapped.index == report.best.index
-
-
 def test_a_left_loop_continues_and_a_stopped_run_has_a_result():
     run = evolve(tiny_population(2), tiny_env(), generations=3, steps_per_generation=1, **SPENDING)
     with pytest.raises(RuntimeError, match="no result"):

@@ -7,12 +7,12 @@ import pytest
 import yaml
 
 from evogrpo import Hyperparameters, Tournament, evolve, resume
-from evogrpo.evolution import Fixed, MutationOnly, TruncationPBT
+from evogrpo.evolution import Fixed, MutationOnly
 from evogrpo.reporting.records import GenerationReport, StepReport
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.checkpoint import read_checkpoint, write_checkpoint
 from evogrpo.storage.journal import read_journal
-from evogrpo.testing.strategies import SPACE, StrategyTestCase
+from evogrpo.testing.strategies import SPACE
 from evogrpo.training.configuration.reading import load_config, parse_config
 from evogrpo.training.configuration.user_code import check_resumable
 from evogrpo.training.display import plan_lines
@@ -38,14 +38,6 @@ from tests.tiny_training import (
 )
 
 STEPS = {"steps_per_generation": 1, "samples_per_step": 8, "test_questions": 0}
-
-
-class TestUserDefinedMutation(StrategyTestCase):
-    def make_strategy(self):
-        return TruncationPBT(mutation=Gaussian(width=0.05))
-
-    def rebuilt(self, strategy):
-        return dataclasses.replace(strategy)
 
 
 def test_children_have_the_returned_hyperparameters():

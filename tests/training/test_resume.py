@@ -65,8 +65,13 @@ QUICK_RUNS = {
     "strategy with a state": {"strategy": Bandit},
     "retired members and changed budgets": {"strategy": Halving, "size": 4, "generations": 4},
     "samples per member": {"strategy": Turns, "options": SAME_GROUPS},
-    "full fine-tuning": {"start": tiny_run, "options": {"lora_config": None, "full_finetuning": True, "beta": 0.1}},
-    "shared experience of language models": {"start": tiny_run, "experience": SHARED},
+    "full fine-tuning": {
+        "start": tiny_run,
+        "options": {"lora_config": None, "full_finetuning": True, "beta": 0.1},
+        "size": 2,
+        "generations": 2,
+    },
+    "shared experience of language models": {"start": tiny_run, "experience": SHARED, "generations": 2},
     "fitness by both": {
         "fitness": {"by": "both", "sampled": True, "racing": True, "candidates": 3, "z": 9.0},
         "samples_per_step": 16,
@@ -89,7 +94,7 @@ def test_a_run_stopped_twice_resumes_equal(name, tmp_path):
     whole = start(tmp_path / "whole", strategy=strategy(), **settings)
     finish(whole)
     stop_after(start(tmp_path / "run", strategy=strategy(), **settings), 2)  # before an evaluation
-    stop_after(resumed_run(tmp_path / "run", strategy=strategy()), 5)  # within a generation
+    stop_after(resumed_run(tmp_path / "run", strategy=strategy()), 3)  # within a generation
     again = resumed_run(tmp_path / "run", strategy=strategy())
     finish(again)
     check_same_run(tmp_path / "run", tmp_path / "whole")

@@ -1,14 +1,10 @@
 """Runs of small networks, of one agent and of several."""
 
 import json
-from dataclasses import replace
 
 import pytest
-import torch
 
-from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, MultiAgentGRPO, RLParameter, Tournament, evolve, resume
-from evogrpo.algorithms.policies.settings import STEPWISE
-from evogrpo.models.networks.architecture import ArchitectureLimits
+from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, MultiAgentGRPO, RLParameter, evolve, resume
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.run_dir import open_run
@@ -82,20 +78,6 @@ def test_a_population_solves_cart_pole_from_every_seed(seed):
     assert population.best.test(env, split="test") >= 475
 
 
-def test_fully_masked_truncated_episodes_give_no_update():
-    env = GymnasiumGroups("Pendulum-v1", max_episode_steps=3)  # its rewards differ, and no episode terminates
-    options = {"observation_space": env.observation_space, "action_space": env.action_space, "group_size": 4}
-    masked = GRPO.population(2, objective=replace(STEPWISE, mask_truncated=True), **options)
-    learning = GRPO.population(2, objective=STEPWISE, **options)
-    for population, moved in ((masked, False), (learning, True)):
-        before = population.members.banks.state(1)["weights"]
-        collected = population.collect(env, step=0, samples_per_step=8, block=2)
-        report = population.learn(collected.experience, step=0)[1]
-        assert report.failed is None
-        assert report.metrics["completions/clipped_ratio"] == 1.0
-        assert torch.equal(population.members.banks.state(1)["weights"], before) != moved
-
-
 def test_a_team_evolves(tmp_path):
     env = team_env()
     population = team_population(3, env)
@@ -110,14 +92,3 @@ def test_a_team_evolves(tmp_path):
     )
     best = MultiAgentGRPO.load(tmp_path / "run" / "best")
     assert best.test(env) == best.fitness.mean == max(report.best.fitness for report in reports)
-
-
-def test_networks_of_policies_evolve():
-    env = team_env()
-    limits = ArchitectureLimits(min_units=8, unit_steps=(8,), probability=1.0)
-    population = team_population(3, env, evolve_network=limits)
-    reports = list(evolve(population, env, strategy=Tournament(z=0.0), **TEAM_QUICK))
-    changed = [member for report in reports for member in report.members if "network" in member.changes]
-    assert changed
-    assert all(new.split(": ")[0] in ("red", "blue") for _, new in (member.changes["network"] for member in changed))
-    assert all(member.failed is None for report in reports for member in report.members)
