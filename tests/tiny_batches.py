@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import Batch, Rollout, SamplingBatch
 from evogrpo.functional.advantages import group_advantages
-from evogrpo.functional.kl import kl_estimate
-from evogrpo.functional.losses import loss_weights, policy_loss
+from evogrpo.functional.losses import kl_estimate, loss_weights, policy_loss
 from evogrpo.models.bank import LossFunction
 from evogrpo.models.fast_llama.decode import FastDecoding
 from evogrpo.models.language.bank import AdapterBank

@@ -129,15 +129,14 @@ def check_precision() -> Iterator[Finding]:
     """Report the precision that `precision: auto` selects on this machine."""
     if missing("The demo", *_LLM) is not None:
         return
-    from evogrpo.models.language.loading import MIN_SPEED_UP, speed_up
+    from evogrpo.models.language.loading import has_bfloat16_products
 
     torch = importlib.import_module("torch")
     if torch.cuda.is_available():
         detail = "bfloat16" if torch.cuda.is_bf16_supported() else "float32: the GPU has no bfloat16"
     else:
-        ratio = speed_up(576, 1536)  # the largest matrix product of SmolLM2-135M
-        chosen = "bfloat16" if ratio >= MIN_SPEED_UP else "float32"
-        detail = f"{chosen}: bfloat16 is {ratio:.1f} times as fast as float32, {MIN_SPEED_UP:g} is required"
+        native = has_bfloat16_products()
+        detail = "bfloat16" if native else "float32: the processor has no instructions for bfloat16"
     yield Finding(name="precision", state="ok", detail=f"auto selects {detail}")
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 
 from evogrpo.functional.matmul import FEW_ROWS, ROW_MULTIPLE, frozen_linear, uses_onednn
 
@@ -24,17 +25,18 @@ def chunked_log_probs(
     *,
     entropy_gradient: bool = False,
     weight: Tensor | None = None,
+    train_head: bool = False,
 ) -> tuple[Tensor, Tensor]:
     r"""Return log softmax(head(hidden) / temperature)[target] and the entropy of every row, in chunks of rows.
 
     Each row's values depend on its own hidden state only. Their gradients are therefore computed in the forward pass,
     by vector-Jacobian products through `head` while the logits of the chunk exist. The backward pass needs neither the
-    logits nor a second pass over the vocabulary.
+    logits nor a second pass over the vocabulary. With `train_head`, it computes the logits of each chunk again.
 
     Args:
         hidden: `[k, h]` final hidden states.
         head: Maps `[c, h]` to new logits `[c, v]`, row by row. The logits are overwritten, so its backward pass must
-            not need them. Its own parameters get no gradient.
+            not need them.
         targets: `[k]` token ids.
         temperature: `[k]` above 0.
         forbidden: `[k]` booleans, True for rows in which `forbidden_ids` have probability 0.
@@ -43,11 +45,23 @@ def chunked_log_probs(
         entropy_gradient: Make the entropies differentiable too, at the cost of a second product through `head`.
         weight: `[v, h]` if `head` is only the product with this matrix. All chunks then share one buffer, and `head`
             is not called.
+        train_head: Also compute gradients of the parameters of `head`.
 
     Returns:
         `[k]` log-probabilities and `[k]` entropies, float32, in nats. The former are differentiable once with respect
         to `hidden`.
     """
+    if train_head:
+
+        def scores(hidden: Tensor, targets: Tensor, temperature: Tensor, forbidden: Tensor) -> tuple[Tensor, Tensor]:
+            log_p = scale_logits(head(hidden), temperature, forbidden, forbidden_ids).log_softmax(1)
+            entropies = -(log_p.exp() * log_p.clamp(min=-1e30)).sum(1)  # 0 * -inf would be NaN
+            return log_p.gather(1, targets[:, None])[:, 0], entropies
+
+        columns = [values.split(chunk) for values in (hidden, targets, temperature, forbidden)]
+        parts = [checkpoint(scores, *part, use_reentrant=False) for part in zip(*columns, strict=True)]
+        log_probs, entropies = (torch.cat(values) for values in zip(*parts, strict=True))
+        return log_probs, entropies if entropy_gradient else entropies.detach()
     needs_grad = hidden.requires_grad and torch.is_grad_enabled()
     if weight is not None and uses_onednn(FEW_ROWS, hidden, weight):
         chunk = min(chunk, FEW_ROWS)  # measured as the fastest of 32 to 1,024: its memory is reused

@@ -1,11 +1,25 @@
-"""Policy losses per action, and the weights that reduce them. Every reduction is a weighted sum over actions."""
+"""Terms of the loss of every action: policy losses, KL estimates, importance weights and masks; and their reduction.
+
+Every reduction is a weighted sum over actions.
+"""
+
+import math
 
 import torch
 from torch import Tensor
 
-from evogrpo.functional.loss_types import AGGREGATIONS, LOSS_TYPES, LossProperties
+from evogrpo.functional.loss_types import (
+    ACTION_KLS,
+    AGGREGATIONS,
+    IMPORTANCE_CORRECTIONS,
+    LOSS_TYPES,
+    LossProperties,
+)
+from evogrpo.functional.rewards import consecutive_ids
 
 Coefficient = float | Tensor
+# In nats. Entropies after equal tokens are equal but for rounding, which depends on the other rows of the batch.
+ENTROPY_TOLERANCE = 1e-4
 
 
 def policy_loss(
@@ -175,27 +189,6 @@ def loss_weights(
     return torch.where(mask, 1.0 / divisor.clamp(min=1.0)[:, None], 0.0).float()
 
 
-def bias_corrected_kl(kl: Tensor, loss_type: str, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
-    r"""Multiply estimates of the KL by the ratio, with its gradient.
-
-    The expected gradient is then that of the estimate under the current policy, although the old policy acted. For k3
-    that is the gradient of KL(policy || reference).
-
-    Args:
-        kl: `[n, t]` as `kl_estimate` returns them, in nats.
-        loss_type: Determines the ratio: the completion's for "gspo" and "luspo", otherwise the action's.
-        log_probs: `[n, t]` log-probabilities of the current policy, in nats.
-        old_log_probs: `[n, t]` log-probabilities of the policy that acted, in nats.
-        mask: `[n, t]` booleans, True = counts.
-
-    Returns:
-        `[n, t]` in nats.
-
-    Source: DeepSeek-V3.2 (arXiv:2512.02556); TRL's `use_bias_correction_kl`.
-    """
-    return kl * _ratios(_properties(loss_type), torch.where(mask, log_probs - old_log_probs, 0.0), mask)
-
-
 def _properties(loss_type: str) -> LossProperties:
     if loss_type not in LOSS_TYPES:
         raise ValueError(f"loss_type must be one of {', '.join(LOSS_TYPES)}, got {loss_type!r}.")
@@ -219,3 +212,178 @@ def _exp(log_ratios: Tensor) -> Tensor:
 
 def _clamp(values: Tensor, low: Coefficient, high: Coefficient) -> Tensor:
     return values.clamp(min=low).clamp(max=high)  # one bound may be a float and the other a tensor
+
+
+# ---- KL divergence to the reference policy
+
+
+def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    r"""Estimate KL(policy || reference) from sampled actions, with d = log_probs - ref_log_probs.
+
+    - "k1": d. Unbiased, of any sign. As a loss its expected gradient is 0: use it in rewards.
+    - "k2": d^2 / 2. Biased but never negative. As a loss its expected gradient is that of KL(policy || reference).
+    - "k3": exp(-d) + d - 1. Unbiased and never negative. As a loss its expected gradient is that of
+      KL(reference || policy), which is the same to first order around the reference.
+    - "abs": |d|.
+
+    Unbiased: in expectation over actions sampled from the policy. d is clamped to +-20 before the exponential.
+
+    Args:
+        kind: One of `ActionKl`.
+        log_probs: `[n, t]` log-probabilities of the current policy, in nats.
+        ref_log_probs: `[n, t]` log-probabilities of the reference policy, in nats.
+
+    Returns:
+        `[n, t]` in nats.
+
+    Raises:
+        ValueError: If `kind` is unknown.
+
+    Source: Schulman, "Approximating KL divergence" (2020); DeepSeekMath (arXiv:2402.03300), equation 4, for k3.
+    """
+    difference = log_probs - ref_log_probs
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return difference**2 / 2
+    if kind == "k3":
+        # E[exp(-d)] = sum_a p(a) q(a) / p(a) = 1, so exp(-d) - 1 has mean 0 and only lowers the variance of d.
+        difference = difference.clamp(-20.0, 20.0)
+        return torch.exp(-difference) + difference - 1.0
+    if kind == "abs":
+        return difference.abs()
+    raise ValueError(f"kl_estimator must be one of {', '.join(ACTION_KLS)}, got {kind!r}")
+
+
+def bias_corrected_kl(kl: Tensor, loss_type: str, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
+    r"""Multiply estimates of the KL by the ratio, with its gradient.
+
+    The expected gradient is then that of the estimate under the current policy, although the old policy acted. For k3
+    that is the gradient of KL(policy || reference).
+
+    Args:
+        kl: `[n, t]` as `kl_estimate` returns them, in nats.
+        loss_type: Determines the ratio: the completion's for "gspo" and "luspo", otherwise the action's.
+        log_probs: `[n, t]` log-probabilities of the current policy, in nats.
+        old_log_probs: `[n, t]` log-probabilities of the policy that acted, in nats.
+        mask: `[n, t]` booleans, True = counts.
+
+    Returns:
+        `[n, t]` in nats.
+
+    Source: DeepSeek-V3.2 (arXiv:2512.02556); TRL's `use_bias_correction_kl`.
+    """
+    return kl * _ratios(_properties(loss_type), torch.where(mask, log_probs - old_log_probs, 0.0), mask)
+
+
+def adaptive_kl(value: Tensor, kl: Tensor, target: float, horizon: int, n: int) -> Tensor:
+    r"""Adapt the KL coefficient to a target divergence: value (1 + clip(kl / target - 1, +-0.2) n / horizon).
+
+    Args:
+        value: Coefficients, or factors on them, any shape.
+        kl: Measured divergence in nats, the same shape.
+        target: Target divergence in nats, above 0.
+        horizon: Number of samples over which the coefficient changes by at most a fifth, at least 1.
+        n: Number of samples in the measurement.
+
+    Returns:
+        The new coefficients.
+
+    Source: Ziegler et al. (arXiv:1909.08593), section 2.2.
+    """
+    return value * (1.0 + (kl / target - 1.0).clamp(-0.2, 0.2) * n / horizon)
+
+
+# ---- importance weights, and masks by entropy
+
+
+def importance_weights(
+    kind: str, old_log_probs: Tensor, sampler_log_probs: Tensor, mask: Tensor, cap: float = 2.0
+) -> Tensor:
+    r"""Return importance weights: probability ratios of the trainer's policy to the sampler's, bounded by a cap.
+
+    The ratio is exp(old - sampler), of each action ("token_") or of all actions of a completion ("sequence_"). Above
+    the cap it becomes the cap ("_truncate") or 0 ("_mask").
+
+    Args:
+        kind: One of `ImportanceCorrection`.
+        old_log_probs: `[n, t]` log-probabilities of the trainer's policy at sampling time, in nats.
+        sampler_log_probs: `[n, t]` log-probabilities that the sampler reported, in nats; NaN = unknown, taken as equal.
+        mask: `[n, t]` booleans, True = counts.
+        cap: Upper bound of the ratio, at least 1.
+
+    Returns:
+        `[n, t]` weights of the policy loss (not of the KL), without gradient; 1 where the mask is False.
+
+    Raises:
+        ValueError: If `kind` is unknown.
+
+    Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025), for
+    truncation; Liu et al., "When speed kills stability" (2025), for sequences and masks.
+    """
+    if kind not in IMPORTANCE_CORRECTIONS:
+        raise ValueError(f"importance_correction must be one of {', '.join(IMPORTANCE_CORRECTIONS)}, got {kind!r}")
+    level, action = kind.split("_")
+    difference = (old_log_probs - sampler_log_probs).detach()
+    difference = torch.where(mask & ~sampler_log_probs.isnan(), difference, 0.0)
+    if level == "sequence":
+        difference = difference.sum(1, keepdim=True).expand_as(mask)
+    ratio = difference.exp()
+    ratio = ratio.clamp(max=cap) if action == "truncate" else torch.where(ratio > cap, 0.0, ratio)
+    return torch.where(mask, ratio, 1.0)
+
+
+def effective_sample_fraction(log_ratios: Tensor, sources: Tensor, count: int) -> Tensor:
+    r"""Return the effective sample size of each source's actions under another policy, divided by their number.
+
+    With w = exp(log_ratios) it is (sum w)^2 / (k sum w^2) over the k actions of a source: 1 if all weights are equal,
+    1/k if one weight dominates.
+
+    Args:
+        log_ratios: `[k]` log-probabilities under the learning policy minus those under the acting policy, in nats.
+        sources: `[k]` source of each action, from 0 to `count - 1`.
+        count: Number of sources.
+
+    Returns:
+        `[count]` float64 in [0, 1]; NaN for a source without actions.
+
+    Source: Kish, Survey Sampling (1965).
+    """
+    logs = log_ratios.double()
+    # A common factor cancels. Dividing by the largest weight of a source prevents overflow.
+    largest = logs.new_full((count,), -math.inf).scatter_reduce(0, sources, logs, "amax")
+    weights = (logs - largest[sources]).exp()
+    totals, squares, amounts = (
+        logs.new_zeros(count).index_add(0, sources, summands)
+        for summands in (weights, weights**2, torch.ones_like(logs))
+    )
+    return totals**2 / (amounts * squares)
+
+
+def high_entropy_mask(entropies: Tensor, mask: Tensor, member_ids: Tensor, quantile: float) -> Tensor:
+    """Return a mask of each member's actions with the highest entropy.
+
+    The policy loss of other actions is left out, but they still count in every denominator.
+
+    Args:
+        entropies: `[n, t]` in nats.
+        mask: `[n, t]` booleans, True = counts.
+        member_ids: `[n]` member of each row; each member has its own threshold.
+        quantile: Fraction to keep, in (0, 1].
+
+    Returns:
+        `[n, t]` booleans, a subset of `mask`. Actions within `ENTROPY_TOLERANCE` nats of the threshold are kept too.
+
+    Source: "Beyond the 80/20 rule" (arXiv:2506.01939).
+    """
+    member, members = consecutive_ids(member_ids)
+    selected = torch.zeros_like(mask)
+    for number in range(members):
+        member_actions = mask & (member == number)[:, None]
+        values = entropies[member_actions]
+        if not len(values):
+            continue
+        # The 1 - quantile point by linear interpolation lies just below this order statistic (or on it).
+        rank = math.ceil((1.0 - quantile) * (len(values) - 1) - 1e-9)
+        selected |= member_actions & (entropies >= values.kthvalue(rank + 1).values - ENTROPY_TOLERANCE)
+    return selected

@@ -171,11 +171,7 @@ def zero_variance_groups(rewards: Tensor, groups: Tensor, count: int) -> Tensor:
     Returns:
         `[count]` booleans.
     """
-    applies = ~rewards.isnan()
-    low = torch.full((count,), torch.inf, dtype=rewards.dtype, device=rewards.device)
-    low = low.scatter_reduce(0, groups[applies], rewards[applies], "amin")
-    high = torch.full_like(low, -torch.inf).scatter_reduce(0, groups[applies], rewards[applies], "amax")
-    return low >= high
+    return group_statistics(rewards, ~rewards.isnan(), groups, count).square == 0
 
 
 def update_running_statistics(running: Tensor, rewards: Tensor, member_ids: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ Precision = Literal["auto", "float32", "bfloat16", "int8", "nf4"]
 DEFAULT_MICRO_BATCH_TOKENS = 1024
 """Default size of a micro-batch. On CUDA, the default follows from the memory estimate."""
 _GROUPS = Path("/sys/fs/cgroup")
-_LIMIT_FILES = {"": "memory.max", "memory": "memory.limit_in_bytes"}  # by controller, as /proc/self/cgroup names it
 
 
 def check_device(device: "str | torch.device") -> None:
@@ -125,32 +124,18 @@ def process_memory(groups: Path = _GROUPS, membership: Path = Path("/proc/self/c
     """Return the memory that this process may use, in bytes: the machine's, or less inside a container or cgroup.
 
     Args:
-        groups: Mount point of the control groups, of either version.
-        membership: File that lists the groups of the process.
+        groups: Mount point of the control groups (version 2).
+        membership: File that names the group of the process, as "0::/path".
     """
-    sizes = list(_limits(groups, membership))
+    sizes = []
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    return min(sizes, default=None)
-
-
-def _limits(groups: Path, membership: Path) -> Iterator[int]:
-    """Yield the limits of the process's control groups and of their parents."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controller, _, path = rest.partition(":")
-        file = _LIMIT_FILES.get(controller)
-        if file is None:
+    lines = membership.read_text().splitlines() if membership.is_file() else []
+    inner = Path(next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), ""))
+    # Inside a container the path may be the host's and not exist; the root is then the container's own group.
+    for folder in (inner, *inner.parents):
+        try:
+            sizes.append(int((groups / folder / "memory.max").read_text()))
+        except (OSError, ValueError):  # no such folder, or "max"
             continue
-        root = groups / controller
-        inner = Path(path.strip("/"))
-        # Inside a container the path may be the host's and not exist; the root is then the container's own group.
-        for folder in (inner, *inner.parents):
-            try:
-                yield int((root / folder / file).read_text())
-            except (OSError, ValueError):  # no such folder, or "max"
-                continue
+    return min(sizes, default=None)

@@ -11,8 +11,7 @@ from torch import Tensor
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import Batch, UpdateReport
 from evogrpo.functional.advantages import group_advantages
-from evogrpo.functional.kl import kl_estimate
-from evogrpo.functional.losses import loss_weights, policy_loss
+from evogrpo.functional.losses import kl_estimate, loss_weights, policy_loss
 from evogrpo.models.bank import INITIAL_RUNNING_STATS, RUNNING_STATS, LossFunction, PolicyBank
 
 SIZE = 3

@@ -9,8 +9,8 @@ import torch
 from evogrpo import Objective
 from evogrpo.algorithms.learning.learning_step import learn, minibatches
 from evogrpo.data import Batch
-from evogrpo.functional.corrections import ENTROPY_TOLERANCE
 from evogrpo.functional.loss_types import ADVANTAGES, LOSS_TYPES
+from evogrpo.functional.losses import ENTROPY_TOLERANCE
 from evogrpo.testing.policy_banks import assert_states_agree
 from tests.oracles.objective_by_hand import ByHand, rows_of
 from tests.oracles.slow_advantages import outcome

@@ -9,7 +9,7 @@ import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from evogrpo.cli import main
-from evogrpo.models.language.loading import MIN_SPEED_UP, choose_precision, speed_up
+from evogrpo.models.language.loading import choose_precision, has_bfloat16_products
 from evogrpo.training.launch import read_resumable
 from tests.cli.project import prepare
 from tests.tiny_models import COMMON
@@ -36,13 +36,12 @@ def precision_of(config):
     return next(population.members.bank.base.model.parameters()).dtype
 
 
-def test_auto_is_bfloat16_where_matrix_products_are_faster(monkeypatch):
+def test_auto_is_bfloat16_where_the_processor_has_instructions_for_it(monkeypatch):
     monkeypatch.delenv("EVOGRPO_SLOW", raising=False)
     sizes = COMMON | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
     with torch.device("meta"):
         wide = AutoModelForCausalLM.from_config(LlamaConfig(**sizes))
-    gains = speed_up(512, 2048) >= MIN_SPEED_UP
-    assert choose_precision("auto", wide, "cpu") == ("bfloat16" if gains else "float32")
+    assert choose_precision("auto", wide, "cpu") == ("bfloat16" if has_bfloat16_products() else "float32")
     monkeypatch.setenv("EVOGRPO_SLOW", "1")
     assert choose_precision("auto", wide, "cpu") == "float32"
 

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evogrpo.functional.corrections import (
+from evogrpo.functional.loss_types import IMPORTANCE_CORRECTIONS
+from evogrpo.functional.losses import (
     ENTROPY_TOLERANCE,
     effective_sample_fraction,
     high_entropy_mask,
     importance_weights,
 )
-from evogrpo.functional.loss_types import IMPORTANCE_CORRECTIONS
 
 RATIOS = torch.tensor([[1.5, 0.5, 3.0, 9.0], [1.6, 1.6, 1.0, 9.0]])
 MASK = torch.tensor([[True, True, True, False], [True, True, False, False]])

@@ -5,10 +5,15 @@ import itertools
 import pytest
 import torch
 
-from evogrpo.functional.corrections import high_entropy_mask, importance_weights
-from evogrpo.functional.kl import kl_estimate
 from evogrpo.functional.loss_types import IMPORTANCE_CORRECTIONS
-from evogrpo.functional.losses import bias_corrected_kl, loss_weights, policy_loss
+from evogrpo.functional.losses import (
+    bias_corrected_kl,
+    high_entropy_mask,
+    importance_weights,
+    kl_estimate,
+    loss_weights,
+    policy_loss,
+)
 
 peer_losses = pytest.importorskip("tests.oracles.peer_losses", reason="needs trl and liger-kernel")
 OPTIONS = {"clip_low": 0.2, "clip_high": 0.3, "beta": 0.1, "delta": None}

@@ -48,7 +48,7 @@ def test_local_folder_round_trip(architecture, tmp_path):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("bf16", torch.bfloat16),
+        ("bfloat16", torch.bfloat16),
         ("torch.float16", torch.float16),
         (torch.bfloat16, torch.bfloat16),
         (None, torch.float32),  # the default on a CPU, also of a base stored in bfloat16
@@ -168,25 +168,16 @@ def gguf_file(tmp_path):
     return path, model
 
 
-def test_gguf_file_is_converted_once_and_again_if_damaged(gguf_file, cache):
+def test_gguf_file_is_converted_once(gguf_file, cache):
     path, model = gguf_file
     loaded = load_base(path)
     torch.testing.assert_close(logits(loaded.model), logits(model), rtol=1e-4, atol=1e-4)
     assert (loaded.source, loaded.tokenizer.eos_token_id) == (str(path), EOS)
     (converted,) = (cache / "models").iterdir()
-    weights, stamps = converted / "model.safetensors", {file: file.stat().st_mtime_ns for file in converted.iterdir()}
-    assert {converted / "SHA256SUMS", weights} <= stamps.keys()
+    stamps = {file: file.stat().st_mtime_ns for file in converted.iterdir()}
     assert convert_gguf(path) == converted
     assert {file: file.stat().st_mtime_ns for file in converted.iterdir()} == stamps
-    whole = weights.read_bytes()
-    for damaged in (whole[:-1] + bytes([whole[-1] ^ 1]), None):
-        weights.unlink()
-        if damaged is not None:
-            weights.write_bytes(damaged)
-        with pytest.warns(UserWarning, match="is damaged"):
-            assert convert_gguf(path) == converted
-        assert weights.read_bytes() == whole
-        assert list((cache / "models").iterdir()) == [converted], "no drafts are left behind"
+    assert list((cache / "models").iterdir()) == [converted], "no drafts are left behind"
     path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\0")
     assert convert_gguf(path) != converted, "a conversion depends on the content, not on the name"
 

@@ -208,17 +208,9 @@ def damaged():
 ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 
 
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("phi3", {"rope_parameters": ROPE | {"original_max_position_embeddings": 24}}),
-        ("llama4_text", {"no_rope_layers": [1, 0], "floor_scale": 25}),
-    ],
-)
-def test_context_limits_of_frequencies_and_of_temperature_tuning(family, changes):
-    if family == "phi3":
-        changes |= {"original_max_position_embeddings": 24}
-    bank = different_members(family_model(family, **changes), 2)
+def test_context_limit_of_longrope():
+    length = {"original_max_position_embeddings": 24}
+    bank = different_members(family_model("phi3", rope_parameters=ROPE | length, **length), 2)
     assert bank.base.context == 24
     longest = tuple(range(3, 20))
     batch = sampled_batch(bank, tokens=7, prompts=((5, 6, 7), longest, (8, 9)))  # at most 24 tokens

@@ -132,3 +132,58 @@ def test_illegal_actions_have_no_probability_and_no_gradient():
 def test_unsupported_action_spaces_are_rejected(space):
     with pytest.raises(ValueError, match="action_space"):
         distribution_for(space)
+
+
+# ---- KL divergences
+
+CLOSED = {
+    "categorical": (distribution_for(spaces.Discrete(4)).kl, lambda x: laws.Categorical(logits=x)),
+    "bernoulli": (
+        distribution_for(spaces.MultiBinary(4)).kl,
+        lambda x: laws.Independent(laws.Bernoulli(logits=x), 1),
+    ),
+    "gaussian": (
+        distribution_for(spaces.Box(-1.0, 1.0, (2,))).kl,
+        lambda x: laws.Independent(laws.Normal(x[:, :2], x[:, 2:].exp()), 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 6.0])
+@pytest.mark.parametrize("law", CLOSED)
+def test_closed_forms_and_gradients_match_torch(law, size):
+    divergence_of, made = CLOSED[law]
+    random = torch.Generator().manual_seed(1)
+    pair = [(size * torch.randn(6, 4, dtype=torch.float64, generator=random)).requires_grad_() for _ in range(2)]
+    found, expected = divergence_of(*pair), laws.kl_divergence(*map(made, pair))
+    torch.testing.assert_close(found, expected)
+    assert float(found.detach().min()) > 0
+    weights = torch.arange(6.0, dtype=torch.float64)
+    for one, other in zip(
+        torch.autograd.grad((weights * found).sum(), pair),
+        torch.autograd.grad((weights * expected).sum(), pair),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+        assert bool(one[1:].any(1).all())
+
+
+@pytest.mark.parametrize("law", CLOSED)
+def test_kl_to_itself_is_exactly_zero(law):
+    same = 3 * torch.randn(5, 4, generator=torch.Generator().manual_seed(2))
+    own = same.clone().requires_grad_()
+    for pair in ((own, same), (same, own)):
+        value = CLOSED[law][0](*pair)
+        assert torch.equal(value, torch.zeros(5))
+        (slope,) = torch.autograd.grad(value.sum(), own)
+        torch.testing.assert_close(slope, torch.zeros_like(slope), rtol=0, atol=1e-6)
+
+
+def test_values_excluded_in_both_have_no_effect():
+    logits, other = torch.tensor([[0.3, -1e9, 1.0]], requires_grad=True), torch.tensor([[1.0, -1e9, -0.5]])
+    value = distribution_for(spaces.Discrete(3)).kl(logits, other)
+    expected = laws.kl_divergence(*(laws.Categorical(logits=each.detach()[:, [0, 2]]) for each in (logits, other)))
+    torch.testing.assert_close(value.detach(), expected)
+    value.sum().backward()
+    assert logits.grad[0, 1] == 0
+    assert bool(logits.grad.isfinite().all())

@@ -64,7 +64,7 @@ def test_entropy_gradients_equal_those_of_a_plain_model():
 
 def test_chunks_of_logits_give_the_same_gradients():
     whole, chunks = (full_members(MODEL, 2, reduce_memory_peak=reduced) for reduced in (False, True))
-    chunks.passes.logits_rows = 3
+    chunks.logits_rows = 3
     batch = sampled_batch(whole)
     for bank in (whole, chunks):
         bank.update(batch, grpo_loss(batch), dict.fromkeys(range(2), Hyperparameters()))

@@ -12,7 +12,7 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import SamplingOptions
 from evogrpo.functional.matmul import padded_rows
 from evogrpo.models.fast_llama import decode
-from evogrpo.models.language.forward import micro_batches
+from evogrpo.models.language.micro_batches import micro_batches
 from evogrpo.testing.policy_banks import assert_gradients_agree
 from evogrpo.testing.samplers import PROMPTS, as_batch, different_members, make_rows, with_robust_uniforms
 from tests.tiny_batches import grpo_loss, rows_run, tiny_bank
@@ -75,7 +75,7 @@ def test_matches_running_every_row(architecture, entropy_gradient, row_counts, m
         scores = bank.log_probs(batch), bank.entropies(batch), bank.reference_log_probs(batch)
         initial = torch.zeros_like(scores[0]), scores[1].clone()
         with bank.base.working():
-            learnt = bank.passes.gradients(batch, range(SIZE), both, initial, entropy_gradient=entropy_gradient)
+            learnt = bank.gradients(batch, range(SIZE), both, initial, entropy_gradient=entropy_gradient)
             return scores, [(slot, gradient.clone(), value) for slot, gradient, value in learnt], sum(sizes)
 
     scores, learnt, ran = found()

@@ -29,14 +29,10 @@ def limits(folder, membership, **files):
     [
         ("0::/\n", {"memory.max": GIGABYTE}),
         ("0::/a/b\n", {"a/b/memory.max": GIGABYTE, "a/memory.max": 2 * GIGABYTE}),
-        ("9:name=systemd:/\n4:memory:/slurm/job\n0::/\n", {"memory/slurm/job/memory.limit_in_bytes": GIGABYTE}),
-        (
-            "4:memory:/docker/x\n",
-            {"memory/memory.limit_in_bytes": GIGABYTE, "memory/docker/memory.limit_in_bytes": 1 << 62},
-        ),
+        ("0::/docker/x\n", {"memory.max": GIGABYTE}),
     ],
 )
-def test_limits_of_both_versions_of_control_groups(tmp_path, membership, files):
+def test_limits_of_control_groups(tmp_path, membership, files):
     assert process_memory(*limits(tmp_path, membership, **files)) == GIGABYTE
 
 

@@ -10,9 +10,7 @@ from torch import Tensor
 from evogrpo.algorithms.learning.training_rows import Learner, TrainingRows
 from evogrpo.config.objective import Objective
 from evogrpo.data import select_rows
-from evogrpo.functional.corrections import importance_weights
-from evogrpo.functional.kl import kl_estimate
-from evogrpo.functional.losses import bias_corrected_kl, clipped_actions, policy_loss
+from evogrpo.functional.losses import bias_corrected_kl, clipped_actions, importance_weights, kl_estimate, policy_loss
 from evogrpo.models.bank import Update
 
 Rows = Tensor | slice

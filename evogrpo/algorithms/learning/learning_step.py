@@ -16,10 +16,8 @@ from evogrpo.algorithms.learning.training_rows import Learner, TrainingRows
 from evogrpo.config.objective import Objective
 from evogrpo.data import Batch, Experience, LearnReport, UpdateReport, select_rows
 from evogrpo.functional.advantages import advantages
-from evogrpo.functional.corrections import high_entropy_mask
-from evogrpo.functional.kl import adaptive_kl, kl_estimate
 from evogrpo.functional.loss_types import FULL_KLS, STEP_ADVANTAGES
-from evogrpo.functional.losses import loss_weights
+from evogrpo.functional.losses import adaptive_kl, high_entropy_mask, kl_estimate, loss_weights
 from evogrpo.functional.rewards import (
     consecutive_ids,
     difficulty_mask,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from evogrpo.config.objective import Objective
 from evogrpo.data import Batch, LearnReport, UpdateReport
-from evogrpo.functional.corrections import importance_weights
+from evogrpo.functional.losses import importance_weights
 from evogrpo.functional.rewards import consecutive_ids, group_statistics, zero_variance_groups
 
 NAMES: Mapping[str, str] = {

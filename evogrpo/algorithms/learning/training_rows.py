@@ -9,7 +9,7 @@ from torch import Tensor
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import Batch, select_rows
 from evogrpo.evolution.shared_experience import SharedExperience
-from evogrpo.functional.corrections import effective_sample_fraction
+from evogrpo.functional.losses import effective_sample_fraction
 from evogrpo.models.bank import PolicyBank
 from evogrpo.models.networks.bank import StackedBank
 

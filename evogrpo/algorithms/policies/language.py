@@ -161,13 +161,13 @@ class LanguagePolicySet:
     @property
     def processes(self) -> Processes:
         """Ranks that divide sampling, evaluation and micro-batches; this process alone at first."""
-        return self.bank.passes.processes
+        return self.bank.processes
 
     @processes.setter
     def processes(self, processes: Processes) -> None:
         # All ranks must plan the same micro-batches.
         self.bank.micro_batch_tokens = min(processes.all_gather(self.bank.micro_batch_tokens))
-        self.bank.passes.processes = processes
+        self.bank.processes = processes
 
     def new_member(self, *, wrap: bool = True) -> "LanguagePolicySet":
         """Return a policy set of one fresh member over the same base, sampled by its own bank."""

@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, silu
 
 from evogrpo.functional.matmul import frozen_linear_columns, padded_rows
 from evogrpo.models.fast_llama.attention import prompt_runs
 from evogrpo.models.fast_llama.forward import FastLlama
-from evogrpo.models.fast_llama.weight_layout import Layer, NamedLinear, Norm
+from evogrpo.models.fast_llama.weight_layout import Layer, NamedLinear
 from evogrpo.models.language.adapters import HookFactory, StackedAdapters, runs_of
 from evogrpo.models.language.kv_cache import Decoding, KVCache, Prefix
 
@@ -59,13 +59,11 @@ def decode_attention(q: Tensor, own: KeyValues, shared: Sequence[KeyValues], bia
     return out.transpose(0, 1).reshape(n, -1)
 
 
-def _normed(x: Tensor, norm: Norm | None, dtype: torch.dtype) -> Tensor:
-    """Apply RMSNorm, if any, to columns `[..., h, n]` in float32; return them in `dtype`."""
-    if norm is None:
-        return x.to(dtype)
+def _normed(x: Tensor, norm: Any) -> Tensor:
+    """Apply RMSNorm to columns `[..., h, n]` in float32; return them in the dtype of its weight."""
     wide = x.float()
-    inverse = (wide * wide).mean(-2, keepdim=True).add_(norm.eps).rsqrt_()
-    return (wide * inverse).mul_(norm.weight[:, None]).to(dtype)
+    inverse = (wide * wide).mean(-2, keepdim=True).add_(norm.variance_epsilon).rsqrt_()
+    return (wide * inverse).mul_(norm.weight[:, None]).to(norm.weight.dtype)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -105,7 +103,6 @@ class FastDecoding:
         self, passes: FastLlama, prefix: Prefix, rows: Tensor, slots: Tensor, room: int, make_hook: HookFactory
     ) -> None:
         self._passes, self._make_hook, self._slots = passes, make_hook, slots
-        self._dtype = passes.layout.final_norm.dtype
         self._windows = {layer.window for layer in passes.layout.layers}
         self._last_hidden = prefix.last_hidden[rows]
         self._mask = prefix.mask[rows]
@@ -169,20 +166,18 @@ class FastDecoding:
             else self._bias.masked_fill(self._places <= place - window, self._lowest)
             for window in self._windows
         }
-        # 3. Cosines and sines `[heads, d / 2, n]` of all heads of queries (scaled) and keys, by kind of layer.
+        # 3. Cosines and sines `[heads, d / 2, n]` of all heads of queries (scaled) and keys.
         kv, rep = self._passes.layout.heads
-        rotations = {
-            kind: tuple(
-                torch.cat([query[:, 0].T.expand(kv * rep, -1, -1), key[:, 0].T.expand(kv, -1, -1)])
-                for query, key in zip(of_queries, of_keys, strict=True)
-            )
-            for kind, (of_keys, of_queries) in self._passes.rotations_at((self._positions + at)[:, None]).items()
-        }
+        of_keys, of_queries = self._passes.rotations_at((self._positions + at)[:, None])
+        rotation = [
+            torch.cat([query[:, 0].T.expand(kv * rep, -1, -1), key[:, 0].T.expand(kv, -1, -1)])
+            for query, key in zip(of_queries, of_keys, strict=True)
+        ]
         # 4. All layers. Tokens are columns, and the residual stream is in float32.
         hidden = self._passes.embed(tokens).float().T.contiguous()
         for number, layer in enumerate(self._passes.layout.layers):
-            self._layer(number, layer, hidden, rotations[layer.kind], biases[layer.window], at)
-        return _normed(hidden, self._passes.layout.final_norm, self._dtype).T.contiguous()
+            self._layer(number, layer, hidden, rotation, biases[layer.window], at)
+        return _normed(hidden, self._passes.layout.decoder.norm).T.contiguous()
 
     def _layer(
         self, number: int, layer: Layer, hidden: Tensor, rotation: Sequence[Tensor], bias: Tensor, at: int
@@ -197,18 +192,15 @@ class FastDecoding:
             bias: `[n, 1, P + room]` on attention scores.
             at: Place of the token in the storage.
         """
-        layout, dtype = self._passes.layout, self._dtype
-        (kv, rep), width = layout.heads, layout.width
+        (kv, rep), width = self._passes.layout.heads, self._passes.layout.width
         if self._passes.sharded_layers is not None:
             self._passes.sharded_layers.gather(layer.module)
         # 1. Queries, keys and values: `[kv * rep * d, n]` -> heads first, `[heads, d, n]`.
-        q, k, v = self._projected(_normed(hidden, layer.before_attention, dtype), layer.projections)
+        q, k, v = self._projected(_normed(hidden, layer.before_attention), layer.projections)
         heads, v = torch.cat([q, k]).view(kv * (rep + 1), width, -1), v.view(kv, width, -1)
         if layer.head_norms is not None:
             norms = zip(heads.split([kv * rep, kv]), layer.head_norms, strict=True)
-            heads = torch.cat(
-                [_normed(x.view(-1, norm.width, x.shape[2]), norm, dtype).view(x.shape) for x, norm in norms]
-            )
+            heads = torch.cat([_normed(x, norm) for x, norm in norms])
         heads = _rotated(heads, *rotation)
         q = heads[: kv * rep].view(kv, rep, width, -1).permute(0, 3, 1, 2).contiguous()
         # 2. Attention to the prompt and to the row's own tokens.
@@ -216,11 +208,11 @@ class FastDecoding:
         keys[:, :, at], values[:, :, at] = heads[kv * rep :].mT, v.mT
         own = KeyValues(slice(None), keys.flatten(0, 1).mT, values.flatten(0, 1))
         (out,) = self._projected(decode_attention(q, own, self._shared[number], bias).T, [layer.output])
-        hidden += _normed(out, layer.after_attention, dtype)
+        hidden += out
         # 3. MLP.
-        gate, up = self._projected(_normed(hidden, layer.before_mlp, dtype), layer.gates)
-        (down,) = self._projected(layout.activation.into(gate).mul_(up), [layer.down])
-        hidden += _normed(down, layer.after_mlp, dtype)
+        gate, up = self._projected(_normed(hidden, layer.before_mlp), layer.gates)
+        (down,) = self._projected(silu(gate, inplace=True).mul_(up), [layer.down])
+        hidden += down
 
     def _projected(self, x: Tensor, layers: Sequence[NamedLinear]) -> list[Tensor]:
         """Return the outputs `[out, n]` of linear layers with adapters, given their common input `[in, n]`."""

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, silu
 from transformers.cache_utils import Cache
 
 from evogrpo.functional.log_probs import row_tiles
 from evogrpo.functional.matmul import add_frozen_linear_, frozen_linear, padding_rows
 from evogrpo.models.fast_llama.attention import SharedPrompts, attention, prompt_runs
-from evogrpo.models.fast_llama.weight_layout import Activation, Layer, NamedLinear, Norm, WeightLayout
+from evogrpo.models.fast_llama.weight_layout import Layer, NamedLinear, WeightLayout
 from evogrpo.models.language.adapters import LoraHook, StackedAdapters
 from evogrpo.models.language.fsdp import ShardedLayers
 
@@ -19,8 +19,8 @@ Heads = tuple[Tensor, Tensor, Tensor]
 """Queries `[kv, n, rep * t, d]`, keys and values `[kv, n, t, d]`."""
 Attend = Callable[..., Tensor]
 """(layer number, layer, heads of rows, heads of further rows if any) -> `[tokens, kv * rep * d]`."""
-Rotations = dict[str | None, tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]
-"""By kind of layer: cosine and sine `[n, t, d / 2]` of each token's position, for keys and, scaled, for queries."""
+Rotations = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Cosine and sine `[n, t, d / 2]` of each token's position, for keys and, scaled, for queries."""
 
 # ---- norms, gates and rotary embeddings, with their gradients
 
@@ -35,8 +35,6 @@ def _cuts(*every: Tensor) -> Iterable[tuple[Tensor, ...]]:
 class _RMSNorm(torch.autograd.Function):
     """Divides rows `[m, h]` by their root mean square, computed in float32, and multiplies by the frozen weight `[h]`.
 
-    If the weight has a higher precision than the rows, the result is rounded once.
-
     Source: RMSNorm (arXiv:1910.07467).
     """
 
@@ -46,10 +44,7 @@ class _RMSNorm(torch.autograd.Function):
         for rows, inverse, made in _cuts(x, inverses, out):
             torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32, out=inverse)
             inverse.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-            if weight.dtype == x.dtype:
-                torch.mul(rows, inverse, out=made).mul_(weight)
-            else:
-                torch.mul(rows * inverse, weight, out=made)
+            torch.mul(rows, inverse, out=made).mul_(weight)
         ctx.save_for_backward(x, weight, inverses)
         return out
 
@@ -70,33 +65,32 @@ rms_norm = _RMSNorm.apply
 
 
 class _GatedUnit(torch.autograd.Function):
-    """Computes activation(gate) * up of the gate and up projections `[m, w]`.
+    """Computes silu(gate) * up of the gate and up projections `[m, w]`.
 
-    Source: SwiGLU and GEGLU (arXiv:2002.05202).
+    Source: SwiGLU (arXiv:2002.05202).
     """
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.activation = activation
         out = gate.new_empty(gate.shape)
         for rows in row_tiles(out):  # tiles fit into the CPU cache
-            torch.mul(activation.of(gate[rows]), up[rows], out=out[rows])
+            torch.mul(silu(gate[rows]), up[rows], out=out[rows])
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        slope, activation = grads[0], ctx.activation
+        slope = grads[0]
         gate, up = ctx.saved_tensors
         of_gate, of_up = torch.empty_like(slope), torch.empty_like(slope)
         for rows in row_tiles(slope):
-            torch.mul(activation.of(gate[rows]), slope[rows], out=of_up[rows])
-            of_gate[rows] = activation.slope(slope[rows] * up[rows], gate[rows])
-        return of_gate, of_up, None
+            torch.mul(silu(gate[rows]), slope[rows], out=of_up[rows])
+            of_gate[rows] = torch.ops.aten.silu_backward(slope[rows] * up[rows], gate[rows])
+        return of_gate, of_up
 
 
 gated_unit = _GatedUnit.apply
-"""(gate `[m, w]`, up `[m, w]`, `Activation`) -> activation(gate) * up."""
+"""(gate `[m, w]`, up `[m, w]`) -> silu(gate) * up."""
 
 
 def _by_head(x: Tensor, shape: torch.Size, heads: tuple[int, int]) -> Tensor:
@@ -292,7 +286,7 @@ class FastLlama:
             if not near(result - before, after - before, after):
                 return False
         last = recorded[-1][1]
-        return near(_normed(last, self.layout.final_norm), final, last)
+        return near(_normed(last, decoder.norm), final, last)
 
     def run(self, ids: Tensor, mask: Tensor, cache: Cache | None, hook: LoraHook | None) -> Tensor:
         """Return final hidden states `[n, t, h]`; see `CausalModel.run`."""
@@ -300,7 +294,7 @@ class FastLlama:
         attend = self._attend_within(mask, ids.shape[1], cache)
         for number in range(len(self.layout.layers)):
             hidden = self._layer(number, hidden, [rotations], hook, lambda *heads: attend(*heads)[0])
-        return _normed(hidden, self.layout.final_norm).view(*ids.shape, -1)
+        return _normed(hidden, self.layout.decoder.norm).view(*ids.shape, -1)
 
     def run_with_prompts(
         self, prompts: tuple[Tensor, Tensor, Cache], rows: Tensor, ids: Tensor, present: Tensor, hook: LoraHook | None
@@ -344,7 +338,7 @@ class FastLlama:
         # 3. Split the hidden states again.
         of_prompts, of_rows, _ = hidden.split([prompt_ids.numel(), ids.numel(), padding])
         last = of_prompts.view(*prompt_ids.shape, -1)[:, -1]
-        norm = self.layout.final_norm
+        norm = self.layout.decoder.norm
         return _normed(last, norm), _normed(of_rows, norm).view(*ids.shape, -1)
 
     def _attend_within(
@@ -363,26 +357,18 @@ class FastLlama:
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return embeddings `[n, t, h]`."""
-        embeddings = embedding(ids, self.layout.decoder.embed_tokens.weight)
-        scale = self.layout.embedding_scale
-        return embeddings if scale is None else embeddings * scale.to(embeddings.dtype)
+        return embedding(ids, self.layout.decoder.embed_tokens.weight)
 
     def rotations(self, mask: Tensor, t: int) -> Rotations:
         """Return the rotary embeddings of the last t tokens; positions are counted from the first True."""
         return self.rotations_at((mask.cumsum(1) - 1).clamp(min=0)[:, -t:])
 
     def rotations_at(self, positions: Tensor) -> Rotations:
-        """Return the rotary embeddings at positions `[n, t]`.
-
-        By layer kind: (cos, sin) of keys, and the same times the attention scale for queries.
-        """
-        half, scaling, rotations = self.layout.width // 2, self.layout.scaling, Rotations()
-        for kind in {layer.kind for layer in self.layout.layers}:
-            by_kind = () if kind is None else (kind,)
-            cos, sin = self.layout.decoder.rotary_emb(self.layout.decoder.norm.weight, positions, *by_kind)
-            cos, sin = cos[..., :half], sin[..., :half]  # the second half repeats the first
-            rotations[kind] = (cos, sin), (cos * scaling, sin * scaling)
-        return rotations
+        """Return the rotary embeddings at positions `[n, t]`; those of queries contain the attention scale."""
+        decoder, half, scaling = self.layout.decoder, self.layout.width // 2, self.layout.scaling
+        cos, sin = decoder.rotary_emb(decoder.norm.weight, positions)
+        cos, sin = cos[..., :half], sin[..., :half]  # the second half repeats the first
+        return (cos, sin), (cos * scaling, sin * scaling)
 
     def _layer(
         self, number: int, hidden: Tensor, rotations: Sequence[Rotations], hook: LoraHook | None, attend: Attend
@@ -404,10 +390,9 @@ class FastLlama:
         qkv = projected(_normed(hidden, layer.before_attention), layer.projections, hook)
         if layer.head_norms is not None:
             norms = zip(qkv[:2], layer.head_norms, strict=True)
-            qkv = [*(_normed(x.view(-1, norm.width), norm).view(x.shape) for x, norm in norms), qkv[2]]
+            qkv = [*(_normed(x.view(-1, self.layout.width), norm).view(x.shape) for x, norm in norms), qkv[2]]
         # 2. Rotate the heads of each group; leave out the padding tokens at the end.
-        group_rotations = [rotation[layer.kind] for rotation in rotations]
-        shapes = [of_keys[0].shape[:2] for of_keys, _ in group_rotations]
+        shapes = [of_keys[0].shape[:2] for of_keys, _ in rotations]
         sizes = [shape.numel() for shape in shapes]
         groups = zip(*(x.split([*sizes, len(x) - sum(sizes)])[: len(sizes)] for x in qkv), strict=True)
         heads = [
@@ -416,15 +401,15 @@ class FastLlama:
                 rotated(k, *of_keys, (kv, 1)),
                 v.view(*shape, kv, self.layout.width).permute(2, 0, 1, 3).contiguous(),  # `[kv, n, t, d]`
             )
-            for (q, k, v), (of_keys, of_queries), shape in zip(groups, group_rotations, shapes, strict=True)
+            for (q, k, v), (of_keys, of_queries), shape in zip(groups, rotations, shapes, strict=True)
         ]
         # 3. Attention.
         (added,) = projected(attend(number, layer, *heads), [layer.output], hook)
-        hidden = hidden + _normed(added, layer.after_attention)
+        hidden = hidden + added
         # 4. MLP.
         gate, up = projected(_normed(hidden, layer.before_mlp), layer.gates, hook)
-        (added,) = projected(gated_unit(gate, up, self.layout.activation), [layer.down], hook)
-        after: Tensor = hidden + _normed(added, layer.after_mlp)
+        (added,) = projected(gated_unit(gate, up), [layer.down], hook)
+        after: Tensor = hidden + added
         if self.sharded_layers is not None:
             self.sharded_layers.gather_in_backward(layer.module, after)
         return after
@@ -435,8 +420,8 @@ def _zeros(rows: int, like: Tensor) -> list[Tensor]:
     return [like.new_zeros((rows, like.shape[1]))] if rows else []
 
 
-def _normed(hidden: Tensor, norm: Norm | None) -> Tensor:
-    return hidden if norm is None else rms_norm(hidden, norm.weight, norm.eps)
+def _normed(hidden: Tensor, norm: Any) -> Tensor:
+    return rms_norm(hidden, norm.weight, norm.variance_epsilon)  # type: ignore[no-any-return]
 
 
 def attention_biases(layout: WeightLayout, mask: Tensor, t: int, keys: slice) -> dict[int | None, Tensor | None]:

@@ -1,22 +1,15 @@
 """Architectures that fast_llama computes, and the layout of their weights."""
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import gelu, silu
 from transformers import (
-    Gemma3TextModel,
-    GemmaModel,
     LlamaModel,
     MistralModel,
-    Olmo2Model,
-    Olmo3Model,
     PreTrainedModel,
     Qwen2Model,
     Qwen3Model,
@@ -24,91 +17,14 @@ from transformers import (
 
 from evogrpo.models.language.fsdp import has_user_hooks, unsharded_class
 
-
-@dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """Differences between architectures; the defaults are Llama's.
-
-    Attributes:
-        before_attention: Name of the norm of the attention's input; None = no such norm.
-        after_attention: Name of the norm of the attention's output.
-        before_mlp: Name of the norm of the MLP's input.
-        after_mlp: Name of the norm of the MLP's output.
-        epsilon: Attribute of norms with their epsilon.
-        offset: Added to the weights of norms.
-        rounded_once: Norms round after, not before, the product with their weights.
-        activation: Config key of the MLP's activation.
-        scaled_embeddings: Embeddings are multiplied by a constant.
-        windows: Layers with sliding windows: none, those named in `layer_types`, or all.
-        rotary_by_kind: Each kind of layer has its own rotary embeddings.
-    """
-
-    before_attention: str | None = "input_layernorm"
-    after_attention: str | None = None
-    before_mlp: str | None = "post_attention_layernorm"
-    after_mlp: str | None = None
-    epsilon: str = "variance_epsilon"
-    offset: float = 0.0
-    rounded_once: bool = False
-    activation: str = "hidden_act"
-    scaled_embeddings: bool = False
-    windows: Literal["none", "named", "all"] = "none"
-    rotary_by_kind: bool = False
-
-
-_OLMO2 = Architecture(
-    before_attention=None,
-    after_attention="post_attention_layernorm",
-    before_mlp=None,
-    after_mlp="post_feedforward_layernorm",
-    rounded_once=True,
-)
-_GEMMA = Architecture(epsilon="eps", offset=1.0, rounded_once=True, scaled_embeddings=True)
-ARCHITECTURES: dict[type, Architecture] = {
-    LlamaModel: Architecture(),  # ignores windows in its config
-    MistralModel: Architecture(windows="all"),
-    Qwen2Model: Architecture(windows="named"),
-    Qwen3Model: Architecture(windows="named"),
-    Olmo2Model: _OLMO2,
-    Olmo3Model: replace(_OLMO2, windows="named", rotary_by_kind=True),
-    GemmaModel: _GEMMA,
-    Gemma3TextModel: replace(
-        _GEMMA,
-        after_attention="post_attention_layernorm",
-        before_mlp="pre_feedforward_layernorm",
-        after_mlp="post_feedforward_layernorm",
-        activation="hidden_activation",
-        windows="named",
-        rotary_by_kind=True,
-    ),
+WINDOWS: dict[type, Literal["none", "named", "all"]] = {
+    LlamaModel: "none",  # ignores windows in its config
+    MistralModel: "all",
+    Qwen2Model: "named",
+    Qwen3Model: "named",
 }
-"""Supported decoders of transformers."""
-
-
-class Activation(NamedTuple):
-    """Activation of gates.
-
-    Attributes:
-        of: The function.
-        into: The same in place.
-        slope: (gradient of the output, input) -> gradient of the input.
-    """
-
-    of: Callable[[Tensor], Tensor]
-    into: Callable[[Tensor], Tensor]
-    slope: Callable[[Tensor, Tensor], Tensor]
-
-
-ACTIVATIONS = {
-    "silu": Activation(silu, torch.ops.aten.silu_, torch.ops.aten.silu_backward),
-    "gelu_pytorch_tanh": Activation(
-        partial(gelu, approximate="tanh"),
-        partial(torch.ops.aten.gelu_, approximate="tanh"),
-        partial(torch.ops.aten.gelu_backward, approximate="tanh"),
-    ),
-}
-"""Activations, by their names in configs of transformers."""
-
+"""Supported decoders of transformers, by their layers with sliding windows: none, those named in `layer_types`, or
+all."""
 ROPES = ("default", "linear", "llama3", "yarn")
 PRECISIONS = (torch.float32, torch.bfloat16)
 DEVICES = ("cpu", "cuda", "meta")
@@ -124,71 +40,30 @@ NamedLinear = tuple[str, nn.Linear]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Norm:
-    """RMSNorm.
-
-    Attributes:
-        module: Module with the weight.
-        eps: Added to the mean square.
-        offset: Added to the weight.
-        rounded_once: Round after, not before, the product with the weight.
-    """
-
-    module: Any
-    eps: float
-    offset: float
-    rounded_once: bool
-
-    @property
-    def weight(self) -> Tensor:
-        """Weight plus offset `[h]`; float32 if rounded once."""
-        own: Tensor = self.module.weight
-        wide = own.float() if self.rounded_once else own
-        return wide + self.offset if self.offset else wide
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the output."""
-        found: torch.dtype = self.module.weight.dtype
-        return found
-
-    @property
-    def width(self) -> int:
-        """Number of normalised features."""
-        return len(self.module.weight)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Layer:
     """Modules of one layer.
 
     Attributes:
         module: The layer.
-        before_attention: Norm of the attention's input, if any.
+        before_attention: Norm of the attention's input.
         projections: Query, key and value projections.
-        head_norms: Norms of queries and keys, per head or over all heads.
+        head_norms: Norms of each head's queries and keys, if any.
         output: Output projection of the attention.
-        after_attention: Norm of the attention's output, if any.
-        before_mlp: Norm of the MLP's input, if any.
+        before_mlp: Norm of the MLP's input.
         gates: Gate and up projections.
         down: Down projection.
-        after_mlp: Norm of the MLP's output, if any.
         window: Size of the sliding window in tokens; None = full attention.
-        kind: Kind of its rotary embeddings; None = one kind for all layers.
     """
 
     module: nn.Module
-    before_attention: Norm | None
+    before_attention: nn.Module
     projections: tuple[NamedLinear, NamedLinear, NamedLinear]
-    head_norms: tuple[Norm, Norm] | None
+    head_norms: tuple[nn.Module, nn.Module] | None
     output: NamedLinear
-    after_attention: Norm | None
-    before_mlp: Norm | None
+    before_mlp: nn.Module
     gates: tuple[NamedLinear, NamedLinear]
     down: NamedLinear
-    after_mlp: Norm | None
     window: int | None
-    kind: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,9 +73,6 @@ class WeightLayout:
     Attributes:
         decoder: The decoder.
         layers: Its layers.
-        final_norm: Norm after the layers.
-        embedding_scale: Factor on embeddings, in their dtype; None = 1.
-        activation: Activation of the MLP.
         heads: (kv, rep): key-value heads, and query heads per key-value head.
         width: Width of a head.
         scaling: Factor on products of queries and keys.
@@ -208,9 +80,6 @@ class WeightLayout:
 
     decoder: Any
     layers: tuple[Layer, ...]
-    final_norm: Norm
-    embedding_scale: Tensor | None
-    activation: Activation
     heads: tuple[int, int]
     width: int
     scaling: float
@@ -219,27 +88,24 @@ class WeightLayout:
 def find_weight_layout(model: PreTrainedModel, decoder: nn.Module) -> WeightLayout | None:
     """Return the layout of a decoder, or None if fast_llama does not support it.
 
-    Supported are the classes in `ARCHITECTURES` with plain linear layers on one device in one of `PRECISIONS`, an
-    activation in `ACTIVATIONS`, causal attention, and rotary embeddings in `ROPES`, whose frequencies do not depend on
-    the sequence length.
+    Supported are the classes in `WINDOWS` with plain linear layers on one device in one of `PRECISIONS`, the activation
+    SiLU, causal attention, and rotary embeddings in `ROPES`, whose frequencies do not depend on the sequence length.
     """
-    style = ARCHITECTURES.get(type(decoder))
-    if style is None:
+    windows = WINDOWS.get(type(decoder))
+    if windows is None:
         return None
     config: Any = decoder.config
-    activation = getattr(config, style.activation)
     kinds = set()
     for weights in decoder.parameters():  # sharded weights count as plain, because layers are gathered
         types = (nn.Parameter, Tensor) if isinstance(weights, DTensor) else (type(weights), type(weights.data))
         kinds.add((weights.dtype, weights.device, types))
     dtype, device, types = next(iter(kinds))
-    ropes = [config.rope_parameters]
-    if style.rotary_by_kind:
-        ropes = [config.rope_parameters[kind] for kind in set(config.layer_types)]
+    rope = config.rope_parameters
     if (
-        activation not in ACTIVATIONS
+        config.hidden_act != "silu"
         or getattr(config, "use_bidirectional_attention", None)
-        or any(rope.get("rope_type") not in ROPES or "partial_rotary_factor" in rope for rope in ropes)
+        or rope.get("rope_type") not in ROPES
+        or "partial_rotary_factor" in rope
         or len(kinds) != 1
         or dtype not in PRECISIONS
         or device.type not in DEVICES
@@ -249,17 +115,36 @@ def find_weight_layout(model: PreTrainedModel, decoder: nn.Module) -> WeightLayo
         return None
     names = {module: name for name, module in model.named_modules()}
     whole: Any = decoder
-    layers = whole.layers[: config.num_hidden_layers]
-    first = layers[0].self_attn
+    layers = []
+    for number, layer in enumerate(whole.layers[: config.num_hidden_layers]):
+        attention, mlp = layer.self_attn, layer.mlp
+        slides = windows == "all" or (windows == "named" and config.layer_types[number] == "sliding_attention")
+        q, k, v, output, gate, up, down = (
+            (names[module], module)
+            for module in (
+                *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
+                *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+            )
+        )
+        layers.append(
+            Layer(
+                module=layer,
+                before_attention=layer.input_layernorm,
+                projections=(q, k, v),
+                head_norms=(attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None,
+                output=output,
+                before_mlp=layer.post_attention_layernorm,
+                gates=(gate, up),
+                down=down,
+                window=config.sliding_window if slides else None,
+            )
+        )
     return WeightLayout(
         decoder=decoder,
-        layers=tuple(_layer(layer, names, style, config, number) for number, layer in enumerate(layers)),
-        final_norm=_norm(whole.norm, style),
-        embedding_scale=whole.embed_tokens.embed_scale if style.scaled_embeddings else None,
-        activation=ACTIVATIONS[activation],
+        layers=tuple(layers),
         heads=(config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads),
-        width=first.head_dim,
-        scaling=first.scaling,
+        width=whole.layers[0].self_attn.head_dim,
+        scaling=whole.layers[0].self_attn.scaling,
     )
 
 
@@ -288,38 +173,4 @@ def _plain(module: nn.Module, decoder: nn.Module) -> bool:
     if isinstance(module, nn.Linear | nn.Embedding):
         return type(module) in (nn.Linear, nn.Embedding) or type(module).__module__ == own
     kind = unsharded_class(module)
-    return kind.__module__ in (own, "torch.nn.modules.container") or (
-        kind.__name__ in ("SiLU", "SiLUActivation", "GELUTanh")
-    )
-
-
-def _norm(module: Any, style: Architecture) -> Norm:
-    return Norm(module=module, eps=getattr(module, style.epsilon), offset=style.offset, rounded_once=style.rounded_once)
-
-
-def _layer(layer: Any, names: dict[Any, str], style: Architecture, config: Any, number: int) -> Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    slides = style.windows == "all" or (style.windows == "named" and config.layer_types[number] == "sliding_attention")
-
-    def norm(name: str | None) -> Norm | None:
-        return None if name is None else _norm(getattr(layer, name), style)
-
-    def named(module: nn.Linear) -> NamedLinear:
-        return names[module], module
-
-    return Layer(
-        module=layer,
-        before_attention=norm(style.before_attention),
-        projections=(named(attention.q_proj), named(attention.k_proj), named(attention.v_proj)),
-        head_norms=(_norm(attention.q_norm, style), _norm(attention.k_norm, style))
-        if hasattr(attention, "q_norm")
-        else None,
-        output=named(attention.o_proj),
-        after_attention=norm(style.after_attention),
-        before_mlp=norm(style.before_mlp),
-        gates=(named(mlp.gate_proj), named(mlp.up_proj)),
-        down=named(mlp.down_proj),
-        after_mlp=norm(style.after_mlp),
-        window=config.sliding_window if slides else None,
-        kind=config.layer_types[number] if style.rotary_by_kind else None,
-    )
+    return kind.__module__ in (own, "torch.nn.modules.container") or (kind.__name__ in ("SiLU", "SiLUActivation"))

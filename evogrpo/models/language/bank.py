@@ -1,6 +1,6 @@
 """Bank of language models: one frozen base model, and one LoRA adapter or all weights per member."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
@@ -11,19 +11,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
-from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs, UpdateReport
+from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs, UpdateReport, positions_in_turn
+from evogrpo.distributed import Processes
+from evogrpo.functional.log_probs import chunked_log_probs
 from evogrpo.models.bank import FinishedCallback, LossFunction, PolicyVersion, Update
 from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS
+from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled
 from evogrpo.models.language.adapters import AdapterStates
 from evogrpo.models.language.causal_model import CausalModel
 from evogrpo.models.language.compatibility import check_causal_class, check_token_ids
-from evogrpo.models.language.forward import ForwardPasses, distinct_prefixes
 from evogrpo.models.language.fsdp import run_on_all_ranks
 from evogrpo.models.language.full_finetuning import AllWeights, choose_trained, transformers_files
 from evogrpo.models.language.loading import loadable_name
 from evogrpo.models.language.lora import StoredAdapter, peft_files, tensors_file
+from evogrpo.models.language.micro_batches import MicroBatch, distinct_prefixes, lexsort, micro_batches, repetitions
 from evogrpo.models.language.sampling import sample
 
+NO_GRAD_FACTOR = 4
+"""Size of micro-batches without gradient, relative to those with: they store no activations."""
 REDUCED_LOGITS_ROWS = 256
 """Tokens whose logits exist at once with `reduce_memory_peak`."""
 
@@ -59,8 +64,11 @@ class AdapterBank(AdapterStates):
 
     Attributes:
         base: The base model.
-        passes: Scores batches and computes gradients.
         end_ids: Sorted `eos_token_ids`.
+        micro_batch_tokens: As passed, halved when out of memory.
+        logits_rows: Maximum tokens whose logits exist at once.
+        processes: Ranks that divide the micro-batches among them; this process alone at first. All ranks must call the
+            same methods with equal batches.
     """
 
     rows_are_transitions = False  # a token depends on the tokens before it
@@ -120,28 +128,14 @@ class AdapterBank(AdapterStates):
             version: [self.base.with_model(own) for own in models] for version, models in self.member_models.items()
         }
         self.end_ids = torch.tensor(sorted(set(eos_token_ids)), device=self.base.device)
-        self.passes = ForwardPasses(
-            self.base,
-            self,
-            self.end_ids,
-            model_of=self.model_of,
-            micro_batch_tokens=micro_batch_tokens,
-            logits_rows=REDUCED_LOGITS_ROWS if reduce_memory_peak else 1 << 30,
-        )
+        self.micro_batch_tokens = micro_batch_tokens
+        self.logits_rows = REDUCED_LOGITS_ROWS if reduce_memory_peak else 1 << 30
+        self.processes = Processes()
 
     def model_of(self, policy: PolicyVersion, slot: int) -> CausalModel:
         """Return the model that computes a member's rows: the base with hooks, or the member's own."""
         own = self._own_passes.get(policy)
         return self.base if own is None else own[slot].following(self.base)
-
-    @property
-    def micro_batch_tokens(self) -> int:
-        """Maximum tokens, padding included, of a forward pass with gradients; halved when out of memory."""
-        return self.passes.micro_batch_tokens
-
-    @micro_batch_tokens.setter
-    def micro_batch_tokens(self, tokens: int) -> None:
-        self.passes.micro_batch_tokens = tokens
 
     # ---- sampling
 
@@ -162,7 +156,7 @@ class AdapterBank(AdapterStates):
             ValueError: If there are no rows, or a prompt is empty or exceeds the model's context.
         """
         with torch.no_grad(), self.base.working(), self.base.autocast(), self.base.in_lockstep():
-            return sample(self.base, self.model_of, self, rows, self.end_ids, base=base, on_finished=on_finished)
+            return sample(self, rows, base=base, on_finished=on_finished)
 
     def sync(self, slots: Sequence[int]) -> None:
         """Do nothing: the bank samples with the weights it trains."""
@@ -177,12 +171,12 @@ class AdapterBank(AdapterStates):
             base: Use the base model instead of the members' policies.
         """
         with self.base.working():
-            return self.passes.score(batch, "base" if base else "weights")[0]
+            return self._score(batch, "base" if base else "weights")[0]
 
     def entropies(self, batch: Batch) -> Tensor:
         """Return `[n, t]` entropies of the sampling distributions in nats, without gradient; 0 where masked."""
         with self.base.working():
-            return self.passes.score(batch, "weights")[1]
+            return self._score(batch, "weights")[1]
 
     def reference_log_probs(self, batch: Batch) -> Tensor:
         """Return `[n, t]` log-probabilities under members' own references, or under the base without adapters.
@@ -190,7 +184,7 @@ class AdapterBank(AdapterStates):
         Under the base, all members share the forward pass of a prompt.
         """
         with self.base.working():
-            return self.passes.score(batch, "base" if self.reference is None else "reference")[0]
+            return self._score(batch, "base" if self.reference is None else "reference")[0]
 
     def update(
         self,
@@ -216,14 +210,14 @@ class AdapterBank(AdapterStates):
         with self.base.working():
             while len(reports) < len(hyperparameters):
                 waiting = [slot for slot in sorted(hyperparameters) if slot not in reports]
-                steps = self.passes.gradients(
+                steps = self.gradients(
                     batch, waiting, loss_fn, (log_probs, entropies), entropy_gradient=entropy_gradient
                 )
                 try:
                     for slot, gradient, loss in steps:
                         reports[slot] = self.step(slot, gradient, hyperparameters[slot], loss)
                 except torch.OutOfMemoryError as error:  # a single row never raises, so the loop ends
-                    self.passes.halve(error)
+                    self._halve(error)
         return Update(reports=reports, log_probs=log_probs, entropies=entropies)
 
     def cost(self, batch: Batch) -> dict[int, int]:
@@ -242,6 +236,246 @@ class AdapterBank(AdapterStates):
         for slot, length in zip(member_ids.tolist(), lengths, strict=True):
             tokens[slot] += length
         return tokens
+
+    # ---- forward and backward passes, in micro-batches
+
+    @torch.no_grad()
+    def _score(self, batch: Batch, policy: PolicyVersion) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies `[n, t]` in nats, without gradient; 0 where masked."""
+        log_probs = torch.zeros(batch.actions.shape, device=batch.actions.device)
+        entropies = torch.zeros_like(log_probs)
+        counter = batch.stop.progress("scoring", len(batch), "completions")
+        while True:
+            try:
+                parts = self._plan(batch, NO_GRAD_FACTOR * self.micro_batch_tokens, policy)
+                for part, scores in zip(parts, self._scored(batch, parts, policy), strict=True):
+                    log_probs[part.rows], entropies[part.rows] = scores
+                    counter.add(len(part.rows))
+                return log_probs, entropies
+            except torch.OutOfMemoryError as error:
+                if self.micro_batch_tokens == 1:
+                    raise
+                self._halve(error)
+
+    def _scored(
+        self, batch: Batch, parts: Sequence[MicroBatch], policy: PolicyVersion
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield log-probabilities and entropies of every micro-batch, each computed on one rank."""
+        if self.processes.size == 1:
+            for part in parts:
+                yield self._forward(batch, part, policy)
+            return
+
+        def share() -> dict[int, list[Tensor]]:
+            with self.base.in_lockstep():
+                return {
+                    number: [values.cpu() for values in self._forward(batch, parts[number], policy)]
+                    for number, _ in self._dealt(len(parts))
+                }
+
+        scores = {number: each for shared in self.processes.run_section(share) for number, each in shared.items()}
+        for number in range(len(parts)):
+            log_probs, entropies = scores[number]
+            yield log_probs.to(batch.actions.device), entropies.to(batch.actions.device)
+
+    def _dealt(self, parts: int) -> list[tuple[int, bool]]:
+        """Return the numbers of this rank's micro-batches, dealt round robin.
+
+        In lockstep, a rank without a micro-batch in the last round repeats the last one, marked with False.
+        """
+        rank, size = self.processes.rank, self.processes.size
+        numbers = [first + rank for first in range(0, parts, size)]
+        return [(min(n, parts - 1), n < parts) for n in numbers if n < parts or self.base.lockstep]
+
+    def _halve(self, error: torch.OutOfMemoryError) -> None:
+        """Halve the size of micro-batches after running out of memory, on all ranks or on none."""
+        if self.processes.size > 1 and not self.processes.has_agreed(error):
+            raise error
+        self.micro_batch_tokens = max(1, self.micro_batch_tokens // 2)
+
+    def gradients(
+        self,
+        batch: Batch,
+        slots: Sequence[int],
+        loss_fn: LossFunction,
+        scores: tuple[Tensor, Tensor],
+        *,
+        entropy_gradient: bool,
+    ) -> Iterator[tuple[int, Tensor, float]]:
+        """Yield each member's slot, gradient `[k]` and loss after its last micro-batch.
+
+        Rows are sorted by member, so in one process only a few gradients exist at a time. A gradient is NaN if a single
+        completion of the member is out of memory. On several ranks, each micro-batch is computed on one rank; the sums
+        in rank order are bit-equal on all ranks.
+
+        Args:
+            batch: Rows of any members.
+            slots: Members to compute gradients of.
+            loss_fn: Weighted losses of rows.
+            scores: Log-probabilities and entropies `[n, t]`, written for the rows of these members.
+            entropy_gradient: Make entropies differentiable.
+
+        Raises:
+            torch.OutOfMemoryError: If a micro-batch of several rows is out of memory.
+        """
+        parts = self._plan(batch, self.micro_batch_tokens, "weights", slots)
+        dealt = self._dealt(len(parts))
+        factors = [(parts[number], 1.0 if is_mine else 0.0) for number, is_mine in dealt]
+        here = self._gradients_here(batch, slots, factors, loss_fn, scores, entropy_gradient=entropy_gradient)
+        if self.processes.size == 1:
+            yield from here
+            return
+        gradients = dict[int, Tensor]()
+
+        def share() -> tuple[dict[int, list[Tensor]], dict[int, float]]:
+            losses = {}
+            with self.base.in_lockstep():
+                for slot, gradient, loss in here:
+                    gradients[slot], losses[slot] = gradient, loss
+            mine = [number for number, is_mine in dealt if is_mine]
+            return {number: [values[parts[number].rows].cpu() for values in scores] for number in mine}, losses
+
+        shares = self.processes.run_section(share)
+        totals = {slot: self.processes.all_reduce(gradients.pop(slot)) for slot in slots}
+        for scores_of_part, _ in shares:
+            for number, computed in scores_of_part.items():
+                for values, part in zip(scores, computed, strict=True):
+                    values[parts[number].rows] = part.to(values.device)
+        for slot, gradient in totals.items():
+            yield slot, gradient, sum(losses[slot] for _, losses in shares)
+
+    def _gradients_here(
+        self,
+        batch: Batch,
+        slots: Sequence[int],
+        parts: Sequence[tuple[MicroBatch, float]],
+        loss_fn: LossFunction,
+        scores: tuple[Tensor, Tensor],
+        *,
+        entropy_gradient: bool,
+    ) -> Iterator[tuple[int, Tensor, float]]:
+        """Yield the gradients of this rank's micro-batches, each with its factor; see `gradients`."""
+        # 1. Note the last micro-batch of each member.
+        member_ids = batch.member_ids
+        members = [sorted(set(member_ids[part.run].tolist())) for part, _ in parts]
+        last = {slot: number for number, present in enumerate(members) for slot in present}
+        losses, gradients = dict.fromkeys(slots, 0.0), dict[int, Tensor]()
+        try:
+            # 2. Members without rows have a zero gradient: AdamW's moments still move their weights.
+            for slot in slots:
+                if slot not in last:
+                    yield slot, torch.zeros_like(self.weights[slot]), 0.0
+            # 3. Backward: accumulate into the gradients of the members present.
+            for number, ((part, factor), present) in enumerate(zip(parts, members, strict=True)):
+                for slot in present:
+                    if slot not in gradients:
+                        gradients[slot] = torch.zeros_like(self.weights[slot])
+                        self.gather_gradient(slot, gradients[slot])
+                try:
+                    computed = self._forward(batch, part, "weights", entropy_gradient=entropy_gradient)
+                    loss = factor * loss_fn(part.rows, *computed)
+                    loss.sum().backward()
+                    for values, own in zip(scores, computed, strict=True):
+                        values[part.rows] = own.detach()
+                    row_losses = loss.tolist()
+                    del computed, own, loss  # the graph must be gone before the next forward pass
+                except torch.OutOfMemoryError:
+                    if len(part.run) > 1 or self.base.lockstep:
+                        raise
+                    row_losses = [0.0] * len(part.rows)
+                    gradients[int(member_ids[part.run])].fill_(float("nan"))  # only this member fails
+                for slot, value in zip(member_ids[part.rows].tolist(), row_losses, strict=True):
+                    losses[slot] += value
+                for slot in present:
+                    if last[slot] == number:
+                        self.gather_gradient(slot, None)
+                        yield slot, gradients.pop(slot), losses[slot]
+        finally:
+            for slot in gradients:
+                self.gather_gradient(slot, None)
+
+    def _plan(
+        self, batch: Batch, budget: int, policy: PolicyVersion, slots: Sequence[int] | None = None
+    ) -> list[MicroBatch]:
+        """Plan the micro-batches: distinct rows with at least one action, sorted by member and prompt.
+
+        Args:
+            batch: Rows of any members.
+            budget: Maximum tokens of a micro-batch.
+            policy: Policy that scores the rows.
+            slots: Plan the rows of these members only.
+        """
+        device = batch.actions.device
+        if slots is None:
+            numbers = torch.arange(len(batch), device=device)
+        else:
+            numbers = torch.isin(batch.member_ids, torch.tensor(slots, device=batch.member_ids.device)).nonzero()[:, 0]
+            batch = batch.select(numbers)
+        inputs: TokenInputs = batch.inputs
+        members = _scoring_slots(batch, policy)
+        order = lexsort(inputs.prompt_ids, members).tolist()
+        lengths = _lengths(batch.action_mask).tolist()
+        _, prefixes = distinct_prefixes(members.cpu(), inputs.prompt_ids.cpu())
+        widths = [len(inputs.prompts[prompt]) for prompt in inputs.prompt_ids.tolist()]
+        repeated = [[row] for row in range(len(batch))] if fast_paths_disabled() else repetitions(batch, members)
+        rows = [row for row in order if lengths[row] and repeated[row]]
+        parts = []
+        runs = (
+            run
+            for own in self.split_passes(policy, rows, members.tolist())
+            for run in micro_batches(own, prefixes.tolist(), widths, lengths, budget)
+        )
+        for run in runs:
+            copies = [repeated[row] for row in run]
+            rows_of_part = torch.tensor([row for own in copies for row in own], device=device)
+            run_as = torch.arange(len(run)).repeat_interleave(torch.tensor([len(own) for own in copies])).to(device)
+            run_rows = torch.tensor(run, device=device)
+            parts.append(MicroBatch(rows=numbers[rows_of_part], run=numbers[run_rows], run_as=run_as))
+        return parts
+
+    def _forward(
+        self, whole: Batch, part: MicroBatch, policy: PolicyVersion, *, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies `[n, t]` of a micro-batch's rows, in one forward pass."""
+        if self.base.lockstep:
+            self.processes.agree(0, whole.stop)
+        whole.stop.check()
+        # 1. Drop columns after the last action.
+        batch = whole.select(part.run)
+        inputs: TokenInputs = batch.inputs
+        used = int(_lengths(batch.action_mask).max())
+        if self.base.lockstep:  # with a token after the first action, each micro-batch takes as many passes
+            used = min(max(used, 2), batch.action_mask.shape[1])
+        mask = batch.action_mask[:, :used]
+        early = torch.zeros_like(mask)  # True where an end of sequence was forbidden
+        if inputs.min_new_tokens:
+            early = positions_in_turn(batch.chosen[:, :used]) < inputs.min_new_tokens
+        # 2. Hidden states `[k, used, h]` that predict the actions, then the actions' log-probabilities and entropies.
+        members = _scoring_slots(batch, policy)
+        pairs, rows = distinct_prefixes(members, inputs.prompt_ids.to(members.device))
+        prompts, slots = [inputs.prompts[prompt] for _, prompt in pairs], [slot for slot, _ in pairs]
+        fed, present = batch.actions[:, : used - 1], batch.present[:, : used - 1]
+        model = self.model_of(policy, slots[0])
+        with model.autocast():
+            make_hook = self.hook_factory(policy)
+            hidden = model.hidden(prompts, slots, rows, fed, present, members, make_hook)[mask]
+            train_head = model is not self.base and torch.is_grad_enabled()
+            scores = chunked_log_probs(
+                hidden,
+                model.head,
+                batch.actions[:, :used][mask],
+                inputs.temperature.to(mask.device)[:, None].expand(mask.shape)[mask],
+                early[mask],
+                self.end_ids,
+                self.logits_rows,
+                entropy_gradient=entropy_gradient,
+                weight=model.head_matrix(hidden),
+                train_head=train_head,
+            )
+        # 3. Scatter to `[k, t]`, then copy to identical rows.
+        zeros, places = torch.zeros(batch.actions.shape, device=mask.device), mask.nonzero(as_tuple=True)
+        log_probs, entropies = (zeros.index_put(places, values)[part.run_as] for values in scores)
+        return log_probs, entropies
 
     # ---- export
 
@@ -264,6 +498,17 @@ class AdapterBank(AdapterStates):
     def policy(self, slot: int, *, base: bool = False) -> nn.Module:
         """Return one member as a module; it reads the weights of the bank."""
         return MemberPolicy(self, slot, base=base)
+
+
+def _scoring_slots(batch: Batch, policy: PolicyVersion) -> Tensor:
+    """Return the slots whose weights score the rows; under the base all rows are of one slot and share prompts."""
+    return torch.zeros_like(batch.member_ids) if policy == "base" else batch.member_ids
+
+
+def _lengths(mask: Tensor) -> Tensor:
+    """Return the number of columns up to the last True of each row."""
+    columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return (mask * columns).amax(1)
 
 
 class MemberPolicy(nn.Module):

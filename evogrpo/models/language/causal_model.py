@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from evogrpo.functional.matmul import frozen_linear
-from evogrpo.models.bank import PolicyVersion
 from evogrpo.models.fast_llama.decode import FastDecoding, shared_prefix_decoding
 from evogrpo.models.fast_llama.forward import FastLlama
 from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled, find_weight_layout, head_matrix, is_unmodified
@@ -410,7 +409,3 @@ class CausalModel:
     def head_matrix(self, hidden: Tensor) -> Tensor | None:
         """Return the vocabulary matrix `[v, h]` if fast_llama is in use and the head is nothing but this product."""
         return None if self._fast is None else head_matrix(self.head, hidden)
-
-
-ModelOf = Callable[[PolicyVersion, int], CausalModel]
-"""(policy version, slot) -> model that computes the member's rows: the base with hooks, or the member's own."""

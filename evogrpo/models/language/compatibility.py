@@ -1,7 +1,6 @@
 """Compatibility checks of causal language models: causality, vocabulary head, padding, context, prefix cache."""
 
 import copy
-import math
 import os
 import re
 import warnings
@@ -87,9 +86,7 @@ def vocabulary_of(model: PreTrainedModel) -> int:
 def context_of(model: PreTrainedModel) -> int | None:
     """Return the maximum sequence length in tokens by the model's config; None = no limit.
 
-    Two limits keep members independent of other rows in the pass. With longrope embeddings, the frequencies of all
-    sequences change if one is longer than the pretraining length. With Llama 4's temperature tuning, positions from
-    `floor_scale` on scale the queries, and padding counts as a position.
+    With longrope embeddings it is the pretraining length: if one row is longer, the frequencies of all rows change.
     """
     text, name = model.config.get_text_config(), "original_max_position_embeddings"
     limits = [getattr(text, "max_position_embeddings", None)]
@@ -97,13 +94,6 @@ def context_of(model: PreTrainedModel) -> int | None:
     for own in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # layers may differ in it
         if own.get("rope_type", own.get("type")) == "longrope":
             limits += [own.get(name), getattr(text, name, None)]
-    without_rope = 0 in (getattr(text, "no_rope_layers", None) or ())
-    if (
-        without_rope
-        and getattr(text, "attn_temperature_tuning", False)
-        and (scale := getattr(text, "floor_scale", None))
-    ):
-        limits.append(math.ceil(scale) - 1)
     return min((int(limit) for limit in limits if limit and limit > 0), default=None)  # -1 where there is no limit
 
 

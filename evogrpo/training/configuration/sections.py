@@ -131,7 +131,7 @@ class Config:
         schedule: Length and cost of the run.
         device: Such as "cpu" or "cuda"; null = a GPU if there is one for language models, the CPU for small networks.
         precision: Precision of the base model's weights: "float32", "bfloat16", or "auto". "auto" selects bfloat16 if
-            a short measurement shows that it is faster. "int8" (torchao) and "nf4" (bitsandbytes, GPUs only) store
+            the processor has instructions for it. "int8" (torchao) and "nf4" (bitsandbytes, GPUs only) store
             linear layers in 8 or 4 bits, which saves memory and takes more time. Adapters, optimizer moments and losses
             are always float32.
         base_parts: Number of processes that share one copy of the base model (FSDP2); 1 = each process holds all of
