@@ -60,11 +60,8 @@ def advantages(
         `[n, t]` in the dtype of `rewards`; 0 where the mask is False and where no reward applies.
 
     Raises:
-        ValueError: If `kind` is unknown, "gdpo" gets no components, or a group that is compared has fewer than 2
-            completions.
+        ValueError: If "gdpo" gets no components, or a group that is compared has fewer than 2 completions.
     """
-    if kind not in ADVANTAGES:
-        raise ValueError(f"advantage must be one of {', '.join(ADVANTAGES)}, got {kind!r}.")
     bound = torch.inf if reward_clip is None else reward_clip
     # 1. Compare rewards within their group, clip them, and place them on actions.
     if ADVANTAGES[kind] == "step rewards":

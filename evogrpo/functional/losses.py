@@ -8,13 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from evogrpo.functional.loss_types import (
-    ACTION_KLS,
-    AGGREGATIONS,
-    IMPORTANCE_CORRECTIONS,
-    LOSS_TYPES,
-    LossProperties,
-)
+from evogrpo.functional.loss_types import LOSS_TYPES, LossProperties
 from evogrpo.functional.rewards import consecutive_ids
 
 Coefficient = float | Tensor
@@ -56,7 +50,8 @@ def policy_loss(
         mask: `[n, t]` booleans, True = counts; where it is False, other tensors may have any value.
         clip_low: Half-width of the clipping interval below 1 (below 0 for "gmpo"); a float or `[n, 1]`.
         clip_high: Half-width above; a float or `[n, 1]`.
-        dual_clip: Where A < 0 the loss is at most `-dual_clip * A`; above 1. None = unbounded.
+        dual_clip: Where A < 0 the loss is at most `-dual_clip * A`; above 1. None = unbounded. Only for losses with a
+            minimum, as `delta`.
         delta: Upper bound of the unclipped rho, above 1 + clip_high. None = unbounded.
         sapo_tau_positive: Temperature tau of "sapo" where A > 0, above 0.
         sapo_tau_negative: Temperature tau elsewhere, above 0.
@@ -65,13 +60,10 @@ def policy_loss(
     Returns:
         `[n, t]` losses; 0 where the mask is False.
 
-    Raises:
-        ValueError: If `loss_type` is unknown, or `dual_clip` or `delta` is given for a loss type that does not use it.
-
     Source: PPO (arXiv:1707.06347), equation 7; GSPO (arXiv:2507.18071); CISPO (arXiv:2506.13585); SAPO
     (arXiv:2511.20347); GMPO (arXiv:2507.20673); dual clip (arXiv:1912.09729); delta (arXiv:2505.07291).
     """
-    loss = _properties(loss_type)
+    loss = LOSS_TYPES[loss_type]
     log_ratios = torch.where(mask, log_probs - old_log_probs, 0.0)
     advantages = torch.where(mask, advantages, 0.0)  # NaN in the padding times 0 would be a gradient of NaN
     if loss.bounded:
@@ -81,9 +73,6 @@ def policy_loss(
         if dual_clip is not None:
             losses = torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
         return torch.where(mask, losses, 0.0)
-    if dual_clip is not None or delta is not None:
-        bounded = ", ".join(name for name, properties in LOSS_TYPES.items() if properties.bounded)
-        raise ValueError(f"dual_clip and delta require loss_type to be one of {bounded}, got {loss_type!r}.")
     if loss_type == "cispo":
         factor = _exp(log_ratios.detach()).clamp(max=1.0 + clip_high)
         if cispo_clip_low:
@@ -119,11 +108,8 @@ def clipped_actions(
 
     Returns:
         Two `[n, t]` booleans, low and high; False where the mask is False.
-
-    Raises:
-        ValueError: If `loss_type` is unknown.
     """
-    loss = _properties(loss_type)
+    loss = LOSS_TYPES[loss_type]
     if not loss.clips:
         return torch.zeros_like(mask), torch.zeros_like(mask)
     log_ratios = torch.where(mask, log_probs.detach() - old_log_probs, 0.0)
@@ -163,13 +149,10 @@ def loss_weights(
     Returns:
         `[n, t]` float32; 0 where the mask is False.
 
-    Raises:
-        ValueError: If the loss type or aggregation is unknown, or the maximum length is missing.
-
     Source: DeepSeekMath (arXiv:2402.03300), equation 3; DAPO (arXiv:2503.14476), equation 8; Dr. GRPO
     (arXiv:2503.20783); the names are verl's and ROLL's.
     """
-    loss = _properties(loss_type)
+    loss = LOSS_TYPES[loss_type]
     mode = loss.aggregation if aggregation is None else aggregation
     lengths = mask.sum(1)
     zeros = torch.zeros(int(member_ids.max()) + 1 if len(member_ids) else 0, dtype=torch.float64, device=mask.device)
@@ -180,19 +163,10 @@ def loss_weights(
         divisor = completions
     elif mode == "seq-mean-token-mean":
         divisor = completions * lengths
-    elif mode == "seq-mean-token-sum-norm":
-        if max_completion_length is None or max_completion_length < 1:
-            raise ValueError(f"max_completion_length must be at least 1 with {mode}, got {max_completion_length}.")
-        divisor = completions * max_completion_length
     else:
-        raise ValueError(f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {aggregation!r}")
+        assert mode == "seq-mean-token-sum-norm" and max_completion_length is not None
+        divisor = completions * max_completion_length
     return torch.where(mask, 1.0 / divisor.clamp(min=1.0)[:, None], 0.0).float()
-
-
-def _properties(loss_type: str) -> LossProperties:
-    if loss_type not in LOSS_TYPES:
-        raise ValueError(f"loss_type must be one of {', '.join(LOSS_TYPES)}, got {loss_type!r}.")
-    return LOSS_TYPES[loss_type]
 
 
 def _ratios(loss: LossProperties, log_ratios: Tensor, mask: Tensor) -> Tensor:
@@ -236,9 +210,6 @@ def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     Returns:
         `[n, t]` in nats.
 
-    Raises:
-        ValueError: If `kind` is unknown.
-
     Source: Schulman, "Approximating KL divergence" (2020); DeepSeekMath (arXiv:2402.03300), equation 4, for k3.
     """
     difference = log_probs - ref_log_probs
@@ -250,9 +221,8 @@ def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
         # E[exp(-d)] = sum_a p(a) q(a) / p(a) = 1, so exp(-d) - 1 has mean 0 and only lowers the variance of d.
         difference = difference.clamp(-20.0, 20.0)
         return torch.exp(-difference) + difference - 1.0
-    if kind == "abs":
-        return difference.abs()
-    raise ValueError(f"kl_estimator must be one of {', '.join(ACTION_KLS)}, got {kind!r}")
+    assert kind == "abs"
+    return difference.abs()
 
 
 def bias_corrected_kl(kl: Tensor, loss_type: str, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
@@ -273,7 +243,7 @@ def bias_corrected_kl(kl: Tensor, loss_type: str, log_probs: Tensor, old_log_pro
 
     Source: DeepSeek-V3.2 (arXiv:2512.02556); TRL's `use_bias_correction_kl`.
     """
-    return kl * _ratios(_properties(loss_type), torch.where(mask, log_probs - old_log_probs, 0.0), mask)
+    return kl * _ratios(LOSS_TYPES[loss_type], torch.where(mask, log_probs - old_log_probs, 0.0), mask)
 
 
 def adaptive_kl(value: Tensor, kl: Tensor, target: float, horizon: int, n: int) -> Tensor:
@@ -315,14 +285,9 @@ def importance_weights(
     Returns:
         `[n, t]` weights of the policy loss (not of the KL), without gradient; 1 where the mask is False.
 
-    Raises:
-        ValueError: If `kind` is unknown.
-
     Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025), for
     truncation; Liu et al., "When speed kills stability" (2025), for sequences and masks.
     """
-    if kind not in IMPORTANCE_CORRECTIONS:
-        raise ValueError(f"importance_correction must be one of {', '.join(IMPORTANCE_CORRECTIONS)}, got {kind!r}")
     level, action = kind.split("_")
     difference = (old_log_probs - sampler_log_probs).detach()
     difference = torch.where(mask & ~sampler_log_probs.isnan(), difference, 0.0)

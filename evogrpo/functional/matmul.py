@@ -5,7 +5,6 @@ more with few tokens and many weights. oneDNN compiles a kernel of half a megaby
 are padded to few values.
 """
 
-import platform
 from functools import cache
 from pathlib import Path
 
@@ -86,15 +85,12 @@ def uses_onednn(rows: int, x: Tensor, weight: Tensor) -> bool:
 
 @cache
 def onednn_is_faster() -> bool:
-    """Return True on AMD CPUs with AVX-512 if torch has the oneDNN operator."""
+    """Return True on AMD CPUs with AVX-512, on Linux, if torch has the oneDNN operator."""
     capable = torch.backends.cpu.get_cpu_capability().startswith("AVX512") and torch.backends.mkldnn.is_available()
     if not capable or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
-    try:
-        processor = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        processor = platform.processor()  # no such file, as on Windows
-    return "AuthenticAMD" in processor
+    processor = Path("/proc/cpuinfo")  # only on Linux
+    return processor.is_file() and "AuthenticAMD" in processor.read_text(encoding="utf-8", errors="replace")
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,25 +1,10 @@
-"""AdamW steps and gradient clipping, in place on plain tensors."""
+"""AdamW steps, in place on plain tensors."""
 
 import math
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-
-
-def clip_by_norm_(gradient: Tensor, max_norm: float) -> float:
-    """Scale a flat gradient in place so that its 2-norm is at most `max_norm`, as `clip_grad_norm_` does.
-
-    Args:
-        gradient: `[k]`, changed in place.
-        max_norm: Above 0.
-
-    Returns:
-        The norm before clipping.
-    """
-    norm = float(torch.linalg.vector_norm(gradient))
-    gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))
-    return norm
 
 
 def adamw_step_(

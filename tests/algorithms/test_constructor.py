@@ -209,8 +209,8 @@ def halved(folder, name):
         (lambda folder: changed(folder, use_dora=True), "got use_dora=True"),
         (lambda folder: changed(folder, from_the_future=True), "from_the_future"),
         (lambda folder: changed(folder, target_modules=["k_proj"]), "belongs to another base model"),
-        (lambda folder: rewritten(folder, lambda items: items[1:]), "7 matrices but this model needs 8"),
-        (lambda folder: rewritten(folder, lambda items: [(k, v[:, :1].clone()) for k, v in items]), "the shape"),
+        (lambda folder: rewritten(folder, lambda items: items[1:]), "belongs to another base model"),
+        (lambda folder: rewritten(folder, lambda items: [(k, v[:, :1].clone()) for k, v in items]), "of shape"),
         (lambda folder: rewritten(folder, lambda items: [(k, v * torch.nan) for k, v in items]), "not finite"),
     ],
 )

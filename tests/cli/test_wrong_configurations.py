@@ -114,7 +114,6 @@ project     | task.reward_workers=0 task.reward_timeout=3 | reward_timeout requi
 project     | agent.max_output_tokens=4000             | agent.max_output_tokens must be below
 project     | agent.lora.target_modules=[nothing]      | matches no module
 project     | agent.full_finetuning=true precision=bfloat16 | full_finetuning requires precision float32, got bfloat16
-project     | agent.lora.init_lora_weights=pissa       | init_lora_weights must be True or 'gaussian'
 """
 # Each fault of several has a sentence.
 SEVERAL = [

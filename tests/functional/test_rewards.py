@@ -88,15 +88,6 @@ def test_running_statistics_do_not_depend_on_the_chunks(history, chunk):
             torch.testing.assert_close(running[member, 2], ((own - own.mean()) ** 2).sum(), rtol=1e-7, atol=1e-8)
 
 
-def test_invalid_norms_are_rejected():
-    with pytest.raises(ValueError, match="reward_shift"):
-        normalised(REWARDS, "group", shift=True, scale=True)
-    with pytest.raises(ValueError, match="reward_norm"):
-        normalised(REWARDS, "global")
-    with pytest.raises(ValueError, match="running"):
-        normalise_rewards(REWARDS, "running", group_ids=GROUPS, member_ids=MEMBERS)
-
-
 def test_overlong_penalty_by_hand():
     lengths = torch.tensor([0, 5, 6, 7, 9, 10, 50])
     expected = torch.tensor([0.0, 0.0, 0.0, -0.25, -0.75, -1.0, -1.0])

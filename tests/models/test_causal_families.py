@@ -115,7 +115,7 @@ def test_families_match_peft_or_raise(family, tmp_path):
         (
             "deepseek_v3",
             None,
-            r"train 16 linear layers .*\.\*\.mlp\.experts\.gate_up_proj, .*down_proj \(stacked weights",
+            r"train 10 linear layers .*\.\*\.mlp\.experts\.gate_up_proj, .*down_proj \(stacked weights",
         ),
         ("laguna", r".*shared_experts\.up_proj", r"shared_experts\.gate_proj.* \(PEFT cannot load its adapter\)"),
         (
@@ -159,7 +159,6 @@ CHANGED_EXPORTS = {
     "other widths": ("llama", {}, {"intermediate_size": 40}),
     "another scale": ("llama", {"alpha_pattern": {"q_proj": 99}}, {}),
     "from the future": ("llama", {"unheard_of": 1}, {}),
-    "dense layers beside experts, named as modules": ("deepseek_v3", {"target_parameters": None}, {}),
 }
 
 
@@ -169,9 +168,6 @@ def test_exports_are_checked_with_peft(change, tmp_path):
     model = family_model(family)
     tensors, record = written(different_members(model, 1), tmp_path)
     assert check_export(tmp_path, model.to("meta")) == len(tensors)
-    by_weight = [name.removesuffix(".weight") for name in record.get("target_parameters") or ()]
-    if "target_parameters" in changes:
-        changes = changes | {"target_modules": [*record["target_modules"], *by_weight]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(record | changes))
     with pytest.raises(ValueError, match="PEFT does not load"):
         check_export(tmp_path, family_model(family, **of_base))
@@ -221,10 +217,9 @@ def test_context_limit_of_longrope():
         bank.sample(make_rows([0], tokens=8, prompts=(longest,) * 3))
 
 
-@pytest.mark.parametrize("rank", [0, "8", None, 100_000])
+@pytest.mark.parametrize("rank", [0, "8", None])
 def test_invalid_rank_raises(rank):
-    message = "at most 48, .* got 100000" if rank == 100_000 else "a whole number of at least 1, got"
-    with pytest.raises(ValueError, match=rf"lora_config\.r must be {message}"):
+    with pytest.raises(ValueError, match=r"lora_config\.r must be a whole number of at least 1, got"):
         different_members(tiny_model("llama"), 1, lora_config=LoraConfig(r=rank, target_modules="all-linear"))
 
 

@@ -26,7 +26,7 @@ UNSUPPORTED = {
 }
 INVALID = [
     *(({name: value}, rf"got .*{name}=") for name, value in UNSUPPORTED.items()),
-    *(({"init_lora_weights": value}, "init_lora_weights") for value in ("pissa", False)),
+    *(({"init_lora_weights": value}, "init_lora_weights") for value in ("pissa", "gaussian", False)),
     *(({"lora_alpha": value}, "lora_alpha must be a finite number above 0") for value in (0, math.nan, "32")),
     *(({"target_modules": value}, r"'lm_head'.*vocabulary head") for value in (["q_proj", "lm_head"], r".*head")),
     *(({"target_modules": value}, "Target linear layers") for value in (["embed_tokens"], r".*mlp")),
@@ -50,7 +50,7 @@ def test_unsupported_fields_raise(fields, message):
     [
         LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
         LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], base_model_name_or_path="x", revision="main"),
-        lora(use_rslora=True, exclude_modules=["k_proj"], init_lora_weights="gaussian"),
+        lora(use_rslora=True, exclude_modules=["k_proj"]),
         LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True),  # fixed by the type of the layer
     ],
 )
@@ -58,20 +58,15 @@ def test_supported_fields(config):
     check_supported(config)
 
 
-@pytest.mark.parametrize("initialisation", [True, "gaussian"])
-def test_initial_weights_match_peft(initialisation):
-    config = lora(r=8, init_lora_weights=initialisation)
-    targets = find_targets(MODEL, config)
-    flat = initial_weights(targets, config, seed=0)
+def test_initial_weights_match_peft():
+    targets = find_targets(MODEL, lora(r=8))
+    flat = initial_weights(targets, seed=0)
     for target in targets:
         values = target.a(flat)
         assert not target.b(flat).any()
-        if initialisation is True:  # kaiming_uniform with a = sqrt(5): uniform within 1 / sqrt(width)
-            bound = 1 / math.sqrt(target.width_in)
-            assert float(values.abs().max()) <= bound
-            assert float(values.std()) == pytest.approx(bound / math.sqrt(3), rel=0.2)
-        else:
-            assert float(values.std()) == pytest.approx(1 / 8, rel=0.2)
+        bound = 1 / math.sqrt(target.width_in)  # kaiming_uniform with a = sqrt(5): uniform within 1 / sqrt(width)
+        assert float(values.abs().max()) <= bound
+        assert float(values.std()) == pytest.approx(bound / math.sqrt(3), rel=0.2)
         assert abs(float(values.mean())) < 5 * float(values.std()) / math.sqrt(values.numel())
-    assert torch.equal(flat, initial_weights(targets, config, seed=0))
-    assert not torch.equal(flat, initial_weights(targets, config, seed=1))
+    assert torch.equal(flat, initial_weights(targets, seed=0))
+    assert not torch.equal(flat, initial_weights(targets, seed=1))

@@ -27,15 +27,10 @@ def surrogate(log_probs, old, advantages, entropies, clip, entropy_coef):
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages) - entropy_coef * entropies
 
 
-@pytest.mark.parametrize(
-    ("architectures", "short"),
-    [((), 0), ((), train_states.MAX_STACKED_STEP), (DIFFERENT, 0)],
-    ids=["one by one", "together", "different"],
-)
+@pytest.mark.parametrize("architectures", [(), DIFFERENT], ids=["together", "different"])
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
-def test_learning_matches_separate_torch_optimizers(space, architectures, short, monkeypatch):
+def test_learning_matches_separate_torch_optimizers(space, architectures):
     """Members differ in learning rate, clip norm, clip coefficient, rows and epochs."""
-    monkeypatch.setattr(train_states, "MAX_STACKED_STEP", short)
     case = Case(actions=space, architectures=architectures)
     settings = Optimizer(weight_decay=0.05, betas=(0.8, 0.95), eps=1e-6, warmup_steps=2)
     bank = case.bank(SIZE, optimizer=settings)

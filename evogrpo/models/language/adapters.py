@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
 from evogrpo.data import UpdateReport
-from evogrpo.functional.optim import adamw_step_, clip_by_norm_
+from evogrpo.functional.optim import adamw_step_
 from evogrpo.models.bank import INITIAL_RUNNING_STATS, PolicyVersion
 from evogrpo.models.devices import check_allocation
 from evogrpo.models.language.full_finetuning import AllWeights, MemberModels
@@ -222,21 +222,16 @@ class AdapterStates:
             _WARNED.add(model)
             warn(f"Adapters train {summary}")
         # 2. Allocate weights and moments, one row per member.
-        device, remedy = next(model.parameters()).device, "Use fewer members, or train adapters."
-        if lora_config is not None:
-            remedy = f"They have lora_config.r={lora_config.r}. Use fewer members or lower r."
+        device, remedy = next(model.parameters()).device, "or train adapters" if lora_config is None else "or a lower r"
         check_allocation(
             4 * trained.size * (size * (3 + own_reference) + 2),  # weights, moments; one gradient, the start
             device,
-            f"the weights of {size} members. {remedy}",
+            f"the weights of {size} members. Use fewer members, {remedy}.",
         )
         if isinstance(trained, AllWeights):
             first = trained.flat(model)
         else:
-            assert lora_config is not None
-            first = (
-                initial_weights(trained.targets, lora_config, seed) if start is None else start.flat(trained.targets)
-            )
+            first = initial_weights(trained.targets, seed) if start is None else start.flat(trained.targets)
         first = first.to(device)
         self._optimizer = optimizer
         self.weights = first.repeat(size, 1)
@@ -321,7 +316,8 @@ class AdapterStates:
         """
         settings = self._optimizer
         lr = hyperparameters.lr * settings.factor(self._steps[slot])
-        norm = clip_by_norm_(gradient, hyperparameters.max_grad_norm)
+        norm = float(torch.linalg.vector_norm(gradient))
+        gradient.mul_(min(1.0, hyperparameters.max_grad_norm / (norm + 1e-6)))  # as `clip_grad_norm_`
         if not norm < float("inf"):
             return UpdateReport(grad_norm=float("nan"), lr=lr, loss=loss, step=self._steps[slot])
         # `adamw_step_` corrects the bias of the moments by the number of this step, from 1.

@@ -18,7 +18,6 @@ from evogrpo.models.language.adapters import HookFactory, LoraHook
 from evogrpo.models.language.compatibility import (
     check_causal,
     check_differentiable,
-    check_gradients_pass,
     check_padding,
     check_token_ids,
     context_of,
@@ -105,7 +104,6 @@ class CausalModel:
             check_causal(model)
             self.head = find_head(model, self.decoder)
             check_differentiable(model, self.decoder, self._changed)
-            check_gradients_pass(model)
             check_padding(
                 lambda ids, mask: self.run(ids, mask, None, None),
                 model,
@@ -399,7 +397,7 @@ class CausalModel:
             if self.device.type == "cpu" and not self.lockstep:
                 return shared_prefix_decoding(begin, prompt_of)
             return begin(torch.arange(len(prompt_of), device=self.device))
-        return CachedDecoding(self.run, prefix, prompt_of, slots, room, make_hook)
+        return CachedDecoding(self.run, prefix, prompt_of, slots, make_hook)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits `[m, v]` of hidden states `[m, h]`, without gradient."""

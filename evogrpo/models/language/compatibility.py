@@ -3,7 +3,6 @@
 import copy
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -368,25 +367,6 @@ def prefix_cache_works(
 def is_quantised(model: PreTrainedModel) -> bool:
     """Return True if a model is quantised."""
     return getattr(model, "hf_quantizer", None) is not None
-
-
-def check_gradients_pass(model: PreTrainedModel) -> None:
-    """Raise a ValueError if gradients do not flow through a quantised layer after a pass without gradient."""
-    if not is_quantised(model):
-        return
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and type(module.weight) is not nn.Parameter:
-            x = torch.zeros((1, module.in_features), dtype=model.dtype, device=model.device)
-            with torch.no_grad():
-                module(x)
-            with torch.enable_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch's own warning about the same fault
-                (gradient,) = torch.autograd.grad(module(x.requires_grad_()).sum(), x, allow_unused=True)
-            if gradient is None:
-                raise ValueError(
-                    f"No gradient flows through {name}, a {type(module).__name__} on {model.device.type}. Load the "
-                    "base in int8 or bfloat16."
-                )
 
 
 def plain_outline(model: PreTrainedModel) -> PreTrainedModel:

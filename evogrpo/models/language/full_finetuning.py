@@ -40,16 +40,22 @@ class AllWeights:
         return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
-def find_all_weights(model: PreTrainedModel, *, outline: bool = False) -> AllWeights:
-    """Return the weights of a model that members can train.
+def choose_trained(
+    model: PreTrainedModel, lora_config: LoraConfig | None, *, outline: bool = False
+) -> LoraTargets | AllWeights:
+    """Return what members train: the modules of a LoRA configuration, or all weights without one.
 
     Args:
         model: The base model.
-        outline: The model has no weights; do not check their dtype.
+        lora_config: LoRA configuration, or None.
+        outline: The model has no weights; do not run it, and do not check their dtype.
 
     Raises:
-        ValueError: If the model is quantised, sharded or not in float32.
+        ValueError: As `choose_targets`; without a LoRA configuration, if the model is quantised, sharded or not in
+            float32.
     """
+    if lora_config is not None:
+        return choose_targets(model, lora_config, outline=outline)
     if is_quantised(model) or sharded_over(model) > 1:
         raise ValueError("full_finetuning requires a base that is neither quantised nor sharded. Train adapters.")
     dtypes = {parameter.dtype for parameter in model.parameters()}
@@ -59,18 +65,6 @@ def find_all_weights(model: PreTrainedModel, *, outline: bool = False) -> AllWei
             "load_base(..., dtype='float32')."
         )
     return AllWeights(size=sum(parameter.numel() for parameter in model.parameters()))
-
-
-def choose_trained(
-    model: PreTrainedModel, lora_config: LoraConfig | None, *, outline: bool = False
-) -> LoraTargets | AllWeights:
-    """Return what members train: the modules of a LoRA configuration, or all weights without one.
-
-    See `choose_targets` and `find_all_weights`.
-    """
-    if lora_config is None:
-        return find_all_weights(model, outline=outline)
-    return choose_targets(model, lora_config, outline=outline)
 
 
 class MemberModels:

@@ -7,12 +7,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer
 
 from evogrpo.models.language.adapters import HookFactory, LoraHook
 
 
-class PrefixLayer(CacheLayerMixin):
+class PrefixLayer(DynamicLayer):
     """Keys and values of one attention layer: shared prefixes, gathered per row, followed by new tokens.
 
     Sliding-window layers keep all positions too; the model's mask applies the window.
@@ -26,8 +26,6 @@ class PrefixLayer(CacheLayerMixin):
         whole: All keys and values of the last forward pass; None before it.
     """
 
-    is_sliding = False
-
     def __init__(
         self, prefix: "tuple[Tensor, Tensor] | None" = None, rows: Tensor | None = None, order: Tensor | None = None
     ) -> None:
@@ -37,9 +35,6 @@ class PrefixLayer(CacheLayerMixin):
         self.order = order
         self.is_initialized = True
         self.whole: tuple[Tensor, Tensor] | None = None
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: shapes come from the prefix."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -58,42 +53,6 @@ class PrefixLayer(CacheLayerMixin):
     def get_seq_length(self) -> int:
         """Return the length of the prefix."""
         return 0 if self.prefix is None else int(self.prefix[0].shape[-2])
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of positions in the mask and its offset."""
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        """Return -1 (no limit)."""
-        return -1
-
-
-class _GrowingLayer(PrefixLayer):
-    """Keys and values that grow by one token per step, in storage allocated once."""
-
-    def __init__(self, prefix: tuple[Tensor, Tensor], rows: Tensor, room: int) -> None:
-        super().__init__()
-        self.length, self.storage = int(prefix[0].shape[-2]), tuple[Tensor, ...]()
-        # Rows of one prompt are adjacent: broadcast its keys or values instead of indexing row by row.
-        values, counts = torch.unique_consecutive(rows, return_counts=True)
-        for part in prefix:
-            storage = part.new_empty((len(rows), part.shape[1], self.length + room, part.shape[3]))
-            for value, own in zip(values.tolist(), storage[:, :, : self.length].split(counts.tolist()), strict=True):
-                own.copy_(part[value])
-            self.storage += (storage,)
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        end = self.length + key_states.shape[-2]
-        for storage, states in zip(self.storage, (key_states, value_states), strict=True):
-            storage[:, :, self.length : end] = states
-        self.length = end
-        keys, values = (storage[:, :, :end] for storage in self.storage)
-        return keys, values
-
-    def get_seq_length(self) -> int:
-        return self.length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,19 +166,18 @@ class CachedDecoding:
         prefix: Prompts after prefill.
         rows: `[n]` prompt of each row.
         slots: `[n]` slot of each row, sorted.
-        room: Maximum number of calls of `advance`.
         make_hook: Hooks of the policy version.
     """
 
-    def __init__(
-        self, run: Run, prefix: Prefix, rows: Tensor, slots: Tensor, room: int, make_hook: HookFactory
-    ) -> None:
+    def __init__(self, run: Run, prefix: Prefix, rows: Tensor, slots: Tensor, make_hook: HookFactory) -> None:
         self._run, self._make_hook, self._slots = run, make_hook, slots
         self._first = prefix.last_hidden[rows]
         self._mask = prefix.mask[rows]
         self._prompt_width = prefix.mask.shape[1]
-        self._layers = [_GrowingLayer(layer, rows, room) for layer in prefix.layers]
+        self._layers = [DynamicLayer() for _ in prefix.layers]
         self._cache = Cache(layers=list(self._layers))
+        for number, (keys, values) in enumerate(prefix.layers):
+            self._cache.update(keys[rows], values[rows], number)
         self._adapter_hook = make_hook(slots)
 
     def start(self) -> Tensor:
@@ -233,16 +191,15 @@ class CachedDecoding:
 
     def keep(self, rows: Tensor) -> None:
         """Keep these rows only."""
-        for layer in self._layers:
-            layer.storage = tuple(storage[rows] for storage in layer.storage)
+        self._cache.batch_select_indices(rows)
         self._mask, self._slots = self._mask[rows], self._slots[rows]
         self._adapter_hook = self._make_hook(self._slots)
 
     def save_cache(self, rows: Tensor, real: Tensor) -> KVCache:
         """Return the KV cache of some rows, with padding masked."""
         mask = torch.cat([self._mask[rows, : self._prompt_width], real], dim=1)
-        layers = [tuple(storage[rows, :, : layer.length] for storage in layer.storage) for layer in self._layers]
-        return KVCache(layers=tuple(layers), mask=mask).left_padded()  # type: ignore[arg-type]  # pairs
+        layers = tuple((layer.keys[rows], layer.values[rows]) for layer in self._layers)  # type: ignore[index]
+        return KVCache(layers=layers, mask=mask).left_padded()
 
 
 class PlainDecoding:

@@ -30,7 +30,7 @@ from evogrpo.models.language.fsdp import sharded_over
 from evogrpo.randomness import generator
 from evogrpo.validation import refuse_unknown
 
-SUPPORTED = {"r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "init_lora_weights"}
+SUPPORTED = {"r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora"}
 # Fields that do not change the computation.
 INERT = {
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
@@ -50,7 +50,6 @@ class Target:
         width_out: Output features.
         start: Offset of A, followed by B, in a member's flat vector.
         rank: Rank of the adapter.
-        by_weight: Name the weight instead of the module in PEFT's files; see `_named_for_peft`.
     """
 
     name: str
@@ -58,7 +57,6 @@ class Target:
     width_out: int
     start: int
     rank: int
-    by_weight: bool = False
 
     @property
     def end(self) -> int:
@@ -133,11 +131,6 @@ def check_supported(config: LoraConfig) -> None:
         raise ValueError(
             "lora_config.target_modules must be 'all-linear', a list of module names or a regular expression, got None."
         )
-    if config.init_lora_weights not in (True, "gaussian"):
-        raise ValueError(
-            f"lora_config.init_lora_weights must be True or 'gaussian', got {config.init_lora_weights!r}. "
-            "Other initialisations change the base weights, which members share."
-        )
 
 
 def adapts_all(config: LoraConfig) -> bool:
@@ -150,7 +143,7 @@ def scaling(config: LoraConfig) -> float:
     return float(config.lora_alpha) / (math.sqrt(config.r) if config.use_rslora else config.r)
 
 
-def initial_weights(targets: tuple[Target, ...], config: LoraConfig, seed: int) -> Tensor:
+def initial_weights(targets: tuple[Target, ...], seed: int) -> Tensor:
     """Return the initial flat vector `[k]` float32: random A, zero B, so that the policy equals the base.
 
     All members start from the same vector.
@@ -160,12 +153,8 @@ def initial_weights(targets: tuple[Target, ...], config: LoraConfig, seed: int) 
     rng = generator(seed, "adapter")
     flat = torch.zeros(targets[-1].end)
     for target in targets:
-        shape = (target.rank, target.width_in)
-        if config.init_lora_weights == "gaussian":
-            values = rng.standard_normal(shape, dtype=np.float32) / target.rank  # standard deviation 1 / r, as PEFT
-        else:
-            bound = 1.0 / math.sqrt(target.width_in)  # kaiming_uniform_ with a = sqrt(5)
-            values = rng.uniform(-bound, bound, shape).astype(np.float32)
+        bound = 1.0 / math.sqrt(target.width_in)  # kaiming_uniform_ with a = sqrt(5)
+        values = rng.uniform(-bound, bound, (target.rank, target.width_in)).astype(np.float32)
         target.a(flat).copy_(torch.from_numpy(values))
     return flat
 
@@ -233,7 +222,7 @@ def choose_targets(model: PreTrainedModel, config: LoraConfig, *, outline: bool 
     unfit = {} if outline else _odd(model, targets)
     if not adapts_all(config):  # keep named layers for images, as of a stored adapter
         unfit = {name: reason for name, reason in unfit.items() if reason != UNUSED}
-    fitting = _named_for_peft(model, [target for target in targets if target.name not in unfit], config)
+    fitting = _loadable_by_peft(model, [target for target in targets if target.name not in unfit], config)
     for target in targets:
         if all(target.name != each.name for each in fitting):
             unfit.setdefault(target.name, MISREAD)
@@ -279,12 +268,6 @@ def find_targets(model: nn.Module, config: LoraConfig) -> tuple[Target, ...]:
         raise ValueError(
             f"lora_config.target_modules={config.target_modules!r} matches no module of {type(model).__name__}. "
             "Use target_modules='all-linear', or names from model.named_modules()."
-        )
-    widest = max(max(target.width_in, target.width_out) for target in targets)
-    if config.r > widest:
-        raise ValueError(
-            f"lora_config.r must be at most {widest}, the largest width of an adapted layer of {type(model).__name__}, "
-            f"got {config.r}."
         )
     return tuple(targets)
 
@@ -350,27 +333,23 @@ def _peft_record(targets: Sequence[Target], config: LoraConfig) -> dict[str, Any
     record: dict[str, Any] = config.to_dict()
     record.update(peft_type="LORA", task_type="CAUSAL_LM", inference_mode=True, lora_dropout=0.0, bias="none")
     # Full names, because "all-linear" may mean other modules in later versions of PEFT.
-    record.update(
-        target_modules=sorted(target.name for target in targets if not target.by_weight),
-        target_parameters=sorted(f"{target.name}.weight" for target in targets if target.by_weight) or None,
-        exclude_modules=None,
-    )
+    record.update(target_modules=sorted(target.name for target in targets), exclude_modules=None)
     return {key: sorted(value) if isinstance(value, set) else value for key, value in record.items()}
 
 
-_NAMED: dict[Any, list[Target]] = {}  # results of `_named_for_peft`, by model structure and configuration
+_LOADABLE: dict[Any, list[Target]] = {}  # results of `_loadable_by_peft`, by model structure and configuration
 
 
-def _named_for_peft(model: PreTrainedModel, targets: Sequence[Target], config: LoraConfig) -> list[Target]:
-    """Return the targets whose adapters PEFT loads onto the right modules, each by the name that PEFT understands.
+def _loadable_by_peft(model: PreTrainedModel, targets: Sequence[Target], config: LoraConfig) -> list[Target]:
+    """Return the targets whose adapters PEFT loads onto the right modules.
 
-    PEFT mistakes some modules for fused experts, such as `mlp.up_proj` in a model with `mlp.experts`. They are named by
-    their weight. It refuses others, such as Mamba's `out_proj`. They are left out.
+    PEFT mistakes some modules for fused experts, such as `mlp.up_proj` in a model with `mlp.experts`, and refuses
+    others, such as Mamba's `out_proj`.
     """
     structure = model.config.model_type, *((name, type(module)) for name, module in model.named_modules())
     key = structure, tuple(targets), json.dumps(_peft_record(targets, config), sort_keys=True, default=str)
-    if key in _NAMED:
-        return _NAMED[key]
+    if key in _LOADABLE:
+        return _LOADABLE[key]
     outline, fitting = _outline(model), list(targets)
 
     def misread(some: Sequence[Target]) -> set[str]:
@@ -386,14 +365,9 @@ def _named_for_peft(model: PreTrainedModel, targets: Sequence[Target], config: L
         if len(wrong) == len(fitting):  # one refused module makes PEFT raise: find it
             kinds = {target.name.rpartition(".")[2]: target for target in fitting}
             refused = {kind for kind, example in kinds.items() if misread([example])}
-            fitting = [target for target in fitting if target.name.rpartition(".")[2] not in refused] if refused else []
-        else:
-            fitting = [
-                replace(target, by_weight=target.by_weight or target.name in wrong)
-                for target in fitting
-                if not (target.by_weight and target.name in wrong)
-            ]
-    _NAMED[key] = fitting
+            wrong = {name for name in wrong if not refused or name.rpartition(".")[2] in refused}
+        fitting = [target for target in fitting if target.name not in wrong]
+    _LOADABLE[key] = fitting
     return fitting
 
 
@@ -524,23 +498,18 @@ class StoredAdapter:
         Raises:
             ValueError: If modules or shapes differ, or values are not finite.
         """
-        names = {name for target in targets for name in target.peft_names}
-        odd = sorted(names ^ self.tensors.keys())
-        if odd:
-            raise ValueError(
-                f"The adapter has {len(self.tensors)} matrices but this model needs {len(names)} (for example "
-                f"{odd[0]!r}). The adapter belongs to another base model."
-            )
         flat = torch.zeros(targets[-1].end)
+        matrices = dict[str, Tensor]()
         for target in targets:
-            for name, matrix in zip(target.peft_names, (target.a(flat), target.b(flat)), strict=True):
-                values = self.tensors[name]
-                if values.shape != matrix.shape:
-                    raise ValueError(
-                        f"The adapter's {name} must have the shape {tuple(matrix.shape)}, got {tuple(values.shape)}. "
-                        "The adapter belongs to another base model."
-                    )
-                matrix.copy_(values)
+            matrices |= zip(target.peft_names, (target.a(flat), target.b(flat)), strict=True)
+        needed, given = ({name: tuple(x.shape) for name, x in each.items()} for each in (matrices, self.tensors))
+        if odd := sorted(name for name in needed | given if needed.get(name) != given.get(name)):
+            raise ValueError(
+                f"The adapter has {odd[0]} of shape {given.get(odd[0])}, but this model has {needed.get(odd[0])}. The "
+                "adapter belongs to another base model."
+            )
+        for name, matrix in matrices.items():
+            matrix.copy_(self.tensors[name])
         if not bool(torch.isfinite(flat).all()):
             raise ValueError("The adapter contains values that are not finite.")
         return flat
@@ -572,17 +541,12 @@ def read_adapter(folder: str | Path) -> StoredAdapter:
 
 
 def _config(record: dict[str, Any]) -> LoraConfig:
-    """Return the LoraConfig of adapter_config.json; targets named by weight become modules again."""
+    """Return the LoraConfig of adapter_config.json."""
     if record.get("peft_type") != "LORA":
         raise ValueError(f"peft_type must be 'LORA', got {record.get('peft_type')!r}")
     values = {
         name: value for name, value in record.items() if name not in ("peft_type", "auto_mapping")
     } | TRAINING_FIELDS
-    by_weight = values.pop("target_parameters", None) or []
-    if by_weight and all(name.endswith(".weight") for name in by_weight):
-        values["target_modules"] = [*(values["target_modules"] or ()), *(n.removesuffix(".weight") for n in by_weight)]
-    elif by_weight:
-        values["target_parameters"] = by_weight
     known = {name: value for name, value in values.items() if name in LoraConfig.__dataclass_fields__}
     if newer := {name: value for name, value in values.items() if name not in known and value}:
         raise ValueError(f"The installed peft does not support these settings of the adapter: {newer}. Update peft.")

@@ -112,7 +112,7 @@ def parameters_per_rank(model: PreTrainedModel, parts: int) -> int:
     whole = sum(parameter.numel() for parameter in model.parameters())
     if parts == 1:
         return whole
-    layers = _sizes(model)
+    layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers_of(model)]
     return whole - sum(layers) + math.ceil(sum(layers) / parts) + 3 * max(layers)
 
 
@@ -121,15 +121,6 @@ def base_bytes(model: PreTrainedModel) -> int:
     if is_quantised(model):
         return sum(stored_bytes(weights.data) for weights in model.parameters())
     return parameters_per_rank(model, sharded_over(model)) * next(model.parameters()).element_size()
-
-
-def gathered_parameters(model: PreTrainedModel, parts: int) -> int:
-    """Return the number of parameters that a rank receives from others in one forward pass."""
-    return 0 if parts == 1 else sum(_sizes(model)) * (parts - 1) // parts
-
-
-def _sizes(model: PreTrainedModel) -> list[int]:
-    return [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers_of(model)]
 
 
 def stored_bytes(values: torch.Tensor) -> int:

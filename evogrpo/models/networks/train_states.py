@@ -28,7 +28,6 @@ from evogrpo.validation import dump
 IntArray = NDArray[np.int64]
 
 ROW_MULTIPLE = 64  # a multiple of the width of vector instructions
-MAX_STACKED_STEP = 1 << 17  # parameters per member up to which one step of a whole stack is faster than one per member
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,30 +189,24 @@ class Stack:
     def _arrays(self) -> dict[str, dict[str, FloatArray]]:
         return {name: {key: value.numpy() for key, value in views.items()} for name, views in self._views.items()}
 
-    def step(self, block: range, taken: Mapping[int, tuple[int, float, float]], settings: Optimizer) -> None:
-        """Take AdamW steps (number, lr, factor on the gradient) in some of adjacent rows; overwrites `gradient`.
+    def step(self, taken: Mapping[int, tuple[int, float, float]], settings: Optimizer) -> None:
+        """Take AdamW steps (number, lr, factor on the gradient) by row; overwrites `gradient`.
 
         All rows are computed and those without a step are restored, so that a row's bits do not depend on other steps.
         """
-        part, idle = slice(block.start, block.stop), [row for row in block if row not in taken]
-        matrices = [self.tensors[name] for name in ("weights", "exp_avg", "exp_avg_sq")]
-        saved = [matrix[idle] for matrix in matrices] if idle else []
-        numbers, lrs, factors = zip(*(taken.get(row, (1, 0.0, 1.0)) for row in block), strict=True)
-        gradients = self.gradient[part]
-        gradients.mul_(torch.tensor(factors, device=gradients.device)[:, None])
-        weights, exp_avg, exp_avg_sq = (matrix[part] for matrix in matrices)
+        rows = range(len(self.slots))
+        idle = [row for row in rows if row not in taken]
+        weights, exp_avg, exp_avg_sq = matrices = [self.tensors[name] for name in ("weights", "exp_avg", "exp_avg_sq")]
+        saved = [matrix[idle] for matrix in matrices]
+        numbers, lrs, factors = zip(*(taken.get(row, (1, 0.0, 1.0)) for row in rows), strict=True)
+        gradients = self.gradient.mul_(torch.tensor(factors, device=self.gradient.device)[:, None])
         adamw_steps_(
-            weights,
-            gradients,
-            exp_avg,
-            exp_avg_sq,
-            numbers,
-            lrs,
+            *(weights, gradients, exp_avg, exp_avg_sq, numbers, lrs),
             betas=settings.betas,
             eps=settings.eps,
             weight_decay=settings.weight_decay,
         )
-        for matrix, values in zip(matrices, saved, strict=False):
+        for matrix, values in zip(matrices, saved, strict=True):
             matrix[idle] = values
 
 
@@ -401,14 +394,8 @@ class StackedTrainStates:
             ValueError: If names, shapes or types are wrong; nothing is changed then.
         """
         stack, row = self.locate(slot)
-        # 1. Check the names and the architecture.
-        expected = set(self.state_keys)
-        if set(state) != expected:
-            hint = ""
-            if set(state) ^ expected == {"reference"}:
-                hint = ": it was saved with the other one of reference='base' and reference='snapshot'"
-            raise ValueError(f"a train state must have {sorted(expected)}, got {sorted(state)}{hint}.")
-        config, architecture = None, state["architecture"]
+        # 1. Check the architecture.
+        config, architecture = None, state.get("architecture", torch.empty(0))
         if self._module is None:
             try:
                 config = NetworkConfig(**json.loads(bytes(architecture.tolist())))
@@ -418,18 +405,19 @@ class StackedTrainStates:
             raise ValueError(
                 "train state 'architecture' does not match the network of these members. Load it with GRPO.load."
             )
-        # 2. Check shapes and types.
+        # 2. Check names, shapes and types.
         shapes = self._network_for(config).shapes | dict(self.distribution.free_parameters)
         weights = ((sum(prod(shape) for shape in shapes.values()),), torch.float32)
-        wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = dict.fromkeys(self._initial.tensors, weights)
-        wanted |= {"running_stats": (tuple(self._stats.shape[1:]), torch.float64), "step": ((), torch.int64)}
-        for name, (shape, dtype) in wanted.items():
-            if tuple(state[name].shape) != shape or state[name].dtype != dtype:
-                raise ValueError(
-                    f"train state {name!r} must be {shape} of {dtype} for this architecture, got "
-                    f"{tuple(state[name].shape)} of {state[name].dtype}. Create the agent with the spaces "
-                    "that it was saved with."
-                )
+        expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = dict.fromkeys(self._initial.tensors, weights)
+        expected |= {"running_stats": (tuple(self._stats.shape[1:]), torch.float64), "step": ((), torch.int64)}
+        expected["architecture"] = (tuple(architecture.shape), torch.uint8)
+        given = {name: (tuple(values.shape), values.dtype) for name, values in state.items()}
+        if given != expected:
+            wrong = next(name for name in expected | given if given.get(name) != expected.get(name))
+            raise ValueError(
+                f"Train state {wrong!r} must be {expected.get(wrong)}, got {given.get(wrong)}. Use the spaces, network "
+                "and reference ('base' or 'snapshot') it was saved with."
+            )
         if state["step"] < 0:
             raise ValueError(f"train state 'step' must be at least 0, got {int(state['step'])}.")
         # 3. Load it.
@@ -489,11 +477,8 @@ class StackedTrainStates:
                 for slot, row in rows.items()
                 if math.isfinite(norm := norms[row])
             }
-            if stack.gradient.shape[1] <= MAX_STACKED_STEP and taken:
-                stack.step(range(len(stack.slots)), taken, settings)
-            else:
-                for row in taken:
-                    stack.step(range(row, row + 1), taken, settings)
+            if taken:
+                stack.step(taken, settings)
             finite = stack.tensors["weights"].sum(1).isfinite().tolist()
             for slot, row in rows.items():
                 self._steps[slot] += row in taken

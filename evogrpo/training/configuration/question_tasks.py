@@ -56,7 +56,6 @@ class LoraSettings:
         target_modules: Adapted modules: "all-linear", a regular expression, or module names.
         exclude_modules: Modules that are not adapted: a regular expression or module names.
         use_rslora: Scale by lora_alpha / sqrt(r) instead.
-        init_lora_weights: true for B = 0 and uniform A, or "gaussian" for normal A.
     """
 
     r: PositiveInt = 16
@@ -64,7 +63,6 @@ class LoraSettings:
     target_modules: Text | tuple[Text, ...] = "all-linear"
     exclude_modules: Text | tuple[Text, ...] | None = None
     use_rslora: Flag = False
-    init_lora_weights: Flag | Text = True
 
 
 @settings

@@ -33,7 +33,6 @@ from evogrpo.models.language.sampling import rows_at_once
 from evogrpo.models.language.sizing import (
     base_bytes,
     bytes_of,
-    gathered_parameters,
     learning_bytes,
     parameters_per_rank,
     sampling_bytes,
@@ -188,7 +187,6 @@ class PreparedLanguage:
         if micro_batch is None and device.startswith("cuda"):  # chosen when the run starts
             assumed = count_text(DEFAULT_MICRO_BATCH_TOKENS)
             size = f"as many tokens as fit into memory (the estimate of memory assumes {assumed})"
-        fetched = gathered_parameters(outline, parts) * precision  # by each process in one forward pass
         bound, limits = "at most", f"completions of at most {row}"
         if turns > 1:
             limits = f"conversations of at most {row} in up to {turns} turns"
@@ -214,8 +212,6 @@ class PreparedLanguage:
             f"{gigabytes(memory.sampling)} (KV cache); without Python and its libraries",
             "completions": f"{written} per learning step are written" if written else "none are written",
         }
-        if fetched:
-            rows["sharded base"] = f"each process receives {gigabytes(fetched)} per forward pass and per sampled token"
         return Forecast(rows=rows, need=_need(memory, device))
 
     def population(self) -> Population:
