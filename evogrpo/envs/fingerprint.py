@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
+from tokenize import TokenError
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -166,7 +167,7 @@ def _normalised_source(definition: Any) -> str | None:
     """Return the source without comments, docstrings and layout, or None if unavailable."""
     try:
         return _without_docstrings(inspect.getsource(definition))
-    except (OSError, TypeError, SyntaxError):
+    except (OSError, TypeError, SyntaxError, TokenError):  # the file may have been edited since it was imported
         return None
 
 

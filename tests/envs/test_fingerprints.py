@@ -115,6 +115,12 @@ def test_code_hash_covers_user_modules(tmp_path):
     assert hashes[0][1] != hashes[1][1]
 
 
+def test_code_is_hashed_while_its_file_is_being_edited(tmp_path):
+    module = loaded(tmp_path, "def reward(c, a, q):\n    return 1\n")
+    (tmp_path / "my_rewards.py").write_text("def reward(c,\n")
+    assert len(code_hash(module.reward)) == 12
+
+
 def test_canonical_is_equal_for_equal_values():
     assert canonical({"b": np.int64(1), "a": np.array([1.5])}) == canonical({"a": [1.5], "b": 1})
     assert canonical(object()) == canonical(object())
