@@ -243,8 +243,7 @@ def check_fingerprint(stored: Mapping[str, str] | None, env: GroupEnvironment, *
     )
     if differences and not allowed:
         raise ValueError(
-            f"The environment differs from the one the run started in: {'; '.join(differences)}. Fitness before and "
-            "after would not be comparable. Restore it, start a new run, or pass --allow-changed-data (in Python: "
-            "allow_changed_data=True)."
+            f"The environment differs from the one the run started in: {'; '.join(differences)}. Restore it, or pass "
+            "--allow-changed-data (in Python: allow_changed_data=True)."
         )
     return differences

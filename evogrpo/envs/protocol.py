@@ -183,10 +183,7 @@ def deal_starts(seed: int, size: int, step: int, count: int, block: int) -> tupl
         ValueError: If an argument is out of range.
     """
     if size < 1 or step < 0 or not 1 <= count <= block:
-        raise ValueError(
-            f"size must be at least 1, step at least 0 and count in [1, block], got size {size}, step {step}, "
-            f"count {count} and block {block}. Set block to the largest count of all members."
-        )
+        raise ValueError(f"size, step, count or block is out of range, got {size}, {step}, {count}, {block}.")
     # Positions in the endless order; `size` of them are one pass.
     positions = range(step * block, step * block + count)
     return tuple(int(_shuffled(seed, size, position // size)[position % size]) for position in positions)

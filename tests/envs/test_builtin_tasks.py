@@ -48,13 +48,13 @@ def test_sequences_are_arithmetic_and_distinct():
         seen.add(tuple(numbers))
     assert len(seen) == 1089
     assert sequence_questions(0, 64, 256) == tables != sequence_questions(1, 64, 256)
-    with pytest.raises(ValueError, match="together less than 1089"):
+    with pytest.raises(ValueError, match="together below 1089"):
         sequence_questions(0, 1000, 89)
 
 
 @pytest.mark.parametrize(("validation", "test"), [(0, 5), (5, 0), (4095, 4095)])
 def test_invalid_sizes_are_refused(validation, test):
-    with pytest.raises(ValueError, match=f"less than 8190, got {validation} and {test}"):
+    with pytest.raises(ValueError, match=f"below 8190, got {validation} and {test}"):
         two_digit_questions(0, validation, test)
 
 

@@ -24,5 +24,5 @@ def test_orders_differ_between_passes_and_seeds():
 
 @pytest.mark.parametrize(("size", "step", "count", "block"), [(9, 0, 0, 4), (9, 0, 5, 4), (0, 0, 1, 1), (3, -1, 1, 1)])
 def test_arguments_out_of_range_are_refused(size, step, count, block):
-    with pytest.raises(ValueError, match=f"size {size}, step {step}, count {count} and block {block}"):
+    with pytest.raises(ValueError, match=f"got {size}, {step}, {count}, {block}"):
         deal_starts(0, size, step, count, block)

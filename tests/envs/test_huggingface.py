@@ -226,7 +226,7 @@ def test_long_prompts_are_left_out_and_counted(tokenizer):
         ({"train": None}, "train_dataset"),
         ({"test": [{"question": "a"}]}, "test_dataset .*columns"),
         ({"validation_dataset": [{"prompt": "a"}]}, "validation_dataset .*columns"),
-        ({"train": [*QA, {"question": "x", "answer": ""}]}, "in row 30"),
+        ({"train": [*QA, {"question": "x", "answer": ""}]}, "Row 30"),
         ({"max_prompt_length": 1}, "too long"),
         ({"tokenizer": "gpt2"}, "tokenizer .*'gpt2'"),
     ],

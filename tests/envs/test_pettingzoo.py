@@ -226,7 +226,7 @@ def test_agent_ids_are_appended_to_observations():
 def test_agents_with_different_spaces_cannot_share_a_policy(sizes, policies, fits, acting):
     vectors = {agent: Box(0, 1, (1 if acting else size,)) for agent, size in sizes.items()}
     choices = {agent: Discrete(size if acting else 2) for agent, size in sizes.items()}
-    with pytest.raises(ValueError, match=f"must have equal spaces.*policies='{fits}'"):
+    with pytest.raises(ValueError, match=f"must have equal spaces.*'{fits}'"):
         map_policies(vectors, choices, policies)
     assert len(map_policies(vectors, choices, fits).specs) > 1
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from evogrpo import HuggingFaceGym, StepRewards
 from evogrpo.data import single_turn_conversations
-from evogrpo.envs.text.prompt_batch import character_ends, token_positions
+from evogrpo.envs.text.prompt_batch import token_positions
 from evogrpo.envs.text.reward_functions import RewardError
 
 ROWS = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(3) for b in range(4)]
@@ -118,6 +118,7 @@ def test_spaces_between_words_belong_to_the_next_token():
     text = "one two three"  # a space before each word, except at the start of the text
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids) == text
-    assert character_ends(ids, text, tokenizer.decode) == [3, 7, 13]
+    ends = StepRewards([1.0] * 6, [0, 2, 3, 6, 7, 12], "character")
+    assert token_positions(ends, ids, text, tokenizer.decode) == [0, 0, 1, 1, 2, 2]
     rewards = StepRewards([1.0] * 4, [0, 3, 6, 12], "character")
     assert token_positions(rewards, ids, text, tokenizer.decode) == [0, 1, 1, 2]

@@ -147,18 +147,13 @@ def legal_actions(space: spaces.Space[Any], masks: list[Any]) -> Array | None:
             continue
         flags = np.concatenate([np.ravel(part) for part in mask]) if isinstance(mask, tuple | list) else np.ravel(mask)
         if len(flags) != len(row):
-            raise ValueError(
-                f"info['action_mask'] must have {len(row)} flags for {space}, one per value, got {len(flags)}."
-            )
+            raise ValueError(f"info['action_mask'] must have {len(row)} flags for {space}, got {len(flags)}.")
         if flags.dtype != np.bool_ and not np.isin(flags, (0, 1)).all():
             raise ValueError(f"info['action_mask'] must contain 0 and 1 only, got {flags.tolist()}.")
         row[:] = flags
     firsts = np.cumsum((0, *sizes[:-1]))
     if not np.logical_or.reduceat(legal, firsts, axis=1).all():
-        raise ValueError(
-            "info['action_mask'] must leave at least one legal value for every component of an action, got none. End "
-            "the episode if there is no legal action."
-        )
+        raise ValueError("info['action_mask'] must leave at least one legal value. End the episode if there is none.")
     return legal
 
 

@@ -149,10 +149,8 @@ class GymnasiumGroups(SeededGroups):
             self._native, self._spec_kwargs = native_class(spec, self._kwargs), {**spec.kwargs, **self._kwargs}
         self.native = self._native is not None
         if vectorization == "native" and not self.native:
-            raise ValueError(
-                f'vectorization="native" is not available for {self.name} with {self._kwargs}'
-                f'{" in wrappers" if wrappers else ""}. Use "auto", "serial" or "processes".'
-            )
+            where = " in wrappers" if wrappers else f" with {self._kwargs}"
+            raise ValueError(f'vectorization="native" is not available for {self.name}{where}. Use "auto".')
         self._processes = vectorization == "processes"
 
         # 3. Check that episodes are deterministic; native environments carry no state and have no noise.
@@ -214,14 +212,10 @@ def check_env(env: object) -> None:
     """Raise ValueError unless the object is a single environment with spaces."""
     name = type(env).__name__
     if getattr(env, "num_envs", 1) != 1:
-        raise ValueError(
-            f"env must be a single environment, got a vector of several ({name}). Give the id or a callable that "
-            "creates a single one, and set num_envs."
-        )
+        raise ValueError(f"env must create a single environment, got a vector of several ({name}). Set num_envs.")
     if not isinstance(env, gymnasium.Env):
         raise ValueError(
-            f"env must create a gymnasium.Env, got {name}. Use evogrpo.PettingZooGroups for several agents, and the "
-            "package shimmy for environments of the old Gym."
+            f"env must create a gymnasium.Env, got {name} (old Gym: shimmy; several agents: PettingZooGroups)"
         )
     for kind in ("observation_space", "action_space"):
         space = getattr(env, kind, None)
@@ -258,17 +252,11 @@ def check_wrapper(wrap: object, name: str, options: Mapping[str, Any] | None = N
         options: Further keyword arguments.
     """
     if not callable(wrap) or (isinstance(wrap, type) and not issubclass(wrap, gymnasium.Wrapper)):
-        raise ValueError(
-            f"wrapper {name} must be a subclass of gymnasium.Wrapper, such as gymnasium.wrappers.FlattenObservation, "
-            f"or a function that takes an environment, got {wrap!r}"
-        )
+        raise ValueError(f"wrapper {name} must be a subclass of gymnasium.Wrapper or a function, got {wrap!r:.80}.")
     try:
         inspect.signature(wrap).bind(None, **(options or {}))
     except TypeError as error:
-        raise ValueError(
-            f"wrapper {name}: {error}. Set its options by functools.partial(...) in Python, by "
-            f"task.wrappers=[{{name: {name}, options: {{...}}}}] in a configuration."
-        ) from error
+        raise ValueError(f"wrapper {name}: {error}. Set it with functools.partial, or as `options` in YAML.") from error
 
 
 def wrapper_name(wrap: object) -> str:
@@ -300,9 +288,7 @@ class EnvFactory:
 
     def __post_init__(self) -> None:
         if not isinstance(self.env, str) and not callable(self.env):
-            raise ValueError(
-                f"env must be an id or a callable that creates environments, got {type(self.env).__name__}."
-            )
+            raise ValueError(f"env must be an id or a function that creates one, got {type(self.env).__name__}.")
 
     def __call__(self) -> "gymnasium.Env[Any, Any]":
         """Create one environment.
@@ -320,10 +306,8 @@ class EnvFactory:
             if self.max_episode_steps is not None:
                 own = time_limit(env)
                 if own is not None and own < self.max_episode_steps:
-                    raise ValueError(
-                        f"max_episode_steps must be at most {own}, the environment's own limit, got "
-                        f"{self.max_episode_steps}"
-                    )
+                    steps = self.max_episode_steps
+                    raise ValueError(f"max_episode_steps must be at most {own}, the environment's limit, got {steps}.")
                 env = TimeLimit(env, self.max_episode_steps)
         for wrap in self.wrappers:
             try:

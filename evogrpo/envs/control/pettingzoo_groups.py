@@ -109,9 +109,7 @@ class JointEnv:
         observations, rewards, terminations, truncations, infos = self.env.step(dict(own))
         without_reward = [str(agent) for agent in own if agent not in rewards]
         if without_reward:
-            raise ValueError(
-                f"{self.env.unwrapped} must give a reward, possibly 0, to agents that acted: {without_reward}"
-            )
+            raise ValueError(f"{self.env.unwrapped} must give a reward to all agents that acted: {without_reward}")
         self._steps += 1
         active = {str(agent): agent for agent in self.env.agents}
         terminated = before & {str(agent) for agent, flag in terminations.items() if flag}
@@ -290,18 +288,14 @@ class Scoring:
     Attributes:
         function: Computes it.
         label: Description for readers.
-        identity: Description for fingerprints.
     """
 
     function: ScoreFunction
     label: str
-    identity: str
 
 
 def choose_scoring(score: Score, agents: Sequence[str]) -> Scoring:
-    """Convert the argument `score` to a function, its label in reports and its text in the fingerprint.
-
-    A resumed run compares this text to find out if the score has changed.
+    """Convert the argument `score` to a function and its label in reports.
 
     Args:
         score: See `Score`.
@@ -312,10 +306,9 @@ def choose_scoring(score: Score, agents: Sequence[str]) -> Scoring:
     """
     if isinstance(score, str) and score in _OVER_ALL:
         function, label = _OVER_ALL[score]
-        return Scoring(function=function, label=label, identity=score)
+        return Scoring(function=function, label=label)
     if callable(score):
-        label = f"your {getattr(score, '__name__', type(score).__name__)}"
-        return Scoring(function=score, label=label, identity=f"code {code_hash(score)}")
+        return Scoring(function=score, label=f"your {getattr(score, '__name__', type(score).__name__)}")
     names = [score] if isinstance(score, str) else list(score) if isinstance(score, Sequence) else []
     prefixes = list(dict.fromkeys(map(prefix_of, agents)))
     wrong = [name for name in names if name not in agents and name not in prefixes]
@@ -330,8 +323,7 @@ def choose_scoring(score: Score, agents: Sequence[str]) -> Scoring:
         # Tested by prefix again, because agents may be born that were not known in advance.
         return float(sum(own for agent, own in returns.items() if agent in named or prefix_of(agent) in named))
 
-    chosen = ", ".join(sorted(named))
-    return Scoring(function=total, label=f"returns of {chosen}", identity=f"returns of {chosen}")
+    return Scoring(function=total, label=f"returns of {', '.join(sorted(named))}")
 
 
 class PettingZooGroups(SeededGroups):
@@ -429,6 +421,7 @@ class PettingZooGroups(SeededGroups):
         self._code = code_hash(type(inner))
         example.close()
         self.scoring: Scoring = choose_scoring(score, self.agents)
+        self._score = f"code {code_hash(score)}" if callable(score) else self.scoring.label
 
         # 2. Check that episodes are deterministic, with as few policies as the spaces allow.
         self._mapping = map_policies(self.observation_spaces, self.action_spaces, "independent")
@@ -481,7 +474,7 @@ class PettingZooGroups(SeededGroups):
             "code": self._code,
             "env_kwargs": canonical(self._kwargs),
             "max_episode_steps": str(self._set_limit),
-            "score": self.scoring.identity,
+            "score": self._score,
             "spaces": short_hash(*spaces),
         }
 
@@ -497,7 +490,7 @@ class PettingZooGroups(SeededGroups):
         env = self._make(**{**self._kwargs, **env_kwargs})
         if not isinstance(env, ParallelEnv):
             raise ValueError(
-                f"env must create a pettingzoo ParallelEnv, got {type(env).__name__}. Convert an AECEnv with "
-                "pettingzoo.utils.conversions.aec_to_parallel, or turn_based_aec_to_parallel for a turn-based game."
+                f"env must create a pettingzoo ParallelEnv, got {type(env).__name__}. For an AECEnv see "
+                "pettingzoo.utils.conversions."
             )
         return env

@@ -1,7 +1,6 @@
 """Mapping from agents to policies, and the spaces of each policy."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeGuard, get_args
@@ -79,10 +78,7 @@ class PolicySpec:
             return leaves
         unknown = sorted(set(agents) - set(self.agents))
         if unknown:
-            raise ValueError(
-                f"With agent_ids, list every agent in possible_agents. Missing: {', '.join(unknown)}. Or leave out "
-                "agent_ids."
-            )
+            raise ValueError(f"With agent_ids, possible_agents must list all agents. Missing: {', '.join(unknown)}.")
         flags: NDArray[Any] = np.eye(len(self.agents), dtype=np.float32)[[self.agents.index(name) for name in agents]]
         if _is_vector(space):
             return [np.concatenate([leaves[0], flags.astype(leaves[0].dtype)], axis=1)]
@@ -114,10 +110,7 @@ class PolicyMapping:
         """
         name = _policy_name(self.policies, agent)
         if name not in self.specs:
-            raise ValueError(
-                f"agent {agent!r} has no policy: {self.policies!r} policies exist for {sorted(self.specs)}. List every "
-                "agent in possible_agents, or set policies='shared'."
-            )
+            raise ValueError(f"agent {agent!r} has no policy. List it in possible_agents, or set policies='shared'.")
         return name
 
 
@@ -154,15 +147,9 @@ def map_policies(
         first = agents[0]
         for agent in agents[1:]:
             if not _same_spaces(observation_spaces, action_spaces, first, agent):
-                finer = "independent"
-                if policies == "shared":
-                    with suppress(ValueError):
-                        map_policies(observation_spaces, action_spaces, "prefix")
-                        finer = "prefix"
-                raise ValueError(
-                    f"Agents {first} and {agent} must have equal spaces with policies={policies!r}. Set "
-                    f"policies={finer!r}, or use a wrapper that makes the spaces equal."
-                )
+                finer = "'prefix' or 'independent'" if policies == "shared" else "'independent'"
+                rule = f"must have equal spaces with policies={policies!r}. Set policies={finer}."
+                raise ValueError(f"Agents {first} and {agent} {rule}")
         check_action_space(action_spaces[first])
         space = agent_space = observation_spaces[first]
         if isinstance(space, spaces.Dict) and set(space.spaces) == {"observation", "action_mask"}:

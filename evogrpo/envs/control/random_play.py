@@ -131,9 +131,8 @@ def check_determinism(
         difference, noisy = _compare_replays(make, mapping, chosen, interleaved)
     except (TypeError, ValueError, AttributeError, LookupError) as error:
         raise ValueError(
-            f"{name} failed in a few steps of random play: {type(error).__name__}: {error}. reset(seed=...) must "
-            "return (observation, info). step() must return (observation, reward, terminated, truncated, info). With "
-            "several agents, each is a dict by agent."
+            f"{name} failed in a few steps of random play: {type(error).__name__}: {error}. reset must return "
+            "(observation, info), step (observation, reward, terminated, truncated, info)."
         ) from error
     if difference is None:
         return chosen, noisy

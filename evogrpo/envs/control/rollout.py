@@ -466,9 +466,7 @@ def play_episodes(
             )
             expected = (len(own), *(action_space.shape or ()))
             if np.shape(acted.actions) != expected:
-                raise ValueError(
-                    f"actions must have shape {expected} for {action_space}, got {np.shape(acted.actions)}."
-                )
+                raise ValueError(f"actions must have shape {expected} for {action_space}, got {acted.actions.shape}.")
             actions = np.asarray(acted.actions, dtype=action_space.dtype)
             log_probs = np.asarray(acted.log_probs, dtype=np.float32)
             recorder.record_actions(policy, own, own_t, inputs, actions, log_probs)

@@ -69,24 +69,18 @@ def check_table(table: AnyTable, columns: Sequence[str], name: str) -> list[str]
     indexed = hasattr(table, "__len__") and hasattr(table, "__getitem__")
     if not indexed or isinstance(table, str | bytes | Mapping):
         received = f"a mapping of {list(table)}" if isinstance(table, Mapping) else f"{table!r:.80}"
-        raise ValueError(
-            f"{name} must be the rows of one split (a datasets.Dataset, a data frame or a list of mappings), got "
-            f"{received}. Read files and convert streams to a list; convert columns with datasets.Dataset.from_dict."
-        )
+        raise ValueError(f"{name} must be a list of mappings, a data frame or a datasets.Dataset, got {received}.")
     if len(table) == 0:
         raise ValueError(f"{name} must contain at least one row, got none.")
     names = getattr(table, "column_names", None)
     if names is None and not isinstance(table[0], Mapping):
-        raise ValueError(
-            f"{name} must contain a mapping of columns in every row, got {table[0]!r:.80} in row 0. Write "
-            f"{{{', '.join(f'{column!r}: ...' for column in columns)}}}."
-        )
+        raise ValueError(f"Every row of {name} must be a mapping with {list(columns)}, got {table[0]!r:.80}.")
     present = list(table[0]) if names is None else list(names)
     missing = [column for column in columns if column not in present]
     if missing:
         raise ValueError(
-            f"{name} must have the columns {list(columns)}, got {present!s:.200}. Rename columns to provide "
-            f"{missing}; the first line of a CSV file must name them."
+            f"{name} must have the columns {list(columns)}, got {present!s:.200}. Missing: {missing}. The first line "
+            "of a CSV file must name them."
         )
     return present
 
@@ -217,10 +211,7 @@ def make_splits(
         splits[split], filtered[split] = _clean(tables[split], max_prompt_length, held_out_prompts)
         held_out_prompts.update(splits[split].keys)
         if not splits[split].rows:
-            raise ValueError(
-                f"Every row of {split}_dataset was left out: {filtered[split]}. Add rows that are in no other "
-                "split and within max_prompt_length."
-            )
+            raise ValueError(f"Every row of {split}_dataset was left out: {filtered[split]}. Add other rows.")
     # 2. Held-out splits without a dataset, drawn from train.
     hashes = splits["train"].hashes
     remaining = {number: (row_hashes.position(seed), row_hashes.row) for number, row_hashes in enumerate(hashes)}
@@ -251,8 +242,7 @@ def _draw(split: Split, remaining: Mapping[int, tuple[float, bytes]], size: int 
     count = max(1, min(DEFAULT_SIZES[split], candidate_count)) if size is None else size
     if not 1 <= count < len(order):
         raise ValueError(
-            f"{split}_size must be at least 1 and less than the {len(order)} questions left in train, got {count}. "
-            f"Pass {split}_dataset, a smaller {split}_size or more training rows."
+            f"{split}_size must be in [1, {len(order) - 1}], got {count}. Pass {split}_dataset or more rows."
         )
     # 2. The first ones are held out, the next ones reserved; at least half of the others stay in train.
     reserved = min(candidate_count - count, (RESERVE_FACTOR - 1) * count, (len(order) - count) // 2)

@@ -592,10 +592,7 @@ class EnvironmentGym(PromptEnvironment):
                     f"{self._name(row)!r:.80}."
                 )
             if isinstance(row.get("prompt"), str):
-                raise ValueError(
-                    f"prompt in row {number} of {where} must be a list of messages, as tools need a chat "
-                    "template, got text."
-                )
+                raise ValueError(f"prompt in row {number} of {where} must be a list of messages, got text.")
         observations: list[str | None] = [None] * len(rows)
         if self._pool.factories:
             outcomes = self._pool.run([partial(self._first_observation, row) for row in rows])
@@ -603,9 +600,7 @@ class EnvironmentGym(PromptEnvironment):
                 if isinstance(outcome, BaseException):
                     raise ValueError(f"reset for row {number} of {where} {_reason(outcome)}") from outcome
                 if outcome is not None and not isinstance(outcome, str):
-                    raise ValueError(
-                        f"reset must return text or None, got {outcome!r:.80} for row {number} of {where}."
-                    )
+                    raise ValueError(f"reset must return text or None, got {outcome!r:.80} for row {number}.")
             observations = outcomes
         return ObservedTable(table=table, observations=observations)
 

@@ -145,10 +145,7 @@ class PromptEnvironment:
     ) -> None:
         # 1. Arguments.
         if not (callable(tokenizer) and hasattr(tokenizer, "decode")):
-            raise ValueError(
-                f"tokenizer must be a transformers tokenizer, got {tokenizer!r:.80} ({type(tokenizer).__name__}). "
-                "Load one with AutoTokenizer.from_pretrained."
-            )
+            raise ValueError(f"tokenizer must be a transformers tokenizer, got {tokenizer!r:.80}.")
         if on_reward_error not in ("raise", "exclude"):
             raise ValueError(f'on_reward_error must be "raise" or "exclude", got {on_reward_error!r}.')
         if max_prompt_length is not None:
@@ -291,9 +288,7 @@ class PromptEnvironment:
             # 1. Checks of the row.
             row = table[number]
             if set(row) != columns:
-                raise ValueError(
-                    f"Every row of {where} must have the columns {sorted(columns)}, got {sorted(row)} in row {number}."
-                )
+                raise ValueError(f"Row {number} of {where} must have the columns {sorted(columns)}, got {sorted(row)}.")
             for name in self._columns:
                 if isinstance(row[name], bytes | bytearray):
                     raise ValueError(f"{name} in row {number} of {where} must be text, got bytes. Decode it first.")
@@ -525,8 +520,8 @@ class HuggingFaceGym(PromptEnvironment):
         sizes, smallest = {len(group) for group in completion_ids}, 2 if cursor.split == "train" else 1
         if len(completion_ids) != len(batch.prompts) or len(sizes) != 1 or min(sizes) < smallest:
             raise ValueError(
-                f"completion_ids must contain one group for each of {len(batch.prompts)} prompts, all of the same "
-                f"group_size of at least {smallest}, got {[tuple(group.shape) for group in completion_ids]}."
+                f"completion_ids must be {len(batch.prompts)} groups of equal size of at least {smallest}, got shapes "
+                f"{[tuple(group.shape) for group in completion_ids]}."
             )
         (group_size,) = sizes
         rows = [

@@ -2,9 +2,12 @@
 
 import math
 import numbers
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, takewhile
+from operator import eq
 from types import SimpleNamespace
 from typing import Any
 
@@ -257,34 +260,17 @@ def token_positions(
     """
     if rewards.unit == "token" or not rewards.positions:
         return list(rewards.positions)
-    ends = character_ends(token_ids, text, decode)
-    return [next(token for token, end in enumerate(ends) if end > position) for position in rewards.positions]
-
-
-def character_ends(token_ids: Sequence[int], text: str, decode: Callable[[list[int]], str]) -> list[int]:
-    """Return the number of complete characters of a text after each of its tokens, non-decreasing.
-
-    Args:
-        token_ids: The tokens.
-        text: `decode(token_ids)`.
-        decode: The tokenizer's decoding, without special tokens.
-    """
-    # 1. Fast: tokens that decode to the same text alone as in context.
+    # 1. Numbers of complete characters after each token, if tokens decode to the same text alone as in context.
     pieces = [decode([token]) for token in token_ids]
-    ends: list[int] = []
-    if "".join(pieces) == text:
-        for piece in pieces:
-            ends.append(len(piece) + (ends[-1] if ends else 0))
+    if "".join(pieces) != text:
+        # Slower: decode every prefix, as spaces between words and parts of characters depend on context.
+        prefixes = [decode(list(token_ids[:count])) for count in range(1, len(token_ids))]
+        equal = [sum(takewhile(bool, map(eq, prefix, text))) for prefix in prefixes]  # characters from the start on
+        ends = [*accumulate(equal, max), len(text)]
     else:
-        # 2. Slow: decode every prefix, as spaces between words and parts of characters depend on context.
-        for count in range(1, len(token_ids) + 1):
-            prefix = decode(list(token_ids[:count]))
-            pairs = zip(prefix, text, strict=False)
-            common = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(prefix), len(text)))
-            ends.append(max(common, ends[-1] if ends else 0))
-    if ends:
-        ends[-1] = len(text)
-    return ends
+        ends = list(accumulate(map(len, pieces)))
+    # 2. The first token after which each character is complete.
+    return [bisect_right(ends, position) for position in rewards.positions]
 
 
 def compute_rewards(
@@ -369,9 +355,9 @@ def compute_rewards(
     total[list(failures)] = np.nan
     if (np.abs(total) > FLOAT32_LIMIT).any():
         row = int(np.nanargmax(np.abs(total)))
+        text = _short_repr(inputs.texts[row])
         raise RewardError(
-            f"Weighted sums of rewards must be at most {FLOAT32_LIMIT:g}, got {total[row]:g} for the completion "
-            f"{_short_repr(inputs.texts[row])}. Lower reward_weights or the returned values."
+            f"Rewards times reward_weights must be at most {FLOAT32_LIMIT:g}, got {total[row]:g} for {text}."
         )
     if failures:
         first = failures[min(failures)]

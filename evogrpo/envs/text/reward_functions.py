@@ -236,9 +236,7 @@ class StepRewards:
         if self.unit not in get_args(Unit):
             raise ValueError(f'unit of StepRewards must be "token" or "character", got {self.unit!r:.80}.')
         if len(values) != len(positions):
-            raise ValueError(
-                f"positions of StepRewards must match values, got {len(values)} values and {len(positions)} positions."
-            )
+            raise ValueError(f"positions of StepRewards must be {len(values)}, one per value, got {len(positions)}.")
         whole = tuple(whole_between("positions of StepRewards", position, 0) for position in positions)
         object.__setattr__(self, "values", tuple(finite_number("values of StepRewards", value) for value in values))
         if max(map(abs, self.values), default=0.0) > FLOAT32_LIMIT:
@@ -347,8 +345,8 @@ class Reward:
         )
         if misplaced or not self._accepts(*AGILERL_ARGUMENTS):
             raise ValueError(
-                f"Reward function {self.name!r} must take (completion, answer, question), got {self.signature}. Use "
-                "these names, or pass a function in TRL's form as reward_funcs (form: trl)."
+                f"Reward function {self.name!r} must take (completion, answer, question), got {self.signature}. Pass a "
+                "function in TRL's form as reward_funcs (form: trl)."
             )
         return None
 
@@ -391,8 +389,8 @@ class Reward:
         if not names or not self._accepts(**dict.fromkeys(names)):
             raise ValueError(
                 f"Reward function {self.name!r} takes {self.signature}, but is called by name with "
-                f"{', '.join((*TRL_ARGUMENTS, *others))} and the columns of {where}: {', '.join(sorted(passed))}. "
-                "Rename its parameters. A function of a single completion belongs in reward_fn (form: agilerl)."
+                f"{', '.join((*TRL_ARGUMENTS, *others, *sorted(passed)))}. Rename its parameters, or use reward_fn "
+                "(form: agilerl)."
             )
 
     def jobs(self, inputs: RewardInputs, rows: Sequence[int], num_workers: int) -> list[Job]:
@@ -456,11 +454,7 @@ def make_rewards(
         ValueError: If not exactly one form is used, a function is not callable, or the weights do not fit.
     """
     if (reward_fn is None) == (reward_funcs is None):
-        raise ValueError(
-            f"Exactly one of reward_fn and reward_funcs must be set, got {'none' if reward_fn is None else 'both'}. "
-            "Use reward_fn(completion, answer, question) for AgileRL's form, "
-            "reward_funcs=[f(prompts=, completions=, **columns)] for TRL's."
-        )
+        raise ValueError("Exactly one of reward_fn (AgileRL's form) and reward_funcs (TRL's form) must be set.")
     # 1. AgileRL's form.
     if reward_fn is not None:
         if reward_weights is not None:
@@ -474,9 +468,7 @@ def make_rewards(
         raise ValueError("reward_funcs must contain at least one function, got none.")
     factors = [1.0] * len(functions) if reward_weights is None else reward_weights
     if not isinstance(factors, Iterable) or len(weights := list(factors)) != len(functions):
-        raise ValueError(
-            f"reward_weights must be {len(functions)} finite numbers, one per function, got {reward_weights!r:.200}."
-        )
+        raise ValueError(f"reward_weights must be {len(functions)} finite numbers, got {reward_weights!r:.80}.")
     # 3. Functions of the same name get a number.
     rewards: dict[str, Reward] = {}
     for weight, function in zip(weights, functions, strict=True):
@@ -491,10 +483,7 @@ def make_rewards(
 def _name(function: Any) -> str:
     """Return the name of a function; raise ValueError if it is none."""
     if not callable(function) or (hasattr(function, "forward") and hasattr(function, "parameters")):
-        raise ValueError(
-            f"A reward must be a function, got {function!r:.200}. To use a reward model, load it and pass a function "
-            "f(prompts, completions, **columns) that returns its score of each text."
-        )
+        raise ValueError(f"A reward must be a function, got {function!r:.80}. Wrap a model in a function.")
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))

@@ -101,10 +101,8 @@ def sequence_questions(seed: int, validation_size: int, test_size: int) -> dict[
 
 def _split(rows: list[dict[str, str]], validation_size: int, test_size: int) -> dict[Split, list[dict[str, str]]]:
     if validation_size < 1 or test_size < 1 or validation_size + test_size >= len(rows):
-        raise ValueError(
-            f"validation_size and test_size must be at least 1 and together less than {len(rows)}, "
-            f"got {validation_size} and {test_size}."
-        )
+        sizes = f"{validation_size} and {test_size}"
+        raise ValueError(f"validation_size and test_size must be at least 1, together below {len(rows)}, got {sizes}.")
     ends = (len(rows) - validation_size - test_size, len(rows) - test_size)
     return dict(zip(SPLITS, (rows[: ends[0]], rows[ends[0] : ends[1]], rows[ends[1] :]), strict=True))
 
@@ -121,28 +119,16 @@ def two_digit_sums(
         seed: Seed of the split and of the training order.
         gym_options: Other arguments of HuggingFaceGym, e.g. conversation_template or data_batch_size.
     """
-    return _environment(two_digit_questions(seed, validation_size, test_size), tokenizer, seed, gym_options)
+    tables = two_digit_questions(seed, validation_size, test_size)
+    return HuggingFaceGym(tables, tokenizer=tokenizer, reward_fn=accuracy, seed=seed, **gym_options)
 
 
 def number_sequences(
     tokenizer: Tokenizer, *, validation_size: int = 64, test_size: int = 256, seed: int = 0, **gym_options: Any
 ) -> HuggingFaceGym:
     """Return an environment of number sequences, with the reward and arguments of `two_digit_sums`."""
-    return _environment(sequence_questions(seed, validation_size, test_size), tokenizer, seed, gym_options)
-
-
-def _environment(
-    tables: dict[Split, list[dict[str, str]]], tokenizer: Tokenizer, seed: int, gym_options: dict[str, Any]
-) -> HuggingFaceGym:
-    return HuggingFaceGym(
-        tables["train"],
-        tables["test"],
-        tokenizer,
-        validation_dataset=tables["validation"],
-        reward_fn=accuracy,
-        seed=seed,
-        **gym_options,
-    )
+    tables = sequence_questions(seed, validation_size, test_size)
+    return HuggingFaceGym(tables, tokenizer=tokenizer, reward_fn=accuracy, seed=seed, **gym_options)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,10 +102,7 @@ def render(messages: list[Message], tokenizer: Tokenizer, options: Options | Non
     if any(message.get("tool_calls") for message in messages):
         bare = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
         if str(tokenizer.apply_chat_template(bare, **keywords)) == text:
-            raise ValueError(
-                "The tokenizer's chat_template does not render tool_calls. Set one that does, or write the calls into "
-                "content."
-            )
+            raise ValueError("The tokenizer's chat_template does not render tool_calls. Set one that does.")
     return text
 
 
@@ -200,9 +197,7 @@ def _text(prompt: Prompt, tokenizer: Tokenizer, options: Options, where: str) ->
         text = prompt if isinstance(prompt, str) else render(prompt, tokenizer, options)
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{where} must be valid text, got an incomplete character ({error}). Fix or remove the row."
-        ) from error
+        raise ValueError(f"{where} must be valid text, got an incomplete character ({error}).") from error
     except Exception as error:  # templates may raise jinja2's errors or any others
         raise ValueError(f"{where} cannot be rendered by the chat template: {error}") from error
     return text

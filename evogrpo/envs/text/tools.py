@@ -48,10 +48,8 @@ def tool_schema(function: Tool) -> Schema:
         schema: Schema = get_json_schema(function)
     except Exception as error:  # several classes of errors, one of them without a base class
         name = getattr(function, "__qualname__", repr(function))
-        raise ValueError(
-            f"{name} cannot be a tool: {error} A tool needs type hints and a docstring that describes each argument "
-            "under Args. Rename methods that are no tools to start with an underscore."
-        ) from error
+        rule = "A tool needs type hints and a docstring with Args. Names of other methods start with an underscore."
+        raise ValueError(f"{name} cannot be a tool: {error} {rule}") from error
     return schema
 
 

@@ -183,19 +183,17 @@ class VerifierPool:
 
     def __init__(self, functions: Mapping[str, Function], *, workers: int, timeout: float | None) -> None:
         if WORKER_VARIABLE in os.environ:
-            raise ValueError(
-                "Worker processes import the module that defines reward functions, which starts training again. Put "
-                'the training under `if __name__ == "__main__":`, or move the reward functions to another module.'
-            )
+            raise ValueError('Worker processes import this program. Put training under `if __name__ == "__main__":`.')
         # Functions of importable modules are sent by name, others (of scripts and notebooks) with their code.
         pickled = {}
         for name, function in functions.items():
             try:
                 pickled[name] = cloudpickle.dumps(function)
             except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
                 raise ValueError(
-                    f"Reward function {name!r} cannot be sent to a worker process ({type(error).__name__}: {error}). "
-                    "Define it at the top level of an imported module, or remove reward_workers and reward_timeout."
+                    f"Reward function {name!r} cannot be sent to a worker process ({reason}). Define it at the top "
+                    "level of a module."
                 ) from error
         # Files that a configuration names cannot be imported by name.
         files = {
@@ -278,10 +276,7 @@ def make_reward_runner(rewards: Sequence[Reward], timeout: float | None, workers
     if workers > 0:
         return VerifierPool(functions, workers=workers, timeout=timeout)
     if timeout is not None and synchronous:
-        raise ValueError(
-            f"reward_timeout requires reward_workers of at least 1 for {synchronous[0]!r}, got 0. A function that is "
-            "not async can only be stopped in a worker process."
-        )
+        raise ValueError(f"reward_timeout requires reward_workers of at least 1 for {synchronous[0]!r} (not async).")
     return InProcessRunner(functions, timeout)
 
 
