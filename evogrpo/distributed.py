@@ -58,9 +58,9 @@ class Processes:
     Attributes:
         rank: As given.
         size: As given.
-        interruptible: The work under way may be abandoned on this rank alone; `run_section` tells the others.
+        interruptible: The work under way may be abandoned on this rank alone; `section` tells the others.
         waiting_seconds: Time spent in exchanges, mostly waiting for other ranks.
-        in_section: The work under way is inside `run_section`.
+        in_section: The work under way is inside a `section`.
         lockstep: Passes of a base model are run by all ranks together, because each holds a part of it.
         broken: Error raised inside such a pass. The other ranks cannot follow, so outcomes are not exchanged.
     """
@@ -79,13 +79,11 @@ class Processes:
 
     # ---- sections
 
-    def run_section(self, work: Callable[[], T]) -> list[T]:
-        """Run local work on every rank, exchange the outcomes, and return the results in rank order.
+    @contextmanager
+    def section(self) -> Iterator[None]:
+        """Run a block on every rank, then exchange its outcomes, so that all ranks raise if one fails.
 
         Sections may be nested: the other ranks learn of a failure between inner sections in their next section or sum.
-
-        Args:
-            work: Work of this rank.
 
         Raises:
             Interrupted: If any rank was interrupted.
@@ -93,12 +91,13 @@ class Processes:
             ProcessError: If another rank failed. An error of this rank is raised unchanged.
         """
         if self.size == 1:
-            return [work()]
+            yield
+            return
         # 1. Local work. Errors are kept until all ranks know of them.
         outer, failure = self.in_section, None
         try:
             self.interruptible = self.in_section = True
-            result = work()
+            yield
         except (Interrupted, Exception) as error:  # raised again below
             if self.has_agreed(error) or error is self.broken:
                 raise
@@ -107,6 +106,11 @@ class Processes:
             self.interruptible, self.in_section = False, outer
         # 2. Exchange outcomes; all ranks raise if one failed.
         self._exchange(failure)
+
+    def run_section(self, work: Callable[[], T]) -> list[T]:
+        """Run local work in a `section`, and return the results of all ranks in rank order."""
+        with self.section():
+            result = work()
         return self.all_gather(result)
 
     def agree(self, value: int, stop: Stop) -> int:

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import importlib.util
-import json
 import shlex
 import sys
 from collections.abc import Mapping
@@ -54,38 +53,13 @@ def missing(purpose: str, *modules: str) -> str | None:
 
 
 def extra_command(extra: str) -> str:
-    """Return the command that installs an optional extra of evogrpo."""
-    try:
-        provided = importlib.metadata.metadata("evogrpo").get_all("Provides-Extra") or []
-    except importlib.metadata.PackageNotFoundError:
-        provided = []
-    if extra in provided:  # pip keeps the installed evogrpo, from wherever it came, and adds the packages of the extra
-        return f'{shlex.quote(sys.executable)} -m pip install "evogrpo[{extra}]"'
-    return package_command(*_requirement(f"[{extra}]"))
-
-
-def reinstall_command() -> str:
-    """Return the command that reinstalls evogrpo and its dependencies."""
-    return package_command("--force-reinstall", *_requirement(""))
+    """Return the command that installs an optional extra of evogrpo; pip keeps the installed evogrpo."""
+    root = Path(__file__).absolute().parents[1]
+    if (root / "pyproject.toml").is_file():  # a checkout
+        return package_command("-e", f"{root}[{extra}]")
+    return f'{shlex.quote(sys.executable)} -m pip install "evogrpo[{extra}]"'
 
 
 def package_command(*words: str) -> str:
     """Return the pip command that installs packages into the running Python, quoted for the shell."""
     return f"{shlex.quote(sys.executable)} -m pip install {shlex.join(words)}"
-
-
-def _requirement(extra: str) -> tuple[str, ...]:
-    """Return pip's arguments for evogrpo: its checkout, the URL it was installed from, or its name on the index."""
-    root = Path(__file__).absolute().parents[1]
-    if (root / "pyproject.toml").is_file():
-        return "-e", f"{root}{extra}"
-    try:
-        record = importlib.metadata.distribution("evogrpo").read_text("direct_url.json")
-        origin = {} if record is None else json.loads(record)
-    except (importlib.metadata.PackageNotFoundError, ValueError):
-        origin = {}
-    if "url" not in origin:
-        return (f"evogrpo{extra}",)
-    kind, commit = (origin.get("vcs_info", {}).get(name) for name in ("vcs", "commit_id"))
-    url = f"{kind}+{origin['url']}@{commit}" if kind and commit else origin["url"]
-    return (f"evogrpo{extra} @ {url}",)

@@ -1,14 +1,13 @@
-"""Stop requests by call or by signal, progress of long work, and exits that user code asks for during a run."""
+"""Stop requests by call or by signal, and progress of long work."""
 
 import os
 import signal
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Literal, NoReturn
+from typing import Literal
 
 Activity = Literal["writing", "playing", "rewarding", "scoring", "learning"]
 
@@ -200,25 +199,3 @@ def _interrupt_user_code(stop: Stop, number: int, interrupting: threading.Event,
 def stop_reason(number: int) -> str:
     """Return the reason that the journal gives for a stop by a signal."""
     return STOPPED if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
-
-
-# ---- exits of user code
-
-
-class ProgramEndError(RuntimeError):
-    """User code asked the program to exit during a run."""
-
-
-def raise_exit_error(error: SystemExit) -> NoReturn:
-    """Raise the error for an exit that user code asked for during a run.
-
-    Raises:
-        SystemExit: If a signal handler of the program asked for it.
-        ProgramEndError: Otherwise.
-    """
-    handlers: list[Any] = [signal.getsignal(number) for number in signal.valid_signals()]
-    codes = [getattr(getattr(handler, "func", handler), "__code__", None) for handler in handlers]
-    if any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__)):
-        raise error
-    reason = f"SystemExit({error.code!r:.80}) was raised"
-    raise ProgramEndError(f"{reason} during a run. Raise an error instead, or call the run's stop().") from error

@@ -1,6 +1,5 @@
 """Optional packages: a run with none of them, and the printed install commands."""
 
-import importlib.metadata
 import json
 import os
 import re
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from evogrpo import extras
-from evogrpo.extras import EXTRA_OF, extra_command, package_command, reinstall_command
+from evogrpo.extras import EXTRA_OF, extra_command, package_command
 
 PACKAGE = Path(extras.__file__).parent
 OPTIONAL = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -100,41 +99,10 @@ def test_extras_install_the_modules_they_are_named_for():
         assert module in names or module == "pyarrow"  # which datasets installs
 
 
-def test_an_installed_evogrpo_is_kept(monkeypatch, tmp_path):
-    (tmp_path / "evogrpo-1.dist-info").mkdir()
-    (tmp_path / "evogrpo-1.dist-info" / "METADATA").write_text("Name: evogrpo\nVersion: 1\nProvides-Extra: llm\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert extra_command("llm") == f'{shlex.quote(sys.executable)} -m pip install "evogrpo[llm]"'
-    # Its version may be older than an extra.
+def test_extras_are_installed_from_the_checkout_or_by_name(monkeypatch, tmp_path):
     assert shlex.split(extra_command("video"))[-2:] == ["-e", f"{PACKAGE.parent}[video]"]
-
-
-def test_a_checkout_is_reinstalled_from_the_checkout():
-    python, *words, option, place = shlex.split(reinstall_command())
-    assert (python, option) == (sys.executable, "-e")
-    assert words[:3] == ["-m", "pip", "install"]
-    assert place == str(PACKAGE.parent)
-
-
-@pytest.mark.parametrize(
-    ("record", "requirement"),
-    [
-        (None, "evogrpo"),
-        ({"url": "file:///w/evogrpo-1-py3-none-any.whl", "archive_info": {}}, "evogrpo @ file:///w/evogrpo-1-py3"),
-        (
-            {"url": "https://h/evogrpo.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}},
-            "evogrpo @ git+https://h/evogrpo.git@abc",
-        ),
-    ],
-)
-def test_other_installations_keep_their_source(monkeypatch, tmp_path, record, requirement):
-    class Installed:
-        def read_text(self, name):
-            return json.dumps(record) if record and name == "direct_url.json" else None
-
     monkeypatch.setattr(extras, "__file__", str(tmp_path / "site-packages" / "evogrpo" / "extras.py"))
-    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Installed())
-    assert shlex.split(reinstall_command())[-1].startswith(requirement)
+    assert extra_command("llm") == f'{shlex.quote(sys.executable)} -m pip install "evogrpo[llm]"'
 
 
 def test_arguments_are_quoted():

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from evogrpo import GRPO, HuggingFaceGym, HyperparameterConfig, Population, RLParameter
 from evogrpo.algorithms.agent import Agent
-from evogrpo.algorithms.collect import collect
 from evogrpo.algorithms.learning.learning_step import learn
 from evogrpo.algorithms.policies.language_sampling import as_batch
 from evogrpo.algorithms.policies.policy_set import RolloutBatch
@@ -200,7 +199,8 @@ def learn_from(agent: Agent, batch: Batch, step: int | None = None) -> LearnRepo
 
 def collect_alone(agent: Agent, env: Any, step: int = 0, *, samples: int = 16, block: int = 8) -> RolloutBatch:
     """Collect the samples of a learning step with an agent alone."""
-    return collect(agent.members, [agent.learner(step)], env, samples_per_step=samples, block=block)
+    population = Population([agent], agent.members)
+    return population.collect(env, step=step, samples_per_step=samples, block=block)
 
 
 def own_rows(batch: Batch, slot: int) -> Batch:

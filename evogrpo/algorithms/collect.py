@@ -1,4 +1,4 @@
-"""Rollout: sample and reward groups for a learning step, with dynamic sampling."""
+"""Sampling of groups for a learning step, on all ranks, and dynamic sampling."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.algorithms.policies.policy_set import RolloutBatch, SamplingRequest
-from evogrpo.config.search_space import check_group_size
 from evogrpo.data import Batch
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.functional.loss_types import STEP_ADVANTAGES
@@ -19,70 +18,6 @@ from evogrpo.interruption import NEVER, Stop
 
 if TYPE_CHECKING:
     from evogrpo.algorithms.policies import PolicySet
-
-
-def collect(
-    members: "PolicySet",
-    learners: Sequence[Learner],
-    env: GroupEnvironment,
-    *,
-    samples_per_step: int,
-    block: int,
-    samples: Mapping[int, int] | None = None,
-    distinct_starts: bool = False,
-    stop: Stop = NEVER,
-) -> RolloutBatch:
-    """Sample and reward the groups of one learning step, all members in one batch.
-
-    Each member samples `samples_per_step / group_size` groups, on the first starts of the step's block. With
-    `Objective.dynamic_sampling` the block is longer, and groups without learning signal are replaced by groups on the
-    following starts; see `resample_groups`.
-
-    Args:
-        members: All members.
-        learners: The members that act, all at the same learning step.
-        env: Provides starts and rewards.
-        samples_per_step: Completions (or episodes) per member; every group size divides it.
-        block: Largest number of starts that a member uses without refills, the same for all steps and members of a
-            run; with `distinct_starts` that of all members together.
-        samples: By slot, the number of completions instead of `samples_per_step`.
-        distinct_starts: Members use different starts of the block, one member's after the other's.
-        stop: Checked between tokens or steps, and between reward calls.
-
-    Raises:
-        ValueError: If a group size does not divide the member's number of completions.
-    """
-    # 1. Groups per member, on the first starts of the block.
-    groups: list[range] = []
-    for learner in learners:
-        size, count = learner.hyperparameters.group_size, (samples or {}).get(learner.slot, samples_per_step)
-        check_group_size(size, count, owner=f"member {learner.index}")
-        first = groups[-1].stop if groups and distinct_starts else 0
-        groups.append(range(first, first + count // size))
-    # 2. Sample and reward.
-    max_refills = members.settings.objective.dynamic_sampling
-    full_block = block * (1 + max_refills)
-    sampled = sample_groups(members, env, learners, groups, block=full_block, purpose="sample", stop=stop)
-    group_rewards = sampled.mean_group_rewards()
-    # 3. Dynamic sampling.
-    if max_refills:
-        used = {learner.slot: own.stop for learner, own in zip(learners, groups, strict=True)}
-        if distinct_starts:
-            used = dict.fromkeys(used, groups[-1].stop)
-        sampled = resample_groups(
-            members,
-            env,
-            learners,
-            sampled,
-            used=used,
-            distinct_starts=distinct_starts,
-            block=full_block,
-            max_rounds=max_refills,
-            stop=stop,
-        )
-    # 4. Observation statistics change only now: an interrupted rollout leaves them as they were.
-    members.update_statistics(sampled.observed)
-    return replace(sampled, earned=group_rewards)
 
 
 def sample_groups(
@@ -109,7 +44,7 @@ def sample_groups(
         block: Length of the step's block of starts.
         purpose: Name of the random stream.
         number: Distinguishes streams of one purpose within a step.
-        stop: See `collect`.
+        stop: Checked between tokens or steps, and between reward calls.
     """
     # 1. Open the starts, and number the rows. Groups are numbered by member and start, so no two share a number.
     starts = env.deal(learners[0].step, max(own.stop for own in groups), block)
@@ -186,10 +121,10 @@ def resample_groups(
         learners: The members that act.
         sampled: Their samples so far, on the first starts of the block.
         used: By slot, the number of starts of the block that are used; updated.
-        distinct_starts: See `collect`.
+        distinct_starts: Members use different starts.
         block: Length of the step's block: `1 + max_rounds` times the starts that a member uses without refills.
         max_rounds: Maximum number of rounds, at least 1.
-        stop: See `collect`.
+        stop: See `sample_groups`.
 
     Returns:
         As many rows as before; `tokens` includes discarded groups.

@@ -14,7 +14,7 @@ from torch import nn
 
 from evogrpo.algorithms.agent import Agent
 from evogrpo.algorithms.checkpointing import load_agent, read_agent, save_agent
-from evogrpo.algorithms.collect import check_groups, collect
+from evogrpo.algorithms.collect import check_groups, sample_groups
 from evogrpo.algorithms.evaluation import SingleEnvironment, common_scores, evaluate
 from evogrpo.algorithms.factory import (
     MultiAgentOptions,
@@ -29,6 +29,7 @@ from evogrpo.algorithms.policies.policy_set import RolloutBatch
 from evogrpo.algorithms.policies.settings import JointSettings, LanguageSettings, NetworkSettings
 from evogrpo.algorithms.population import Population
 from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.search_space import check_group_size
 from evogrpo.data import LearnReport, map_tensors
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import AgentSpaces
@@ -256,7 +257,7 @@ class EvolvableAlgorithm(Agent):
         self._prediction_count += 1
         return texts
 
-    def learn(self, experiences: Any = None, **elsewhere: Any) -> LearnReport:
+    def learn(self, experiences: Any) -> LearnReport:
         """Learn from rewarded completions or episodes of your own loop.
 
         Args:
@@ -266,7 +267,6 @@ class EvolvableAlgorithm(Agent):
                 episodes, padded to the longest, `group_size` from each start (reset seed); actions as `get_action`
                 returns them, masks True for steps taken, and the reward of each step. If `get_action` was called with
                 an `action_mask`, these masks are a fifth part, `[starts, group_size, steps, k]`.
-            elsewhere: Not accepted; arguments of Stable-Baselines3's `learn` get a hint.
 
         Returns:
             A report that unpacks as `loss, kl`; other metrics are its attributes.
@@ -274,8 +274,6 @@ class EvolvableAlgorithm(Agent):
         Raises:
             ValueError: If the parts do not fit together.
         """
-        if elsewhere or experiences is None or isinstance(experiences, int):
-            raise ValueError(_no_experiences(experiences, elsewhere))
         self.check_single_rank("learn")
         learner = self.learner()
         experience = self.members.experience(learner, experiences)
@@ -327,11 +325,12 @@ class EvolvableAlgorithm(Agent):
 
     # ---- the network
 
-    def get_policy(self) -> nn.Module:
+    def get_policy(self) -> Any:
         """Return the policy as a module that shares the agent's weights.
 
         For a language model, `policy(input_ids, attention_mask)` returns logits `[n, t, v]`; for a small network,
-        `policy(observations)` returns the distribution parameters `[m, o]` (see `StackedPolicy.module`).
+        `policy(observations)` returns the distribution parameters `[m, o]` (see `StackedPolicy.module`). For several
+        agents, a dictionary of such modules by policy.
         """
         return self.members.policy(self.slot, base=self._evaluated_network == "base")
 
@@ -361,13 +360,13 @@ class EvolvableAlgorithm(Agent):
         save_agent(self, path, replace=replace)
 
     @classmethod
+    @names_unknown
     def load(
         cls,
         path: str | Path,
         device: str | torch.device | None = None,
         accelerator: "Accelerator | None" = None,
         actor_network: nn.Module | None = None,
-        **elsewhere: Any,
     ) -> Self:
         """Load a saved agent into a bank of its own.
 
@@ -377,13 +376,11 @@ class EvolvableAlgorithm(Agent):
             accelerator: See the constructor.
             actor_network: The base model; by default the demo model or hub id named in the checkpoint. Paths named in
                 a checkpoint are never followed. For small networks, only needed for a module of your own.
-            elsewhere: Not accepted; arguments of other libraries' `load` get a hint.
 
         Raises:
             CheckpointError: If the checkpoint is damaged, or of another base model.
             ValueError: If the base model cannot be found, or a module is missing.
         """
-        refuse_unknown("argument of load", elsewhere, ["path", "device", "accelerator", "actor_network"])
         return load_agent(cls, path, device=device, accelerator=accelerator, actor_network=actor_network)
 
     def load_checkpoint(self, path: str | Path) -> None:
@@ -460,18 +457,6 @@ class EvolvableAlgorithm(Agent):
     def to_device(self, *experiences: Any) -> tuple[Any, ...]:
         """Move all tensors in the experiences, nested ones included, to the agent's device."""
         return tuple(map_tensors(item, lambda leaf: leaf.to(self.device)) for item in experiences)
-
-
-def _no_experiences(experiences: int | None, elsewhere: Mapping[str, Any]) -> str:
-    """Return the message for a call of `learn` as in Stable-Baselines3."""
-    given = [f"{name}={value!r:.40}" for name, value in elsewhere.items()]
-    given = given if experiences is None else [repr(experiences), *given]
-    steps = elsewhere.get("total_timesteps", 100_000 if experiences is None else experiences)
-    return (
-        f"learn takes the experiences of one learning step, got {', '.join(given) or 'nothing'}. To train in an "
-        f"environment, call evogrpo.train(env, total_timesteps={steps!r:.40}): its result has `best`, an agent, and "
-        "`learn`, to continue."
-    )
 
 
 class GRPO(EvolvableAlgorithm):
@@ -597,8 +582,11 @@ class MultiAgentGRPO(GRPO):
         self.check_single_rank("collect")
         self.members.check(env)
         samples = samples_per_step or self.group_size
-        block = max(1, samples // self.group_size)
-        return collect(self.members, [self.learner()], env, samples_per_step=samples, block=block)
+        check_group_size(self.group_size, samples, owner="the member")
+        groups = range(samples // self.group_size)
+        sampled = sample_groups(self.members, env, [self.learner()], [groups], block=len(groups), purpose="sample")
+        self.members.update_statistics(sampled.observed)
+        return sampled
 
 
 _CLASSES: dict[str, type[GRPO]] = {kind: each for each in (GRPO, MultiAgentGRPO) for kind in each.kinds}

@@ -3,15 +3,14 @@
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from evogrpo.algorithms.collect import check_groups, collect
+from evogrpo.algorithms.collect import check_groups, resample_groups, sample_groups
 from evogrpo.algorithms.evaluation import measure_fitness
 from evogrpo.algorithms.policies.policy_set import RolloutBatch
-from evogrpo.config.search_space import HyperparameterConfig
+from evogrpo.config.search_space import HyperparameterConfig, check_group_size
 from evogrpo.data import Experience, LearnReport
 from evogrpo.distributed import ProcessError, Processes
 from evogrpo.envs.protocol import GroupEnvironment, Split
@@ -132,32 +131,60 @@ class Population(Sequence[Any]):
         distinct_starts: bool = False,
         stop: Stop = NEVER,
     ) -> RolloutBatch:
-        """Sample and reward one learning step of the healthy members; see `evogrpo.algorithms.collect.collect`.
+        """Sample and reward the groups of one learning step of the healthy members, all in one batch.
+
+        Each member samples `samples_per_step / group_size` groups, on the first starts of the step's block. With
+        `Objective.dynamic_sampling` the block is longer, and groups without learning signal are replaced by groups on
+        the following starts; see `resample_groups`.
 
         Args:
             env: Provides starts and rewards.
             step: Number of the learning step.
-            samples_per_step: Samples per member.
-            block: Largest number of starts that a member uses.
+            samples_per_step: Completions (or episodes) per member; every group size divides it.
+            block: Largest number of starts that a member uses without refills, the same for all steps and members of a
+                run; with `distinct_starts` that of all members together.
             samples: Number of samples by slot, instead of `samples_per_step`; members with 0 do not act.
-            distinct_starts: Members act from different starts.
+            distinct_starts: Members use different starts of the block, one member's after the other's.
             stop: Checked between tokens or steps, and between reward calls.
+
+        Raises:
+            ValueError: If a group size does not divide the member's number of samples.
         """
-        counts = None if samples is None else dict(enumerate(samples))
-        acting = [agent for agent in self.healthy if counts is None or counts[agent.slot]]
+        # 1. Groups per member, on the first starts of the block.
+        counts = [samples_per_step] * len(self) if samples is None else samples
+        acting = [agent for agent in self.healthy if counts[agent.slot]]
         if not acting:  # all members with samples have failed: let the others act instead
-            acting, counts = self.healthy, None
-        learners = [agent.learner(step) for agent in acting]
-        return collect(
-            self.members,
-            learners,
-            env,
-            samples_per_step=samples_per_step,
-            block=block,
-            samples=counts,
-            distinct_starts=distinct_starts,
-            stop=stop,
-        )
+            acting, counts = self.healthy, [samples_per_step] * len(self)
+        learners, groups = [agent.learner(step) for agent in acting], list[range]()
+        for agent in acting:
+            check_group_size(agent.group_size, counts[agent.slot], owner=f"member {agent.index}")
+            first = groups[-1].stop if groups and distinct_starts else 0
+            groups.append(range(first, first + counts[agent.slot] // agent.group_size))
+        # 2. Sample and reward.
+        max_refills = self.members.settings.objective.dynamic_sampling
+        full_block = block * (1 + max_refills)
+        sampled = sample_groups(self.members, env, learners, groups, block=full_block, purpose="sample", stop=stop)
+        group_rewards = sampled.mean_group_rewards()
+        # 3. Dynamic sampling.
+        if max_refills:
+            used = {
+                each.slot: (groups[-1] if distinct_starts else own).stop
+                for each, own in zip(acting, groups, strict=True)
+            }
+            sampled = resample_groups(
+                self.members,
+                env,
+                learners,
+                sampled,
+                used=used,
+                distinct_starts=distinct_starts,
+                block=full_block,
+                max_rounds=max_refills,
+                stop=stop,
+            )
+        # 4. Observation statistics change only now: an interrupted rollout leaves them as they were.
+        self.members.update_statistics(sampled.observed)
+        return replace(sampled, earned=group_rewards)
 
     def learn(
         self,
@@ -205,8 +232,8 @@ class Population(Sequence[Any]):
         self.members.banks.touch(healthy)
         experience = {policy: replace(batch, stop=stop) for policy, batch in experience.items()}
         # A section tells the other ranks of an error; language models divide their passes inside of it.
-        work = partial(self.algorithm.learn_together, self.members, learners, experience)
-        reports = self.processes.run_section(work)[0]
+        with self.processes.section():
+            reports = self.algorithm.learn_together(self.members, learners, experience)
         # Scatter-add of a GPU is not deterministic, so the updates of small networks differ in bits.
         if self.plays and self.processes.size > 1 and self.members.device.type == "cuda":
             states = self.members.banks.snapshot(healthy)

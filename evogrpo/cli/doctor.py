@@ -25,7 +25,6 @@ from evogrpo.extras import (
     extra_command,
     missing,
     package_command,
-    reinstall_command,
     require,
 )
 from evogrpo.models.devices import process_memory
@@ -86,7 +85,7 @@ def _findings(check: "Callable[[], Iterator[Finding]]") -> Iterator[Finding]:
             name=name,
             state="problem",
             detail=f"{type(error).__name__}: {error}",
-            remedy=f"reinstall: {reinstall_command()}",
+            remedy="Reinstall evogrpo and its dependencies.",
         )
 
 

@@ -22,7 +22,7 @@ from evogrpo.distributed import ProcessError, processes
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.extras import missing
-from evogrpo.interruption import ProgramEndError, stopping_on_signals
+from evogrpo.interruption import stopping_on_signals
 from evogrpo.models.bank import SamplerError
 from evogrpo.models.devices import single_threaded
 from evogrpo.reporting.lineage import ancestors, best_member
@@ -205,11 +205,11 @@ def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Nam
         say_error("Aborted. Training since the last checkpoint is lost.")
         _show_resume(console, run_dir)
         return INTERRUPTED
-    except (RewardError, StrategyError, AllFailedError, ProgramEndError, ProcessError, SamplerError) as error:
+    except (RewardError, StrategyError, AllFailedError, ProcessError, SamplerError) as error:
         console.print()
         say_error(f"{error}{user_line(error.__cause__) if error.__cause__ else ''}")
         # A corrected reward function or environment counts as changed data.
-        if isinstance(error, RewardError | ProgramEndError):
+        if isinstance(error, RewardError):
             show_command(console, "after the fix", command("resume", run_dir, "--allow-changed-data"))
         elif not isinstance(error, AllFailedError):  # with the same settings, all members would fail again
             resumes_as_is = isinstance(error, ProcessError | SamplerError)

@@ -16,7 +16,7 @@ from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.plan import Plan, Stateless
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
-from evogrpo.interruption import STOPPED, Interrupted, raise_exit_error
+from evogrpo.interruption import STOPPED, Interrupted
 from evogrpo.reporting.records import (
     BaselineReport,
     BestMember,
@@ -269,8 +269,6 @@ class Trainer(RunParts):
             stop.agree()
             self._ended = stop.reason or STOPPED
             self._save(self._ended)
-        except SystemExit as error:
-            raise_exit_error(error)
         finally:
             self._close()
         self._call("on_run_end", self.result)

@@ -79,8 +79,6 @@ def test_names_of_other_libraries_are_translated_and_unknown_ones_raise(name):
         (lambda env: evolve(step_population(2, env), env, total_timesteps=1), "it is called 'max_timesteps' here"),
         (lambda env: step_agent(device="auto"), "device 'auto'"),
         (lambda env: step_population(2, env).sample_with(object()), "sample_with"),
-        (lambda env: step_agent().learn(5_000), r"evogrpo.train\(env, total_timesteps=5000"),
-        (lambda env: step_agent().learn(total_timesteps=5_000), r"evogrpo.train\(env, total_timesteps=5000"),
     ],
 )
 def test_unsuitable_calls_are_explained(call, answer):

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from evogrpo import GRPO
-from evogrpo.algorithms.collect import collect
 from evogrpo.config.objective import Objective
 from evogrpo.data import Batch
 from evogrpo.distributed import ProcessError, processes
@@ -22,7 +21,16 @@ from evogrpo.testing.policy_banks import assert_states_agree
 from tests.rounding import assert_metrics_agree
 from tests.tiny_models import EOS
 from tests.tiny_steps import cart_pole, step_population
-from tests.tiny_training import finish, shared_tokenizer, tiny_agent, tiny_env, tiny_population, tiny_run, variety
+from tests.tiny_training import (
+    collect_alone,
+    finish,
+    shared_tokenizer,
+    tiny_agent,
+    tiny_env,
+    tiny_population,
+    tiny_run,
+    variety,
+)
 from tests.two_turns import GuessTwice
 
 LR = 1e-2
@@ -70,7 +78,7 @@ def learn_both_ways(env: Any, options: Mapping[str, Any], rewarded: list[str] | 
     if rewarded is not None:
         assert sum(processes().all_gather(len(rewarded))) == SAMPLES  # each completion once
     learner = alone.learner(0)
-    same = collect(alone.members, [learner], env, samples_per_step=SAMPLES, block=SAMPLES // 2)
+    same = collect_alone(alone, env, samples=SAMPLES, block=SAMPLES // 2)
     assert found.scores.completions == same.scores.completions
     assert found.scores.rewards.tolist() == same.scores.rewards.tolist()
     assert found.tokens == same.tokens

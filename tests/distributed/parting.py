@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from evogrpo.algorithms.collect import collect
 from evogrpo.algorithms.evaluation import evaluate
 from evogrpo.distributed import RunStop, processes
 from evogrpo.interruption import Interrupted
@@ -16,7 +15,7 @@ from evogrpo.models.language.loading import fingerprint, load_base
 from evogrpo.testing.policy_banks import assert_states_agree
 from tests.distributed.dividing import TALK
 from tests.tiny_models import tiny_model, tiny_tokenizer
-from tests.tiny_training import finish, shared_tokenizer, tiny_agent, tiny_env, tiny_population, tiny_run
+from tests.tiny_training import collect_alone, finish, shared_tokenizer, tiny_agent, tiny_env, tiny_population, tiny_run
 from tests.two_turns import GuessTwice
 
 LR = 1e-2
@@ -52,7 +51,7 @@ def learn_both_ways(base: PreTrainedModel, whole: PreTrainedModel, **more: Any) 
     for agent in together:
         own = tiny_agent(actor_network=whole, **options)
         own.index = agent.index
-        alone = collect(own.members, [own.learner(0)], env, samples_per_step=samples, block=samples // 2)
+        alone = collect_alone(own, env, samples=samples, block=samples // 2)
         rows = found.experience["default"].select_members([agent.slot])
         assert torch.equal(rows.actions, alone.experience["default"].actions)
         report = own.learn_together(own.members, [own.learner(0)], alone.experience)[0]
@@ -66,7 +65,7 @@ def share_little_work(base: PreTrainedModel, whole: PreTrainedModel) -> None:
     together = tiny_population(1, actor_network=base, **options)
     own, env = tiny_agent(actor_network=whole, **options), GuessTwice(tokenizer=shared_tokenizer())
     found = together.collect(env, step=0, samples_per_step=2, block=1)
-    alone = collect(own.members, [own.learner(0)], env, samples_per_step=2, block=1)
+    alone = collect_alone(own, env, samples=2, block=1)
     assert found.scores.completions == alone.scores.completions
     together.learn(found.experience, step=0)
     own.learn_together(own.members, [own.learner(0)], alone.experience)

@@ -1,15 +1,13 @@
 """User code that exits the program during a run is an error."""
 
 import os
-import signal
 import sys
 import traceback
 from pathlib import Path
 
-import gymnasium
 import pytest
 
-from evogrpo import GymnasiumGroups, evolve
+from evogrpo import evolve
 from evogrpo.cli import main
 from evogrpo.evolution import Tournament
 from evogrpo.storage.journal import read_journal
@@ -27,16 +25,6 @@ def status_of(work):
             os._exit(98)
         os._exit(99)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-class Ending(gymnasium.Wrapper):
-    """Exits after some steps."""
-
-    left = 10**9
-
-    def step(self, action):
-        Ending.left -= 1
-        return sys.exit(0) if Ending.left < 0 else super().step(action)
 
 
 class EndingStrategy(Tournament):
@@ -59,11 +47,10 @@ def run_in(where, folder):
         env = tiny_env(reward_fn=reward) if where == "reward" else tiny_env(reward_funcs=waiting)
         population = tiny_population(2)
     else:
-        env = cart_pole() if where == "plan" else GymnasiumGroups("CartPole-v1", wrappers=[Ending], validation_size=4)
+        env = cart_pole()
         population = step_population(2, env)
     strategy = EndingStrategy() if where == "plan" else None
     run = evolve(population, env, run_dir=folder, strategy=strategy, **QUICK)
-    Ending.left = 100
     list(run)
 
 
@@ -72,7 +59,6 @@ def run_in(where, folder):
     [
         ("reward", "RewardError"),
         ("async reward", "RewardError"),
-        ("step", "ProgramEndError"),
         ("plan", "StrategyError"),
     ],
 )
@@ -85,24 +71,6 @@ def test_an_exit_during_a_run_is_an_error_and_the_run_is_saved(where, error, tmp
     assert (tmp_path / "run" / "checkpoints" / "generation-0000").is_dir()
     if where != "plan":  # the plan comes after the checkpoint
         assert read_journal(tmp_path / "run" / "journal.jsonl")[-1]["event"] in ("run", "baseline", "step", "stopped")
-
-
-def test_a_signal_handler_of_the_program_may_exit(tmp_path):
-    class Signalled(gymnasium.Wrapper):
-        def step(self, action):
-            if (tmp_path / "go").exists():
-                signal.raise_signal(signal.SIGTERM)
-            return super().step(action)
-
-    env = GymnasiumGroups("CartPole-v1", wrappers=[Signalled], validation_size=4)
-    run = evolve(step_population(2, env), env, **QUICK)
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
-    (tmp_path / "go").touch()
-    try:
-        with pytest.raises(SystemExit, match="7"):
-            list(run)
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def write_task(rewards):

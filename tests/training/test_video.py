@@ -9,12 +9,11 @@ import pytest
 from gymnasium import spaces
 
 from evogrpo import GymnasiumGroups, MultiAgentGRPO, PettingZooGroups, record_video
-from evogrpo.algorithms.collect import collect
 from evogrpo.algorithms.evaluation import evaluate
 from evogrpo.training.video import lossless_fps
 from tests.envs import joint_probes
 from tests.tiny_steps import cart_pole, step_agent
-from tests.tiny_training import equal_states, state_of
+from tests.tiny_training import collect_alone, equal_states, state_of
 
 pytest.importorskip("moviepy")
 pytest.importorskip("pygame")
@@ -80,7 +79,7 @@ def test_a_video_shows_every_state_of_the_episode(tmp_path):
 def test_cart_pole_is_played_as_in_evaluation(tmp_path):
     env = cart_pole(max_episode_steps=12)
     agent = step_agent(env, normalise_observations=True)
-    collect(agent.members, [agent.learner()], env, samples_per_step=8, block=2)  # for observation statistics
+    collect_alone(agent, env, samples=8, block=2)  # for observation statistics
     before, next_draw = state_of(agent), agent.clone().predict(np.zeros(4, np.float32))
     (record,) = record_video(agent, env, tmp_path / "best.mp4")
     assert record.seed == env.reset_seed("validation", 0)

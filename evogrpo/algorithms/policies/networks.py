@@ -1,7 +1,7 @@
 """NetworkPolicySet: small networks that act for the agents of a Gymnasium or PettingZoo environment."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -324,10 +324,10 @@ class NetworkPolicySet:
 
     # ---- the networks
 
-    def policy(self, slot: int, *, base: bool = False) -> nn.Module:
+    def policy(self, slot: int, *, base: bool = False) -> nn.Module | dict[str, nn.Module]:
         """Return a member's policy as a module, or those of a team by name; see `StackedPolicy.module`."""
         modules = {name: policy.module(slot, base=base) for name, policy in self.policies.items()}
-        return modules[DEFAULT_POLICY] if self._single else _Modules(modules)
+        return modules[DEFAULT_POLICY] if self._single else modules
 
     def unwrap(self) -> None:
         """Do nothing: small networks compute in float32."""
@@ -415,24 +415,6 @@ class NetworkPolicySet:
                 check_stored_size(4 * size * sum(map(math.prod, network.shapes.values())), stored_bytes)
         device = choose_device(accelerator, device) or "cpu"
         return cls(mapping, size, settings, hp_config, module=actor_network, device=device)
-
-
-class _Modules(nn.Module):
-    """Modules by any name; `nn.ModuleDict` does not accept dots or names of its attributes."""
-
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        self._names = list(modules)
-        self._parts = nn.ModuleList(modules.values())
-
-    def __getitem__(self, name: str) -> nn.Module:
-        return self._parts[self._names.index(name)]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def _rows_of(action_mask: Any, count: int) -> list[Any]:
