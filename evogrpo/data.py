@@ -513,10 +513,7 @@ def select_rows(values: Tensor, rows: Tensor) -> Tensor:
 
 def padded(values: Tensor, width: int, fill: float = 0) -> Tensor:
     """Return `[n, t, ...]` padded with `fill` to `width` along t."""
-    missing = width - values.shape[1]
-    if not missing:
-        return values
-    return torch.cat([values, values.new_full((len(values), missing, *values.shape[2:]), fill)], 1)
+    return torch.nn.functional.pad(values, (*[0, 0] * (values.dim() - 2), 0, width - values.shape[1]), value=fill)
 
 
 def join_trees(one: Any, other: Any, width: int) -> Any:
@@ -574,8 +571,8 @@ class LearnReport:
     """Result of one `learn` call for one member; unpacks as `loss, kl = agent.learn(...)`.
 
     Attributes:
-        metrics: Measured values, under TRL's names where it has one; see `NAMES` of
-            `evogrpo.algorithms.learning.metrics`. Those below are attributes as well, NaN where missing.
+        metrics: Measured values, under TRL's names where it has one; see `evogrpo.algorithms.learning.metrics`. Those
+            below are attributes as well, NaN where missing.
         advantages: Mean advantage over the actions of each of the member's samples, in the order of its rows.
         optimizer_steps: Steps taken.
         tokens: Tokens (or environment steps) processed, passes without gradient included.

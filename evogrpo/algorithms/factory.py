@@ -1,7 +1,7 @@
-"""Construction of policy sets and populations from the arguments of agents and populations."""
+"""Construction of policy sets from the arguments of agents and populations."""
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
@@ -9,7 +9,6 @@ import torch
 from gymnasium import spaces
 from torch import jit, nn
 
-from evogrpo.algorithms.agent import Agent
 from evogrpo.algorithms.policies.networks import NetworkPolicySet
 from evogrpo.algorithms.policies.policy_set import autocast_context, choose_device
 from evogrpo.algorithms.policies.settings import (
@@ -21,24 +20,16 @@ from evogrpo.algorithms.policies.settings import (
     NetworkSettings,
     check_hyperparameters,
 )
-from evogrpo.algorithms.population import Population
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, HyperparameterOptions, Hyperparameters, Optimizer
 from evogrpo.config.objective import Objective, default_space
 from evogrpo.config.search_space import (
     LANGUAGE_RANGES,
-    MAX_MEMBERS,
-    MAX_SAMPLES,
     NETWORK_RANGES,
     HyperparameterConfig,
-    common_samples,
 )
-from evogrpo.distributed import processes
 from evogrpo.envs.control.policy_mapping import AgentSpaces, Policies, PolicyMapping, map_policies, single_agent
-from evogrpo.evolution.founders import spread_founders, warm_start_founders
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
-from evogrpo.randomness import generator
 from evogrpo.validation import flag, instance, refuse_unknown, whole_between
-from evogrpo.warnings import warn
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -144,6 +135,16 @@ class MultiAgentOptions(CommonOptions, total=False):
     policies: Policies
     credit: Credit
     agent_ids: bool
+
+
+class MultiAgentPopulationOptions(MultiAgentOptions, total=False):
+    """Optional arguments of `MultiAgentGRPO.population`: those of one member, and five of `GRPO.population`."""
+
+    wrapper_cls: type[Any] | None
+    wrapper_kwargs: Mapping[str, Any] | None
+    samples_per_step: int | None
+    spread: bool
+    founders: Sequence[Hyperparameters] | None
 
 
 AGENT_CLASSES = {"language": "GRPO", "networks": "GRPO", "joint": "MultiAgentGRPO"}
@@ -271,14 +272,21 @@ def _language_policy_set(
 
 
 def build_joint_policy_set(
-    size: int, observation_spaces: AgentSpaces | None, action_spaces: AgentSpaces | None, options: Mapping[str, Any]
+    size: int,
+    observation_spaces: AgentSpaces | None,
+    action_spaces: AgentSpaces | None,
+    actor_network: None,
+    pad_token_id: None,
+    options: Mapping[str, Any],
 ) -> Built:
     """Validate constructor arguments of members that act for several agents, and build the policy set.
 
     Raises:
         ValueError: If an argument is unknown or out of range.
     """
-    refuse_unknown("argument", options, [*MultiAgentOptions.__annotations__, "observation_spaces", "action_spaces"])
+    others = {"actor_network": actor_network, "pad_token_id": pad_token_id}
+    given = [*options, *(name for name, value in others.items() if value is not None)]
+    refuse_unknown("argument", given, [*MultiAgentOptions.__annotations__, "observation_spaces", "action_spaces"])
     for name, by_agent in (("observation_spaces", observation_spaces), ("action_spaces", action_spaces)):
         if not isinstance(by_agent, Mapping) or not by_agent:
             raise ValueError(f"{name} must be spaces by agent, such as env.{name}, got {by_agent!r:.80}")
@@ -298,88 +306,17 @@ def _network_policy_set(
     return NetworkPolicySet(mapping, size, settings, space, module=module, device=device), first
 
 
-def create_population(
-    algorithm: type[Agent],
-    build: Callable[..., Built],
-    arguments: Sequence[Any],
-    size: int | None,
-    options: Mapping[str, Any],
-    *,
-    words: bool,
-    samples_per_step: int | None,
-    spread: bool,
-    founders: Sequence[Hyperparameters] | None,
-    wrapper_cls: type[Any] | None,
-    wrapper_kwargs: Mapping[str, Any] | None,
-) -> Population:
-    """Create agents that share one policy set.
-
-    Args:
-        algorithm: Class of the agents.
-        build: Builds the policy set from its size, these arguments and the options.
-        arguments: First arguments of the constructor, such as the spaces.
-        size: See `GRPO.population`.
-        options: See `GRPO.population`.
-        words: True for language models.
-        samples_per_step: See `GRPO.population`.
-        spread: See `GRPO.population`.
-        founders: See `GRPO.population`.
-        wrapper_cls: See `GRPO.population`.
-        wrapper_kwargs: See `GRPO.population`.
-    """
-    # 1. Check what is not checked with the policies, and replace hp_config="auto" by the default search space.
-    if size is None:
-        refuse_unknown("argument", options, ["size", *Options.__annotations__, *MultiAgentOptions.__annotations__])
-        raise ValueError("size must be given: the number of members.")
-    size = whole_between("size", size, 1, MAX_MEMBERS)
-    flag("spread", spread)
-    if options.get("hp_config") == "auto":
-        space = _default_space(options, samples_per_step, words=words, unused=algorithm.unused_options)
-        options = {**options, "hp_config": space}
-    options = algorithm.options_of_class(options)
-    # 2. Samples that group sizes must divide.
-    if samples_per_step is not None:
-        samples = whole_between("samples_per_step", samples_per_step, 2, MAX_SAMPLES)
-    else:
-        config = options.get("hp_config")
-        if not isinstance(config, HyperparameterConfig):  # None, or invalid and rejected later
-            config = HyperparameterConfig()
-        samples = common_samples(options.get("group_size", Hyperparameters().group_size), config)
-    # 3. Policies.
-    members, first = build(size, *arguments, options)
-    members.processes = processes()
-    # 4. Founders: the user's, then a spread over the ranges of what evolves.
-    space, chosen = members.hp_config or HyperparameterConfig(), tuple[Hyperparameters, ...]()
-    if founders is not None:
-        if (
-            not founders
-            or not isinstance(founders, Sequence)
-            or not all(isinstance(each, Hyperparameters) for each in founders)
-        ):
-            raise ValueError(
-                "founders must be a list of Hyperparameters, as evogrpo.best_hyperparameters(RUN) returns, got "
-                f"{founders!r:.80}."
-            )
-        chosen, moved = warm_start_founders(founders, first, space, samples)
-        for change in moved:
-            warn(f"founders: {change}")
-    records = spread_founders(
-        chosen[0] if chosen else first,
-        space if spread else HyperparameterConfig(),
-        size,
-        generator(members.settings.seed, "spread"),
-        samples,
-        chosen,
-    )
-    index = options.get("index", 0)
-    agents = [algorithm._member(members, slot, index + slot, record) for slot, record in enumerate(records)]
-    return Population(agents, members, wrapper_cls=wrapper_cls, wrapper_kwargs=wrapper_kwargs)
-
-
-def _default_space(
+def auto_space(
     options: Mapping[str, Any], samples_per_step: int | None, *, words: bool, unused: Collection[str]
 ) -> HyperparameterConfig:
-    """Return the default search space: the most important hyperparameters that are neither set nor unused."""
+    """Return the search space "auto": the most important hyperparameters that are neither set nor unused.
+
+    Args:
+        options: Arguments of the agents.
+        samples_per_step: Number that group sizes must divide; None = any.
+        words: True for language models.
+        unused: Hyperparameters that the algorithm does not use.
+    """
     chosen = {name: options[name] for name in HYPERPARAMETER_NAMES if options.get(name) is not None}
     objective = options.get("objective")
     if not isinstance(objective, Objective):  # None, or invalid and rejected later

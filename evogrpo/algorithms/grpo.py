@@ -1,6 +1,6 @@
 """GRPO: agents that learn by comparing the completions (or episodes) of a group, one policy or several per member."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack, cast
@@ -17,11 +17,13 @@ from evogrpo.algorithms.checkpointing import load_agent, read_agent, save_agent
 from evogrpo.algorithms.collect import check_groups, sample_groups
 from evogrpo.algorithms.evaluation import SingleEnvironment, common_scores, evaluate
 from evogrpo.algorithms.factory import (
+    Built,
     MultiAgentOptions,
+    MultiAgentPopulationOptions,
     Options,
+    auto_space,
     build_joint_policy_set,
     build_policy_set,
-    create_population,
     is_language_model,
 )
 from evogrpo.algorithms.learning.learning_step import learn
@@ -29,14 +31,24 @@ from evogrpo.algorithms.policies.policy_set import RolloutBatch
 from evogrpo.algorithms.policies.settings import JointSettings, LanguageSettings, NetworkSettings
 from evogrpo.algorithms.population import Population
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.config.search_space import check_group_size
+from evogrpo.config.search_space import (
+    MAX_MEMBERS,
+    MAX_SAMPLES,
+    HyperparameterConfig,
+    check_group_size,
+    common_samples,
+)
 from evogrpo.data import LearnReport, map_tensors
+from evogrpo.distributed import processes
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import AgentSpaces
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment, Split
+from evogrpo.evolution.founders import spread_founders, warm_start_founders
+from evogrpo.randomness import generator
 from evogrpo.spaces import action_dim, observation_dim, preprocess_observation
 from evogrpo.synonyms import unknown_name_error
-from evogrpo.validation import lists_options, names_unknown, refuse_unknown, whole_between
+from evogrpo.validation import flag, lists_options, names_unknown, refuse_unknown, whole_between
+from evogrpo.warnings import warn
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -78,6 +90,7 @@ class EvolvableAlgorithm(Agent):
     __slots__ = ()
 
     kinds: ClassVar[tuple[str, ...]] = ("language", "networks")
+    _build: ClassVar[Callable[..., Built]] = staticmethod(build_policy_set)
 
     @lists_options(Options.__annotations__, Hyperparameters, LanguageSettings, NetworkSettings)
     def __init__(
@@ -95,7 +108,7 @@ class EvolvableAlgorithm(Agent):
                 f"A single agent is trained by one process, got an accelerator with {count} processes. Use "
                 "GRPO.population(...), or start the program without a multi-process launcher."
             )
-        members, first = build_policy_set(1, observation_space, action_space, actor_network, pad_token_id, used)
+        members, first = self._build(1, observation_space, action_space, actor_network, pad_token_id, used)
         super().__init__(members, 0, options.get("index", 0), first)
 
     @classmethod
@@ -137,19 +150,52 @@ class EvolvableAlgorithm(Agent):
         Raises:
             ValueError: If an argument is unknown, missing or out of range.
         """
-        return create_population(
-            cls,
-            build_policy_set,
-            (observation_space, action_space, actor_network, pad_token_id),
+        # 1. Check what is not checked with the policies, and replace hp_config="auto" by the default search space.
+        if size is None:
+            refuse_unknown("argument", options, ["size", *Options.__annotations__, *MultiAgentOptions.__annotations__])
+            raise ValueError("size must be given: the number of members.")
+        size = whole_between("size", size, 1, MAX_MEMBERS)
+        flag("spread", spread)
+        arguments: dict[str, Any] = {**options}
+        if options.get("hp_config") == "auto":
+            words, unused = is_language_model(actor_network), cls.unused_options
+            arguments["hp_config"] = auto_space(options, samples_per_step, words=words, unused=unused)
+        arguments = cls.options_of_class(arguments)
+        # 2. Policies.
+        members, first = cls._build(size, observation_space, action_space, actor_network, pad_token_id, arguments)
+        members.processes = processes()
+        space = members.hp_config or HyperparameterConfig()
+        # 3. Samples that group sizes must divide.
+        if samples_per_step is None:
+            samples = common_samples(options.get("group_size", Hyperparameters().group_size), space)
+        else:
+            samples = whole_between("samples_per_step", samples_per_step, 2, MAX_SAMPLES)
+        # 4. Founders: the user's, then a spread over the ranges of what evolves.
+        chosen: tuple[Hyperparameters, ...] = ()
+        if founders is not None:
+            if (
+                not founders
+                or not isinstance(founders, Sequence)
+                or not all(isinstance(each, Hyperparameters) for each in founders)
+            ):
+                raise ValueError(
+                    "founders must be a list of Hyperparameters, as evogrpo.best_hyperparameters(RUN) returns, got "
+                    f"{founders!r:.80}."
+                )
+            chosen, moved = warm_start_founders(founders, first, space, samples)
+            for change in moved:
+                warn(f"founders: {change}")
+        records = spread_founders(
+            chosen[0] if chosen else first,
+            space if spread else HyperparameterConfig(),
             size,
-            options,
-            words=is_language_model(actor_network),
-            samples_per_step=samples_per_step,
-            spread=spread,
-            founders=founders,
-            wrapper_cls=wrapper_cls,
-            wrapper_kwargs=wrapper_kwargs,
+            generator(members.settings.seed, "spread"),
+            samples,
+            chosen,
         )
+        index = options.get("index", 0)
+        agents = [cls._member(members, slot, index + slot, record) for slot, record in enumerate(records)]
+        return Population(agents, members, wrapper_cls=wrapper_cls, wrapper_kwargs=wrapper_kwargs)
 
     # ---- acting and learning
 
@@ -509,6 +555,7 @@ class MultiAgentGRPO(GRPO):
     __slots__ = ()
 
     kinds = ("joint",)
+    _build = staticmethod(build_joint_policy_set)
 
     @lists_options(MultiAgentOptions.__annotations__, Hyperparameters, JointSettings)
     def __init__(
@@ -517,57 +564,33 @@ class MultiAgentGRPO(GRPO):
         action_spaces: AgentSpaces | None = None,
         **options: Unpack[MultiAgentOptions],
     ) -> None:
-        members, first = build_joint_policy_set(1, observation_spaces, action_spaces, options)
-        Agent.__init__(self, members, 0, options.get("index", 0), first)
+        super().__init__(observation_spaces, action_spaces, **options)  # type: ignore[arg-type,misc]  # by agent
 
     @classmethod
-    @lists_options(MultiAgentOptions.__annotations__, Hyperparameters, JointSettings)
+    @lists_options(
+        MultiAgentPopulationOptions.__annotations__, Hyperparameters, JointSettings, EvolvableAlgorithm.population
+    )
     def population(  # type: ignore[override]  # spaces by agent
         cls,
         size: int | None = None,
         observation_spaces: AgentSpaces | None = None,
         action_spaces: AgentSpaces | None = None,
-        wrapper_cls: type[Any] | None = None,
-        wrapper_kwargs: Mapping[str, Any] | None = None,
-        *,
-        samples_per_step: int | None = None,
-        spread: bool = True,
-        founders: Sequence[Hyperparameters] | None = None,
-        **options: Unpack[MultiAgentOptions],
+        **options: Unpack[MultiAgentPopulationOptions],
     ) -> Population:
-        """Create members that play and learn in the same batches.
-
-        The first member has the given hyperparameters; those that evolve are spread over their ranges for the others.
+        """Create members that play and learn in the same batches; see `GRPO.population`.
 
         Args:
             size: Number of members.
             observation_spaces: As for one member.
             action_spaces: As for one member.
-            wrapper_cls: Class that wraps every agent: `population[i]` is `wrapper_cls(agent, **wrapper_kwargs)`.
-            wrapper_kwargs: Keyword arguments of `wrapper_cls`.
-            samples_per_step: Joint episodes per member and learning step. Only needed if group_size evolves over a
-                range: values are then divisors of it.
-            spread: False starts all members with the given hyperparameters.
-            founders: Hyperparameters of the first members, as `evogrpo.best_hyperparameters(RUN)` returns them; the
-                others are spread. Values outside their ranges are moved to the nearest bound, with a warning.
-            options: As for one member.
+            options: As for one member, and `wrapper_cls`, `wrapper_kwargs`, `samples_per_step` (joint episodes),
+                `spread` and `founders` as in `GRPO.population`.
 
         Raises:
             ValueError: If an argument is unknown or out of range.
         """
-        return create_population(
-            cls,
-            build_joint_policy_set,
-            (observation_spaces, action_spaces),
-            size,
-            options,
-            words=False,
-            samples_per_step=samples_per_step,
-            spread=spread,
-            founders=founders,
-            wrapper_cls=wrapper_cls,
-            wrapper_kwargs=wrapper_kwargs,
-        )
+        arguments: Any = options
+        return super().population(size, observation_spaces, action_spaces, **arguments)  # type: ignore[arg-type]
 
     def collect(self, env: PettingZooGroups, samples_per_step: int | None = None) -> RolloutBatch:
         """Play groups of joint episodes for one learning step, on the training starts of the agent's current step.

@@ -80,7 +80,7 @@ def step_report(
     run_state.add_step(seconds, tokens, metrics, timesteps=collected.tokens, earned=earned)
     waiting = processes.all_gather(processes.waiting_seconds) if processes.size > 1 else []
     processes.waiting_seconds = 0.0
-    # 3. The report, with each member's cost: see `learning.metrics.NAMES`.
+    # 3. The report, with each member's cost.
     total = max(1, sum(tokens.values()))
     reports = {}
     for slot, report in learned.items():

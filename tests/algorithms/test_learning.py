@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from docs.generate.metrics import NAMES
 from evogrpo import Objective
 from evogrpo.algorithms.learning.learning_step import learn, minibatches
-from evogrpo.algorithms.learning.metrics import NAMES, PER_POLICY
+from evogrpo.algorithms.learning.metrics import PER_POLICY
 from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.functional.loss_types import ADVANTAGES, LOSS_TYPES
 from evogrpo.testing.policy_banks import assert_gradients_agree, assert_states_agree

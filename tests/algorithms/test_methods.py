@@ -354,7 +354,7 @@ def test_the_tokenizer_is_loaded_from_the_bases_source(tmp_path):
         (["1", [{"role": "user", "content": "1"}]], {}, "generate"),
         ([""], {}, "generate"),
         (["1" * 200], {}, "the model's context is 128"),
-        (["1"], {"n": 0}, "n must be a whole number of at least 1"),
+        (["1"], {"n": 0}, "n must be at least 1"),
     ],
 )
 def test_invalid_arguments_raise(prompts, options, rule):

@@ -7,8 +7,8 @@ from importlib import import_module
 import pytest
 
 from docs.generate import commands, configuration, metrics, names
+from docs.generate.metrics import NAMES
 from docs.generate.pages import PAGES as GENERATED
-from evogrpo.algorithms.learning.metrics import NAMES
 from evogrpo.cli.main import make_parser
 from evogrpo.reporting.records import StepReport
 from evogrpo.training.configuration.reading import _sections

@@ -86,8 +86,8 @@ class RowHyperparameters:
         )
 
 
-ACTION_SUMS = ("kl", "entropy", "low", "high", "actions", "approx_kl", "outside")
-"""Sums over a row's actions that a report needs. The last two are NaN for language models."""
+ACTION_SUMS = ("kl", "entropy", "low", "high", "actions")
+"""Sums over a row's actions that a report needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,6 @@ class ActionLosses:
         per_row: Hyperparameters of the rows.
         advantages: `[n, t]`.
         kl_in_loss: True adds beta times KL to the loss.
-        transitions: True if rows are single actions; only then is the distance to the old policy measured.
     """
 
     training_rows: TrainingRows
@@ -110,7 +109,6 @@ class ActionLosses:
     per_row: RowHyperparameters
     advantages: Tensor
     kl_in_loss: bool
-    transitions: bool
 
     def __call__(
         self, rows: Tensor, log_probs: Tensor, old: Tensor, kept: Tensor, divergences: Tensor | None = None
@@ -176,14 +174,9 @@ class ActionLosses:
     def measure(self, rows: Tensor, update: Update) -> Tensor:
         """Return sums over each row's actions, `[k, len(ACTION_SUMS)]`.
 
-        The distance to the old policy is the k3 estimate (rho - 1) - log(rho) of KL(old || new), and whether rho is
-        outside the clip range.
-
         Args:
             rows: `[k]` row indices.
             update: Log-probabilities, entropies and divergences of these rows in an optimizer step.
-
-        Source: Schulman, http://joschu.net/blog/kl-approx.html (k3); `PPO.train` of Stable-Baselines3 2.9.
         """
         log_probs, old = update.log_probs, select_rows(self.training_rows.old, rows)
         sums = torch.zeros(len(rows), len(ACTION_SUMS), dtype=torch.float64, device=log_probs.device)
@@ -204,14 +197,6 @@ class ActionLosses:
         measured = {"entropy": update.entropies, "low": low, "high": high, "actions": mask}
         if self.kl_in_loss:
             measured["kl"] = self._kl(rows, log_probs, old, update.divergences)
-        if self.transitions:
-            log_ratio = log_probs - old
-            excess = torch.expm1(log_ratio)  # exp(x) - 1 would cancel in float32 near rho = 1
-            measured["approx_kl"] = excess - log_ratio
-            measured["outside"] = (excess < -clip_low) | (excess > clip_high)
-        else:
-            for name in ("approx_kl", "outside"):
-                sums[:, ACTION_SUMS.index(name)] = torch.nan
         for name, values in measured.items():
             sums[:, ACTION_SUMS.index(name)] = values.sum(1, dtype=torch.float64)
         return sums

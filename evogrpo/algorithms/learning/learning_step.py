@@ -122,16 +122,13 @@ def minibatches(learner: Learner, batch: Batch, seed: int, *, keep_groups: bool 
     if learner.shared is not None and batch.sampled_by is not None:  # as many steps as alone, on more rows each
         size *= max(1, len(batch.sampled_by[rows].unique()))
     rng = generator(seed, "minibatches", learner.step, learner.index)
-    group, groups = consecutive_ids(batch.group_ids[rows]) if keep_groups else (None, len(rows))
+    group, groups = torch.arange(len(rows), device=rows.device), len(rows)
+    if keep_groups:
+        group, groups = consecutive_ids(batch.group_ids[rows])
     steps: list[Tensor] = []
     for _ in range(learner.hyperparameters.update_epochs if len(rows) else 0):
         place = torch.from_numpy(rng.permutation(groups)).to(rows.device)
-        if group is None:  # a scatter, which is faster than sorting
-            shuffled = torch.empty_like(rows)
-            shuffled[place] = rows
-        else:
-            shuffled = rows[torch.argsort(place[group], stable=True)]
-        steps.extend(shuffled.split(size))
+        steps.extend(rows[torch.argsort(place[group], stable=True)].split(size))
     return steps
 
 
@@ -199,7 +196,6 @@ class _LearningStep:
             per_row=per_row,
             advantages=advantages,
             kl_in_loss=len(with_kl) > 0 and objective.kl_placement == "loss",
-            transitions=self._bank.rows_are_transitions,
         )
         always = per_row.entropy_coef > 0
         if self._losses.kl_in_loss:

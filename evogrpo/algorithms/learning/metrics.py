@@ -1,4 +1,7 @@
-"""Metrics of a learning step, per member, under TRL's names where TRL has one."""
+"""Metrics of a learning step, per member, under TRL's names where TRL has one.
+
+`docs/generate/metrics.py` describes each of them. Metrics that were not measured are missing from reports.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,51 +13,6 @@ from evogrpo.config.objective import Objective
 from evogrpo.data import Batch, LearnReport, UpdateReport
 from evogrpo.functional.losses import importance_weights
 from evogrpo.functional.rewards import consecutive_ids, group_statistics, zero_variance_groups
-
-NAMES: Mapping[str, str] = {
-    "loss": "mean loss over the optimizer steps",
-    "learning_rate": "learning rate of the last optimizer step, schedule included",
-    "step_kl": "KL(before || after) of the learning step per action, in nats, on some samples; needs target_kl",
-    "step_passes": "passes of the learning step: above 1 if it was repeated with another learning rate",
-    "calibrated_lr": "learning rate found by the search; only in the learning step that found it",
-    "grad_norm": "mean 2-norm of the gradient before clipping",
-    "reward": "mean reward of the samples that have one; with credit 'agent', reward of one agent rather than the team",
-    "reward_std": "mean over groups of the sample standard deviation of rewards",
-    "frac_reward_zero_std": "fraction of groups whose rewards are all equal",
-    "rewards/<function>/mean": "mean of one reward function, before its weight",
-    "rewards/<function>/std": "sample standard deviation of one reward function",
-    "completions/mean_length": "mean number of actions per sample",
-    "completions/min_length": "smallest number of actions of a sample",
-    "completions/max_length": "largest number of actions of a sample",
-    "completions/clipped_ratio": "fraction of samples that were truncated by a limit",
-    "completions/mean_terminated_length": "mean number of actions of samples that were not truncated",
-    "completions/min_terminated_length": "smallest number of actions of samples that were not truncated",
-    "completions/max_terminated_length": "largest number of actions of samples that were not truncated",
-    "clip_ratio/low_mean": "fraction of actions whose ratio is clipped at the lower bound",
-    "clip_ratio/high_mean": "fraction of actions whose ratio is clipped at the upper bound",
-    "clip_ratio/region_mean": "fraction of actions whose ratio is clipped at either bound",
-    "approx_kl": "small networks only: mean of (ratio - 1) - log(ratio) of current to old policy, in nats, over the "
-    "actions that needed a forward pass",
-    "clip_fraction": "small networks only: fraction of these actions whose ratio is outside the clip range, even if "
-    "the clip does not bind",
-    "shared_ess": "effective sample size of other members' samples, as a fraction of their actions, averaged over "
-    "these members; missing if not measured, as the next two",
-    "shared_outside": "fraction of these actions whose initial ratio to the behaviour policy is outside the clip range",
-    "shared_share": "fraction of other members' samples that passed the filter",
-    "kl": "mean KL(policy || reference) per action by kl_estimator, in nats; missing if beta is 0",
-    "kl_coef": "beta times the factor of adaptive KL; missing unless kl_target is set",
-    "entropy": "mean entropy of the action distributions, in nats, over the actions that needed a forward pass",
-    "sampling/sampling_logp_difference/mean": "mean of |trainer - sampler| log-probability at sampling time, in nats",
-    "sampling/sampling_logp_difference/max": "largest |trainer - sampler| log-probability difference, in nats",
-    "sampling/importance_sampling_ratio/min": "smallest weight of the importance correction",
-    "sampling/importance_sampling_ratio/mean": "mean weight of the importance correction",
-    "sampling/importance_sampling_ratio/max": "largest weight of the importance correction",
-    "optimizer_steps": "optimizer steps in the learning step; this and the following in runs only",
-    "tokens": "tokens (or environment steps) processed in the learning step: sampled, and passed by updates",
-    "num_tokens": "tokens (or environment steps) processed in this slot since the run began",
-    "step_time": "seconds of the learning step, sampling included: the member's share, by tokens",
-}
-"""Description of every metric. Metrics that were not measured are missing from reports."""
 
 
 def sample_metrics(batch: Batch) -> dict[str, float]:
@@ -104,8 +62,6 @@ def update_metrics(steps: Sequence[UpdateReport], sums: Mapping[str, float], cou
         "learning_rate": steps[-1].lr if steps else math.nan,
         "grad_norm": sum(step.grad_norm for step in steps) / (len(steps) or math.nan),
         "entropy": sums["entropy"] / ran,
-        "approx_kl": sums["approx_kl"] / ran,
-        "clip_fraction": sums["outside"] / ran,
         "clip_ratio/low_mean": sums["low"] / every,
         "clip_ratio/high_mean": sums["high"] / every,
         "clip_ratio/region_mean": (sums["low"] + sums["high"]) / every,

@@ -188,7 +188,7 @@ class StepSizes:
         idle: Slots of members whose advantages are all 0. They take no optimizer step, as AdamW would move their
             weights by momentum alone.
         hyperparameters: By slot, with the learning rate that the next pass uses.
-        metrics: Metrics of the members that were measured, by slot; see `metrics.NAMES`.
+        metrics: Metrics of the members that were measured, by slot.
     """
 
     def __init__(

@@ -66,7 +66,7 @@ class TrainingRows:
         tokens: Tokens processed by all passes, by slot.
         log_ratios: `[m, t]` log-ratios of the learner's policy to the policy that sampled, before learning; 0 for own
             rows. None = not measured.
-        shared_metrics: `shared_*` metrics, by slot; see `metrics.NAMES`.
+        shared_metrics: `shared_*` metrics, by slot.
 
     Raises:
         ValueError: If a member has `sources` and the batch has no `sampler_log_probs`.

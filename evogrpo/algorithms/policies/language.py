@@ -22,7 +22,6 @@ from evogrpo.algorithms.policies.language_sampling import (
     prompt_rows,
     rewarded_batch,
     sample_conversations,
-    text_rows,
 )
 from evogrpo.algorithms.policies.policy_set import (
     HELD_OUT,
@@ -41,6 +40,7 @@ from evogrpo.data import DEFAULT_POLICY, Conversation, Experience, Rollout, Samp
 from evogrpo.distributed import Processes
 from evogrpo.envs.protocol import GroupEnvironment, PromptBatch, Scores, Split
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
+from evogrpo.envs.text.templates import check_messages, tokenize
 from evogrpo.interruption import Stop
 from evogrpo.models.bank import Sampler
 from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS, check_stored_size
@@ -235,13 +235,7 @@ class LanguagePolicySet:
         prompts = self._open(env, "train", starts)
 
         def uniforms(turn: int) -> Tensor:
-            purpose = request.purpose if not turn else f"{request.purpose} turn {turn}"
-            shapes = [(count, self.settings.max_output_tokens) for count in request.counts]
-            parts = [
-                generator(self.settings.seed, purpose, *stream).random(shape, dtype=np.float32)
-                for stream, shape in zip(request.streams, shapes, strict=True)
-            ]
-            return torch.from_numpy(np.concatenate(parts))[request.row_ids]
+            return self._draw(request.purpose, turn, request.streams, request.counts)[request.row_ids]
 
         rows, rollout, conversations = self._generate(
             prompts, request.start_ids, request.member_ids, request.temperature, uniforms, stop=request.stop
@@ -269,17 +263,13 @@ class LanguagePolicySet:
         Token t of answer a to a question uses number `[a, t]` of the stream (seed, purpose, question); from the second
         turn on, the turn's number is appended to the purpose. External samplers draw their own random numbers.
         """
-        prompts, length = self._open(env, request.split, request.questions), self.settings.max_output_tokens
+        prompts = self._open(env, request.split, request.questions)
 
         def uniforms(turn: int) -> Tensor:
             if request.answers is None:
-                return torch.zeros(len(request.slots) * request.per_slot, length)
-            purpose = HELD_OUT if not turn else f"{HELD_OUT} turn {turn}"
-            parts = [
-                generator(self.settings.seed, purpose, *stream).random((request.each, length), dtype=np.float32)
-                for stream in request.streams
-            ]
-            return torch.from_numpy(np.concatenate(parts)).repeat(len(request.slots), 1)
+                return torch.zeros(len(request.slots) * request.per_slot, self.settings.max_output_tokens)
+            counts = [request.each] * len(request.questions)
+            return self._draw(HELD_OUT, turn, request.streams, counts).repeat(len(request.slots), 1)
 
         start_ids, member_ids = request.start_ids, request.member_ids
         rows, rollout, conversations = self._generate(
@@ -288,6 +278,15 @@ class LanguagePolicySet:
         costs = self.bank.tokens_of(rows.prompts, start_ids, member_ids, rollout.present.sum(1).tolist())
         rewards = self._score(prompts, conversations, request.stop).rewards
         return rewards, tuple(costs[slot] for slot in request.slots)
+
+    def _draw(self, purpose: str, turn: int, streams: Sequence[tuple[int, ...]], counts: Sequence[int]) -> Tensor:
+        """Return random numbers `[sum(counts), max_output_tokens]` of a turn, `counts[i]` rows of stream i."""
+        name, length = purpose if not turn else f"{purpose} turn {turn}", self.settings.max_output_tokens
+        parts = [
+            generator(self.settings.seed, name, *stream).random((count, length), dtype=np.float32)
+            for stream, count in zip(streams, counts, strict=True)
+        ]
+        return torch.from_numpy(np.concatenate(parts))
 
     def _generate(
         self,
@@ -359,17 +358,46 @@ class LanguagePolicySet:
         raise ValueError("predict is for small networks. Use generate or get_action.")
 
     def generate(
-        self, learner: Learner, prompts: Sequence[Any], *, tokenizer: Any = None, base: bool = False, **options: Any
+        self,
+        learner: Learner,
+        prompts: Sequence[Any],
+        *,
+        tokenizer: Any,
+        n: int,
+        temperature: float,
+        max_output_tokens: int | None,
+        calls: int,
+        base: bool,
     ) -> list[str]:
-        """Complete texts; see `GRPO.generate`. The other options are those of `text_rows`."""
-        if not hasattr(prompts, "__len__"):
-            raise ValueError(f"prompts must be a list of texts or conversations, got {type(prompts).__name__}.")
+        """Complete texts; see `GRPO.generate`. Random numbers depend on the number of `calls` so far."""
+        # 1. Tokenize the prompts.
+        single = isinstance(prompts, str) or not hasattr(prompts, "__len__")
+        if single or any(isinstance(prompt, dict) for prompt in prompts):
+            raise ValueError("prompts must be a list of texts or conversations. Put a single one in a list.")
+        settings, n = self.settings, whole_between("n", n, 1)
+        length = settings.max_output_tokens
+        if max_output_tokens is not None:
+            length = whole_between("max_output_tokens", max_output_tokens, 1)
+        if not 0 <= temperature < float("inf"):
+            raise ValueError(f"temperature must be finite and at least 0, got {temperature}.")
         if not len(prompts):
             return []
         tokenizer = tokenizer or self._tokenizer
-        rollout = self._synced_sampler().sample(
-            text_rows(prompts, tokenizer, learner, self.settings, **options), base=base
+        plain = [prompt if isinstance(prompt, str) else check_messages(prompt, "a prompt") for prompt in prompts]
+        ids = tokenize([(prompt, {}) for prompt in plain], tokenizer, "generate")
+        # 2. Sample `n` completions of each, prompt by prompt.
+        count = len(ids) * n
+        rng = generator(settings.seed, "generate", learner.index, calls)
+        rows = SamplingBatch(
+            prompts=tuple(tuple(prompt) for prompt in ids),
+            prompt_ids=torch.arange(len(ids)).repeat_interleave(n),
+            member_ids=torch.full((count,), learner.slot),
+            temperature=torch.full((count,), float(temperature)),
+            uniforms=torch.from_numpy(rng.random((count, length), dtype=np.float32)),
+            min_new_tokens=min(settings.min_output_tokens, length),
+            options=settings.sampling_options,
         )
+        rollout = self._synced_sampler().sample(rows, base=base)
         return [
             str(tokenizer.decode(tokens[present].tolist(), skip_special_tokens=True))
             for tokens, present in zip(rollout.actions, rollout.present, strict=True)

@@ -26,7 +26,6 @@ from evogrpo.data import (
 from evogrpo.distributed import processes
 from evogrpo.envs.protocol import PromptBatch, Scores
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
-from evogrpo.envs.text.templates import Tokenizer, check_messages, tokenize
 from evogrpo.functional.rewards import overlong_penalty
 from evogrpo.models.bank import FinishedCallback, Sampler
 from evogrpo.randomness import generator
@@ -174,45 +173,6 @@ def as_batch(
     )
 
 
-def text_rows(
-    prompts: Sequence[Any],
-    tokenizer: Tokenizer,
-    learner: Learner,
-    settings: LanguageSettings,
-    *,
-    n: int,
-    temperature: float,
-    max_output_tokens: int | None,
-    calls: int,
-) -> SamplingBatch:
-    """Return rows that complete texts or conversations, `n` times each, prompt by prompt.
-
-    Raises:
-        ValueError: If the prompts are not a list of texts or conversations, or a number is out of range.
-    """
-    if isinstance(prompts, str) or any(isinstance(prompt, dict) for prompt in prompts):
-        raise ValueError("prompts must be a list of texts or conversations. Put a single one in a list.")
-    length = settings.max_output_tokens if max_output_tokens is None else max_output_tokens
-    for name, number in (("n", n), ("max_output_tokens", length)):
-        if not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, got {number!r}.")
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must be finite and at least 0, got {temperature}.")
-    plain = [prompt if isinstance(prompt, str) else check_messages(prompt, "a prompt") for prompt in prompts]
-    ids = tokenize([(prompt, {}) for prompt in plain], tokenizer, "generate")
-    count = len(ids) * n
-    rng = generator(settings.seed, "generate", learner.index, calls)
-    return SamplingBatch(
-        prompts=tuple(tuple(prompt) for prompt in ids),
-        prompt_ids=torch.arange(len(ids)).repeat_interleave(n),
-        member_ids=torch.full((count,), learner.slot),
-        temperature=torch.full((count,), float(temperature)),
-        uniforms=torch.from_numpy(rng.random((count, length), dtype=np.float32)),
-        min_new_tokens=min(settings.min_output_tokens, length),
-        options=settings.sampling_options,
-    )
-
-
 PENALTY = "overlong_penalty"
 
 
@@ -292,7 +252,7 @@ def sample_conversations(
     batch: PromptBatch,
     rows: SamplingBatch,
     *,
-    uniforms: Callable[[int], Tensor | None],
+    uniforms: Callable[[int], Tensor],
     max_tokens: int | None,
     device: torch.device,
     base: bool = False,
@@ -307,7 +267,7 @@ def sample_conversations(
         sampler: Generates completions.
         batch: The prompts; `rows.prompt_ids` are positions in it.
         rows: The first turn.
-        uniforms: Returns the uniforms `[n, t]` of all rows for a further turn, from 1; None = drawn by the sampler.
+        uniforms: Returns the uniforms `[n, t]` of all rows for a further turn, from 1.
         max_tokens: Maximum tokens after a prompt, replies included; None = no limit.
         device: Device of the result.
         base: Sample from the untrained base model.
@@ -355,10 +315,10 @@ def sample_conversations(
             continue
         place = {row: number for number, row in enumerate(active)}
         active = list(histories)
-        chosen, drawn = torch.tensor(active), uniforms(turn)
+        chosen = torch.tensor(active)
         part = replace(
             rows.select(chosen),
-            uniforms=None if drawn is None else drawn[chosen],
+            uniforms=uniforms(turn)[chosen],
             history=tuple(histories.values()),
             keep=turn + 1 < batch.max_turns,
             kept=sampled.kept,
