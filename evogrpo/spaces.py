@@ -1,6 +1,6 @@
 """Observation and action spaces: their leaves and dimensions, and observations as batched tensors."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,9 +36,7 @@ def flatten(space: spaces.Space[Any], observation: Any) -> list[Any]:
     """Return the leaves of one observation, or of a batch of them, in the order of `leaf_spaces`."""
     match space:
         case spaces.Dict():
-            return [
-                leaf for key, part in space.spaces.items() for leaf in flatten(part, _part(space, observation, key))
-            ]
+            return [leaf for key, part in space.spaces.items() for leaf in flatten(part, observation[key])]
         case spaces.Tuple():
             return [
                 leaf for part, value in zip(space.spaces, observation, strict=True) for leaf in flatten(part, value)
@@ -46,26 +44,15 @@ def flatten(space: spaces.Space[Any], observation: Any) -> list[Any]:
     return [observation]
 
 
-def _part(space: spaces.Dict, observation: Any, key: str) -> Any:
-    try:
-        return observation[key]
-    except (KeyError, IndexError, TypeError) as error:
-        held = sorted(map(str, observation)) if isinstance(observation, Mapping) else type(observation).__name__
-        raise ValueError(f"observation must have the keys {sorted(space.spaces)}, got {held}") from error
-
-
 def unflatten(space: spaces.Space[Any], leaves: Iterable[Any]) -> Any:
     """Invert `flatten`: return an array, or dicts and tuples of arrays."""
-    return _rebuilt(space, iter(leaves))
-
-
-def _rebuilt(space: spaces.Space[Any], leaves: Iterator[Any]) -> Any:
+    remaining = iter(leaves)  # shared by the calls for the parts, as the iterator of an iterator is itself
     match space:
         case spaces.Dict():
-            return {key: _rebuilt(part, leaves) for key, part in space.spaces.items()}
+            return {key: unflatten(part, remaining) for key, part in space.spaces.items()}
         case spaces.Tuple():
-            return tuple(_rebuilt(part, leaves) for part in space.spaces)
-    return next(leaves)
+            return tuple(unflatten(part, remaining) for part in space.spaces)
+    return next(remaining)
 
 
 def check_action_space(space: spaces.Space[Any] | None) -> None:

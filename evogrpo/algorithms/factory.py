@@ -284,9 +284,7 @@ def build_joint_policy_set(
     Raises:
         ValueError: If an argument is unknown or out of range.
     """
-    others = {"actor_network": actor_network, "pad_token_id": pad_token_id}
-    given = [*options, *(name for name, value in others.items() if value is not None)]
-    refuse_unknown("argument", given, [*MultiAgentOptions.__annotations__, "observation_spaces", "action_spaces"])
+    refuse_unknown("argument", options, [*MultiAgentOptions.__annotations__, "observation_spaces", "action_spaces"])
     for name, by_agent in (("observation_spaces", observation_spaces), ("action_spaces", action_spaces)):
         if not isinstance(by_agent, Mapping) or not by_agent:
             raise ValueError(f"{name} must be spaces by agent, such as env.{name}, got {by_agent!r:.80}")

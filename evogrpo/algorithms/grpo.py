@@ -564,7 +564,8 @@ class MultiAgentGRPO(GRPO):
         action_spaces: AgentSpaces | None = None,
         **options: Unpack[MultiAgentOptions],
     ) -> None:
-        super().__init__(observation_spaces, action_spaces, **options)  # type: ignore[arg-type,misc]  # by agent
+        members, first = self._build(1, observation_spaces, action_spaces, None, None, options)
+        Agent.__init__(self, members, 0, options.get("index", 0), first)
 
     @classmethod
     @lists_options(
@@ -590,6 +591,8 @@ class MultiAgentGRPO(GRPO):
             ValueError: If an argument is unknown or out of range.
         """
         arguments: Any = options
+        own = ("size", "observation_spaces", "action_spaces", *MultiAgentPopulationOptions.__annotations__)
+        refuse_unknown("argument", options, own)
         return super().population(size, observation_spaces, action_spaces, **arguments)  # type: ignore[arg-type]
 
     def collect(self, env: PettingZooGroups, samples_per_step: int | None = None) -> RolloutBatch:

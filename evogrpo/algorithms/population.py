@@ -191,44 +191,29 @@ class Population(Sequence[Any]):
         experience: Experience,
         *,
         step: int,
-        sources: Mapping[int, Sequence[int]] | None = None,
         shared: SharedExperience | None = None,
         stop: Stop = NEVER,
     ) -> dict[int, LearnReport]:
         """Take one learning step of the healthy members, and mark those that fail.
 
         Args:
-            experience: Rows of every healthy member, or of the members they learn from, by policy.
+            experience: Rows by policy: of every healthy member or, with `shared`, of some members.
             step: Number of the learning step; part of the name of the random streams.
-            sources: For each slot that learns from other members' samples, the source slots. A member's own slot must
-                be listed to be included. None = with `shared` all members that sampled, otherwise its own slot.
-            shared: Filter for samples of other members; None = all count like the member's own.
+            shared: Filter for samples of other members: each member learns from all that sampled. None = each member
+                learns from its own samples.
             stop: Checked before each forward pass. After an interruption, members may have learned in part.
 
         Returns:
             One report per member, by slot.
 
         Raises:
-            ValueError: If `sources` names a slot without a healthy member or an empty list, or the experience does not
-                fit.
+            ValueError: If the experience does not fit.
         """
-        healthy = {agent.slot for agent in self.healthy}
-        if sources is None and shared is not None:
+        learners = [agent.learner(step) for agent in self.healthy]
+        if shared is not None:
             sampled = sorted({slot for batch in experience.values() for slot in batch.member_ids.unique().tolist()})
-            sources = dict.fromkeys(healthy, sampled)
-        given = sources or {}
-        for slot, own in given.items():
-            if not own or not healthy.issuperset((slot, *own)):
-                raise ValueError(
-                    f"sources must map healthy slots to at least one healthy slot, got {slot}: {list(own)}. "
-                    f"Healthy slots: {sorted(healthy)}."
-                )
-        learners = [
-            replace(agent.learner(step), sources=tuple(given[agent.slot]), shared=shared)
-            if agent.slot in given
-            else agent.learner(step)
-            for agent in self.healthy
-        ]
+            learners = [replace(learner, sources=tuple(sampled), shared=shared) for learner in learners]
+        healthy = [learner.slot for learner in learners]
         self.members.banks.touch(healthy)
         experience = {policy: replace(batch, stop=stop) for policy, batch in experience.items()}
         # A section tells the other ranks of an error; language models divide their passes inside of it.

@@ -32,12 +32,23 @@ def collected(population, env):
     return population.collect(env, step=0, samples_per_step=8, block=4).experience
 
 
+def learn(population, experience, sources, shared=None):
+    """Take a learning step in which slots learn from the members in `sources`, the others from their own samples."""
+    learners = [
+        replace(agent.learner(0), sources=tuple(sources[agent.slot]), shared=shared)
+        if agent.slot in sources
+        else agent.learner(0)
+        for agent in population
+    ]
+    return population.algorithm.learn_together(population.members, learners, experience)
+
+
 def test_own_samples_by_name_equal_own_samples():
     """Member 1 learns from others as well, which does not affect them."""
     (one, env), (other, _) = prompts(batch_size=8), prompts(batch_size=8)
     experience = collected(one, env)
     alone = one.learn(experience, step=0)[1]
-    both = other.learn(experience, step=0, sources={0: [0], 1: [0, 1], 2: [2]})[1]
+    both = learn(other, experience, {0: [0], 1: [0, 1], 2: [2]})[1]
     for slot in (0, 2):
         assert_states_agree(one[slot].state(), other[slot].state(), lr=one[slot].lr)
     assert both.failed is None
@@ -53,7 +64,7 @@ def test_a_twins_samples_have_the_same_effect(make, kind):
     population, env = make(batch_size=4096, update_epochs=1, beta=0.1, objective=objective)
     population.members.banks.inherit([0, 0, 2])
     experience = collected(population, env)
-    reports = population.learn(experience, step=0, sources={1: [0]})
+    reports = learn(population, experience, {1: [0]})
     assert reports[1].failed is None
     assert reports[1].grad_norm == pytest.approx(reports[0].grad_norm, rel=1e-4)
     states = [population[slot].state() for slot in range(2)]
@@ -68,7 +79,7 @@ def test_a_step_on_shared_samples_uses_the_ratio_to_the_policy_that_acted():
     taken = batch.select_members([0])
     copied = replace(taken, member_ids=torch.ones_like(taken.member_ids))
     old = one.members.banks["default"].log_probs(batch)
-    reports = one.learn({"default": batch}, step=0, sources={1: [0]})
+    reports = learn(one, {"default": batch}, {1: [0]})
     # The slow path: the other member's bank scores the copied rows; the sampled policy stays the old one.
     bank, agent = other.members.banks["default"], other[1]
     advantages = group_advantages(copied.rewards, copied.group_ids)[:, None]
@@ -86,14 +97,11 @@ def test_a_step_on_shared_samples_uses_the_ratio_to_the_policy_that_acted():
     assert reports[1].metrics["clip_ratio/region_mean"] > 0  # the policies are far apart
 
 
-def test_invalid_sources_raise():
+def test_sources_need_the_sampled_log_probabilities():
     population, env = prompts()
     (batch,) = collected(population, env).values()
-    for sources in ({1: []}, {7: [0]}, {0: [7]}):
-        with pytest.raises(ValueError, match="sources"):
-            population.learn({"default": batch}, step=0, sources=sources)
     with pytest.raises(ValueError, match="sampler_log_probs"):
-        population.learn({"default": replace(batch, sampler_log_probs=None)}, step=0, sources={0: [0, 1]})
+        learn(population, {"default": replace(batch, sampler_log_probs=None)}, {0: [0, 1]})
 
 
 def test_distant_sources_are_excluded():
@@ -106,11 +114,11 @@ def test_distant_sources_are_excluded():
         noise = torch.randn(state["weights"].shape, generator=torch.Generator().manual_seed(0))
         bank.load_state(2, state | {"weights": state["weights"] + 2.0 * noise})
     experience = collected(one, env)
-    reports = one.learn(experience, step=0, sources={1: [0, 1, 2], 2: [0]}, shared=replace(EVERY, min_ess=0.9))
+    reports = learn(one, experience, {1: [0, 1, 2], 2: [0]}, shared=replace(EVERY, min_ess=0.9))
     found = reports[1]
     assert (reports[0].failed, found.failed) == (None, None)
     assert "too far" in reports[2].failed  # it has nothing to learn from
-    same = other.learn(experience, step=0, sources={1: [0, 1]}, shared=EVERY)[1]
+    same = learn(other, experience, {1: [0, 1]}, shared=EVERY)[1]
     assert_states_agree(one[1].state(), other[1].state(), lr=one[1].lr)
     assert (found.metrics["shared_share"], same.metrics["shared_share"]) == (0.5, 1.0)
     assert found.metrics["shared_ess"] < 0.95  # the mean of the twin's, which is 1, and the distant one's
@@ -131,7 +139,7 @@ def test_effective_sample_size_and_gain_are_those_of_the_two_policies(make):
     changes = population.members.banks["default"].log_probs(learner) - shared.sampler_log_probs
     ratios = changes[mask]
     expected = float(effective_sample_fraction(ratios, torch.zeros(len(ratios), dtype=torch.long), 1))
-    reports = population.learn({"default": batch}, step=0, sources={1: [0, 1]}, shared=replace(EVERY, min_ess=0.01))
+    reports = learn(population, {"default": batch}, {1: [0, 1]}, shared=replace(EVERY, min_ess=0.01))
     assert reports[1].metrics["shared_ess"] == pytest.approx(expected, abs=1e-4)
     outside = float(((ratios.exp() - 1).abs() > 0.2).double().mean())
     assert reports[1].metrics["shared_outside"] == pytest.approx(outside, abs=1e-6)
@@ -150,7 +158,7 @@ def test_shared_samples_do_not_add_optimizer_steps(make):
     (one, env), (other, _) = (make(**options) for _ in range(2))
     experience = collected(one, env)
     alone = other.learn(experience, step=0)
-    reports = one.learn(experience, step=0, sources={slot: [0, 1, 2] for slot in range(3)}, shared=EVERY)
+    reports = learn(one, experience, {slot: [0, 1, 2] for slot in range(3)}, shared=EVERY)
     steps = [[each[slot].optimizer_steps for slot in range(3)] for each in (reports, alone)]
     if make is prompts:
         assert steps[0] == steps[1]
@@ -167,7 +175,7 @@ def test_shared_rows_use_the_learners_loss_and_the_actors_sampling():
         population, env = prompts(batch_size=8)
         experience = collected(population, env)
         population[0].hyperparameters = replace(population[0].hyperparameters, **changed)
-        population.learn(experience, step=0, sources={1: [0, 1], 2: [2]}, shared=EVERY)
+        learn(population, experience, {1: [0, 1], 2: [2]}, shared=EVERY)
         states.append(population[1].state())
     assert_states_agree(*states, lr=population[1].lr)
 
@@ -176,7 +184,7 @@ def test_chosen_members_sample_for_the_others():
     population, env = prompts()
     rollout = population.collect(env, step=0, samples_per_step=8, block=4, samples=[16, 0, 8])
     assert rollout.member_ids.bincount().tolist() == [16, 0, 8]
-    reports = population.learn(rollout.experience, step=0, sources={0: [0], 1: [0, 2], 2: [0, 2]}, shared=EVERY)
+    reports = learn(population, rollout.experience, {0: [0], 1: [0, 2], 2: [0, 2]}, shared=EVERY)
     assert [reports[slot].samples for slot in range(3)] == [16, 24, 24]
     assert (reports[1].advantages, reports[1].failed) == ((), None)
     population[0].failed = "no finite gradient"  # then all sample

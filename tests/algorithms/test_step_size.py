@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from evogrpo import GRPO, EvolvableAlgorithm, HyperparameterConfig, MultiAgentGRPO, Objective
-from evogrpo.algorithms.learning.step_size import StepControl, StepSize, measured_step, step_target
+from evogrpo.algorithms.learning.step_size import StepControl, measured_step, step_target
 from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Optimizer
 from tests.tiny_models import tiny_model
 from tests.tiny_steps import cart_pole, step_population
@@ -21,13 +21,13 @@ TARGET = 0.005
 @pytest.mark.parametrize("scale", [1e-10, 0.005, 1e6])
 def test_search_finds_the_learning_rate_of_a_quadratic_kl(scale):
     """KL grows with the square of the learning rate for small steps."""
-    control = StepControl(StepSize(), target=TARGET, target_kl=TARGET)
+    control = StepControl(1.0, 0.0, target=TARGET, target_kl=TARGET)
     while control.update(scale * control.factor**2, 0.0):
         pass
     assert control.passes <= 7
     assert TARGET / 1.5 <= scale * control.factor**2 <= 1.5 * TARGET
-    assert control.result() == StepSize(control.factor, control.factor)
-    control = StepControl(StepSize(), target=TARGET, target_kl=TARGET)
+    assert control.result() == (control.factor, control.factor)
+    control = StepControl(1.0, 0.0, target=TARGET, target_kl=TARGET)
     while control.update(TARGET, 0.5 if control.factor > 0.01 else 0.0):
         pass
     assert control.factor <= 0.01  # learning rates that clip are avoided
@@ -35,23 +35,23 @@ def test_search_finds_the_learning_rate_of_a_quadratic_kl(scale):
 
 
 def test_weak_signals_leave_room_and_steps_far_beyond_the_limit_are_left_out():
-    control = StepControl(StepSize(), target=TARGET / 4, target_kl=TARGET)
+    control = StepControl(1.0, 0.0, target=TARGET / 4, target_kl=TARGET)
     assert not control.update(TARGET / 4, 0.0)
-    assert control.result() == StepSize(1.0, 2.0)  # KL of the ceiling: 4 times as much, the whole target
-    control = StepControl(StepSize(1.0, 1.0), target=TARGET, target_kl=TARGET)
+    assert control.result() == (1.0, 2.0)  # KL of the ceiling: 4 times as much, the whole target
+    control = StepControl(1.0, 1.0, target=TARGET, target_kl=TARGET)
     assert [control.update(math.nan, 0.0) for _ in range(4)] == [True, True, True, False]
     assert control.undone
-    assert control.result().factor == pytest.approx(1e-4)
+    assert control.result()[0] == pytest.approx(1e-4)
 
 
 @pytest.mark.parametrize(
     ("kl", "start", "factor"), [(0.015, 1.0, math.sqrt(2 / 3)), (0.0075, 1.0, 1.0), (0.004, 1.0, 1.2), (0.0, 1.25, 1.3)]
 )
 def test_later_steps_move_the_factor_up_to_the_ceiling_without_a_repetition(kl, start, factor):
-    control = StepControl(StepSize(start, 1.3), target=TARGET, target_kl=TARGET)
+    control = StepControl(start, 1.3, target=TARGET, target_kl=TARGET)
     assert not control.update(kl, 0.5)
-    assert control.result().factor == pytest.approx(factor)
-    assert control.result().ceiling == 1.3
+    assert control.result()[0] == pytest.approx(factor)
+    assert control.result()[1] == 1.3
 
 
 def test_target_follows_the_effective_number_of_actions():

@@ -8,7 +8,7 @@ not a set point. Held at the target, the KL of a fading signal would consist of 
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,27 +31,10 @@ MEASURED_STEPS = 4
 MEASURED_COMPLETIONS, MEASURED_ACTIONS = 16, 2048
 """Maximum number of completions, and of actions of small networks, that the KL is measured on."""
 STEP_SIZE = [RUNNING_STATS.index("lr_factor"), RUNNING_STATS.index("lr_ceiling")]
-"""Columns of the running statistics that hold a `StepSize`."""
+"""Columns of the running statistics that hold `StepControl.factor` and `ceiling`, for `DEFAULT_TARGET_KL`.
 
-
-@dataclass(frozen=True)
-class StepSize:
-    """Step size of one policy of one member, relative to `Hyperparameters.lr`.
-
-    The train state stores it for `DEFAULT_TARGET_KL`, so that a changed `target_kl` takes effect at once.
-
-    Attributes:
-        factor: Factor on the learning rate.
-        ceiling: Largest factor; 0 until the first batch that teaches something.
-    """
-
-    factor: float = 1.0
-    ceiling: float = 0.0
-
-    @property
-    def calibrated(self) -> bool:
-        """True once a learning rate was found."""
-        return self.ceiling > 0.0
+A changed `target_kl` takes effect at once; see `_scale`.
+"""
 
 
 class StepControl:
@@ -60,20 +43,23 @@ class StepControl:
     Use: take the step with `factor`, measure, call `update`; while it returns True, restore the train state and repeat.
 
     Args:
-        start: Step size before the learning step.
+        factor: Factor on the learning rate.
+        ceiling: Largest factor; 0 until a learning rate was found.
         target: KL per action, in nats, that a step aims for; see `step_target`.
         target_kl: Hyperparameter `target_kl`, in nats per action.
 
     Attributes:
         factor: Factor on the learning rate for the next pass.
+        ceiling: Largest factor; 0 until a learning rate was found, before this step.
         passes: Number of passes measured so far.
         undone: True if the last pass exceeded the limit and must not be kept.
         calibrated: True if a learning rate was found in an earlier step.
     """
 
-    def __init__(self, start: StepSize, *, target: float, target_kl: float) -> None:
-        self.factor, self.passes, self.undone, self.calibrated = start.factor, 0, False, start.calibrated
-        self._start, self._target, self._target_kl = start, target, target_kl
+    def __init__(self, factor: float, ceiling: float, *, target: float, target_kl: float) -> None:
+        self.factor, self.ceiling, self.calibrated = factor, ceiling, ceiling > 0.0
+        self.passes, self.undone = 0, False
+        self._target, self._target_kl = target, target_kl
         self._low: float | None = None  # largest factor found too small
         self._high: float | None = None  # smallest factor found too large
 
@@ -90,12 +76,12 @@ class StepControl:
             return self._search(kl, clip_fraction)
         return self._limit(kl)
 
-    def result(self) -> StepSize:
-        """Return the step size after the learning step."""
+    def result(self) -> tuple[float, float]:
+        """Return factor and ceiling after the learning step."""
         if self.calibrated:
-            return StepSize(factor=self.factor, ceiling=self._start.ceiling)
+            return self.factor, self.ceiling
         # A weak signal allows a part of the target only. KL grows with the square of the learning rate.
-        return StepSize(factor=self.factor, ceiling=self.factor / math.sqrt(self._target / self._target_kl))
+        return self.factor, self.factor / math.sqrt(self._target / self._target_kl)
 
     def _search(self, kl: float, clip_fraction: float) -> bool:
         """Move the factor until the KL is within a factor of 1.5 of the target."""
@@ -132,7 +118,7 @@ class StepControl:
         if kl > limit:
             self.factor *= max(math.sqrt(ratio), 0.5)
         elif kl < 0.5 * limit and self.calibrated:
-            self.factor = min(1.2 * self.factor, self._start.ceiling)
+            self.factor = min(1.2 * self.factor, self.ceiling)
         return False
 
 
@@ -214,12 +200,12 @@ class StepSizes:
             if not bool(signal.any()):
                 self.idle.add(slot)
                 continue
-            start = StepSize(*(bank.running_stats[slot, STEP_SIZE] * _scale(target_kl)).tolist())
-            self._set_factor(slot, start.factor)
-            if start.calibrated and not transitions and learner.step % MEASURED_STEPS:
+            factor, ceiling = (bank.running_stats[slot, STEP_SIZE] * _scale(target_kl)).tolist()
+            self._set_factor(slot, factor)
+            if ceiling > 0.0 and not transitions and learner.step % MEASURED_STEPS:
                 continue  # measuring takes a pass over some completions
             target = step_target(target_kl, signal, transitions=transitions)
-            self._controls[slot] = StepControl(start, target=target, target_kl=target_kl)
+            self._controls[slot] = StepControl(factor, ceiling, target=target, target_kl=target_kl)
             # The policy that is measured has sampled these rows; rows of other members only if there are no own ones.
             if outcomes.sampled_by is not None:
                 own = rows[outcomes.sampled_by[rows] == slot]
@@ -265,8 +251,8 @@ class StepSizes:
             if repeated:
                 again.add(slot)
             else:
-                size, scale = control.result(), _scale(self._learners[slot].hyperparameters.target_kl or 0.0)
-                stored = torch.tensor([size.factor, size.ceiling], dtype=torch.float64) / scale
+                scale = _scale(self._learners[slot].hyperparameters.target_kl or 0.0)
+                stored = torch.tensor(control.result(), dtype=torch.float64) / scale
                 self._bank.running_stats[slot, STEP_SIZE] = stored
                 self.metrics[slot] = {"step_kl": 0.0 if control.undone else kl, "step_passes": float(control.passes)}
                 if not control.calibrated and not control.undone:

@@ -300,24 +300,38 @@ def as_step_batch(experiences: StepExperiences, learner: Learner, networks: Stac
         chosen = np.where(taken.reshape(*lead, *[1] * (chosen.ndim - 2)), chosen - space.start, 0)
     to_environment(space, chosen[taken.reshape(lead)])  # raises for invalid actions
     legal = _legal(further[0], chosen, taken, space) if further else None
-    # 3. Build the batch.
-    present = torch.from_numpy(taken.reshape(lead))
-    step_rewards = torch.from_numpy(np.where(taken, earned, 0.0).reshape(lead))
-    n = len(present)
-    return Batch(
-        inputs=ObservationInputs(
-            observations=to_tensors(_shown(observations, taken, learner, networks)),
-            temperature=torch.full((n,), learner.hyperparameters.temperature),
-            action_masks=None if legal is None else torch.from_numpy(legal),
-        ),
-        actions=torch.from_numpy(np.ascontiguousarray(chosen.astype(space.dtype))),
-        present=present,
-        action_mask=present,
-        rewards=step_rewards.sum(1).float(),
-        group_ids=torch.arange(starts).repeat_interleave(size),
-        member_ids=torch.full((n,), learner.slot),
-        step_rewards=step_rewards.float(),
+    # 3. Check observations.
+    leaves = []
+    for leaf, value in zip(
+        leaf_spaces(networks.observation_space), flatten(networks.observation_space, observations), strict=True
+    ):
+        array = _array(value)
+        if array.shape != (*taken.shape, *(leaf.shape or ())):
+            raise ValueError(
+                f"observations must have the shape {taken.shape} followed by the shape of {leaf}, got {array.shape}."
+            )
+        leaves.append(array.reshape(*lead, *array.shape[3:]).astype(leaf.dtype, copy=False))
+    # 4. Build the batch.
+    n, rewards = starts * size, np.where(taken, earned, 0.0).reshape(lead)
+    episodes = PolicyEpisodes(
+        rows=np.arange(n),
+        agents=("",) * n,
+        group_ids=np.arange(starts).repeat(size),
+        observations=unflatten(networks.observation_space, leaves),
+        actions=np.ascontiguousarray(chosen.astype(space.dtype)),
+        action_masks=legal,
+        log_probs=np.zeros(lead, dtype=np.float32),  # unknown, see below
+        present=taken.reshape(lead),
+        own_rewards=rewards,
+        team_rewards=rewards,
+        terminated=np.zeros(n, dtype=np.bool_),
+        truncated=np.zeros(n, dtype=np.bool_),
     )
+    temperature = np.full(n, learner.hyperparameters.temperature, dtype=np.float32)
+    batch, observed = networks.batch(episodes, np.full(n, learner.slot), temperature)
+    if observed is not None:
+        networks.update_statistics(observed)
+    return replace(batch, sampler_log_probs=None, truncated=None)
 
 
 def _legal(given: Any, chosen: NDArray[Any], taken: NDArray[np.bool_], space: spaces.Space[Any]) -> NDArray[np.bool_]:
@@ -335,24 +349,3 @@ def _legal(given: Any, chosen: NDArray[Any], taken: NDArray[np.bool_], space: sp
     if not np.take_along_axis(legal, places, axis=1)[steps].all():
         raise ValueError("An action was not legal. Pass the masks that get_action was called with.")
     return legal.reshape(*chosen.shape[:2], -1)
-
-
-def _shown(observations: Any, taken: NDArray[np.bool_], learner: Learner, networks: StackedPolicy) -> Any:
-    """Return normalised observations `[n, t, ...]`, and update the statistics with the raw ones."""
-    space, leaves = networks.observation_space, []
-    n, t = taken.shape[0] * taken.shape[1], taken.shape[2]
-    for leaf, value in zip(leaf_spaces(space), flatten(space, observations), strict=True):
-        array = _array(value)
-        if array.shape != (*taken.shape, *(leaf.shape or ())):
-            raise ValueError(
-                f"observations must have the shape {taken.shape} followed by the shape of {leaf}, got {array.shape}."
-            )
-        leaves.append(array.reshape(n, t, *array.shape[3:]).astype(leaf.dtype, copy=False))
-    flat = unflatten(space, [leaf.reshape(n * t, *leaf.shape[2:]) for leaf in leaves])
-    shown = flatten(space, networks.shown(flat, np.full(n * t, learner.slot)))
-    if networks.statistics is not None:
-        members = np.full(n, learner.slot)
-        networks.update_statistics(
-            episode_statistics(networks.bank.size, leaves, normalised_leaves(space), taken.reshape(n, t), members)
-        )
-    return unflatten(space, [leaf.reshape(n, t, *leaf.shape[1:]) for leaf in shown])
