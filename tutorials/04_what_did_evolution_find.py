@@ -243,6 +243,8 @@ single = {
 print(f"{'the winner':20}", round(test_of(run)))
 for name, returns in single.items():
     print(f"{name:20}", sorted(map(round, returns)))
+best_single = max(max(returns) for returns in single.values())
+assert SHORT or test_of(run) > best_single, "the best of eight was lucky"
 
 # %% [markdown]
 # None of the new agents is as good as the winner. The winner was the best of
@@ -307,6 +309,8 @@ def difference(one: str, other: str) -> str:
 
 for other in ("selection only", "fixed", "one agent, all samples"):
     print(difference("evolution", other))
+means = {name: np.mean(returns) for name, returns in everything.items()}
+assert SHORT or means["one agent, all samples"] > means["evolution"]
 
 # %% [markdown]
 # The run above is the best point of the first row. The other seeds of the same
