@@ -1,4 +1,4 @@
-"""Strict parsing: JSON with finite, bounded numbers, YAML with numbers as in Python, and no repeated keys in either."""
+"""Parsing of untrusted JSON and YAML: bounded size, depth and numbers, no repeated keys."""
 
 import json
 import math
@@ -9,12 +9,43 @@ from typing import Any
 
 import yaml
 
-MOST_DIGITS = 300
-"""Maximum number of digits of an integer in JSON."""
+MOST_VALUES, MOST_DEPTH, MOST_DIGITS = 100_000, 100, 300
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML loader that refuses repeated keys and keys that are not text."""
+    """Safe YAML loader that refuses excessive aliases, recursive values, huge integers and repeated keys.
+
+    An alias counts as many values as its anchor.
+    """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._depth, self._sizes = 0, dict[int, int]()
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose a node and count its values."""
+        mark = self.peek_event().start_mark
+        self._depth += 1
+        if self._depth > MOST_DEPTH:
+            raise yaml.composer.ComposerError(None, None, f"nested more than {MOST_DEPTH} levels deep", mark)
+        alias = self.check_event(yaml.AliasEvent)
+        node: Any = super().compose_node(parent, index)
+        self._depth -= 1
+        if alias and id(node) not in self._sizes:
+            raise yaml.composer.ComposerError(None, None, "the alias refers to a value that contains it", mark)
+        if not alias:
+            self._sizes[id(node)] = 1 + sum(self._sizes[id(child)] for child in _children(node))
+        if self._sizes[id(node)] > MOST_VALUES:
+            why = f"more than {MOST_VALUES:,} values, counting those of aliases each time"
+            raise yaml.composer.ComposerError(None, None, why, mark)
+        return node  # type: ignore[no-any-return]
+
+    def construct_yaml_int(self, node: Any) -> int:
+        """Read an integer of at most `MOST_DIGITS` digits."""
+        if len(node.value) > MOST_DIGITS:
+            why = f"a whole number has at most {MOST_DIGITS} digits, got {len(node.value):,}"
+            raise yaml.constructor.ConstructorError(None, None, why, node.start_mark)
+        return int(super().construct_yaml_int(node))
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Read a mapping; every key is text and appears once."""
@@ -30,6 +61,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 # YAML 1.1 reads 1e-4 and 1.5e3 as text, because it requires a dot and a signed exponent.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
@@ -44,7 +76,7 @@ def load_yaml(text: str, where: str) -> Any:
         where: Source for messages, such as a file name.
 
     Raises:
-        ValueError: If it is not valid YAML.
+        ValueError: If it is not valid YAML or exceeds the limits.
     """
     try:
         return yaml.load(text, _Loader)  # noqa: S506 (a subclass of SafeLoader)
@@ -76,6 +108,12 @@ def read_yaml_file(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path} must contain a mapping, got {type(values).__name__}. Write `key: value` lines.")
     return values
+
+
+def _children(node: Any) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [each for pair in node.value for each in pair]
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
 
 
 def dump_json(value: Any, *, what: str = "record", indent: int | None = None) -> str:

@@ -40,6 +40,7 @@ MANIFEST_NAME = "manifest.json"
 MANIFEST_BYTES = 1 << 24  # far more than the manifest of a hundred thousand files
 # Serialising takes twice as much again: small beside any model that is trained, and hundreds of files hold gigabytes.
 FILE_BYTES = 16 * 2**20
+MOST_TENSORS = 100_000  # of a file; a forged header may name any number of empty ones, which take long to parse
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in a run directory."""
 
@@ -392,6 +393,9 @@ def _record(place: Path, manifest: Manifest) -> dict[str, Any]:
 def _read_tensors(path: Path, entry: FileEntry) -> dict[str, Tensor]:
     # Parse the same bytes that were verified, so that the file cannot change in between.
     content = _read_verified(path, entry)
+    header = int.from_bytes(content[:8], "little")
+    if header < len(content) and content.count(b'"dtype"', 8, 8 + header) > MOST_TENSORS:
+        raise damaged_error(path, f"has more than {MOST_TENSORS:,} tensors")
     try:
         return load_tensors(content)
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:

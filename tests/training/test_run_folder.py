@@ -1,5 +1,7 @@
 """Run directories that are moved, deleted, shared, changed or swapped."""
 
+import hashlib
+import json
 import os
 import shutil
 from pathlib import Path
@@ -10,7 +12,10 @@ import torch
 from evogrpo import GRPO, evolve, resume
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.checkpoint import (
+    MOST_TENSORS,
     CheckpointError,
+    FileEntry,
+    _read_tensors,
     generation_folder,
     read_checkpoint,
     write_checkpoint,
@@ -159,6 +164,16 @@ def test_a_forged_task_type_is_a_checkpoint_error(copy):
     write_checkpoint(generation_folder(copy, 3), tensors, record, replace=True)
     with pytest.raises(CheckpointError):
         open_run(copy)
+
+
+def test_a_header_with_many_empty_tensors_is_refused(tmp_path):
+    names = {f"{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(MOST_TENSORS + 1)}
+    header = json.dumps(names).encode()
+    content = len(header).to_bytes(8, "little") + header
+    (tmp_path / "x.safetensors").write_bytes(content)
+    entry = FileEntry(size=len(content), sha256=hashlib.sha256(content).hexdigest())
+    with pytest.raises(CheckpointError, match=f"{MOST_TENSORS:,} tensors"):
+        _read_tensors(tmp_path / "x.safetensors", entry)
 
 
 def swap(one, other):
