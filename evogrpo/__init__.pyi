@@ -32,7 +32,7 @@ from evogrpo.models.language.loading import load_base as load_base
 from evogrpo.models.language.vllm_sampler import VLLMSampler as VLLMSampler
 from evogrpo.models.networks.architecture import ArchitectureLimits as ArchitectureLimits
 from evogrpo.models.networks.architecture import NetworkConfig as NetworkConfig
-from evogrpo.reporting.exports import read_run as read_run
+from evogrpo.reporting.data_frames import read_run as read_run
 from evogrpo.reporting.lineage import best_hyperparameters as best_hyperparameters
 from evogrpo.reporting.report import report as report
 from evogrpo.training.evolve import evolve as evolve

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from evogrpo.algorithms.learning.metrics import PER_POLICY
-from evogrpo.reporting.exports import COLUMNS, FLAG, REAL, TEXT, WHOLE
+from evogrpo.reporting.data_frames import COLUMNS, FLAG, REAL, TEXT, WHOLE
 
 NAMES: Mapping[str, str] = {
     "loss": "mean loss over the optimizer steps",

@@ -33,7 +33,7 @@ INTERFACES = {
         *("Result", "BestMember"),
     ),
     "evogrpo.reporting.report": ("RunReport",),
-    "evogrpo.reporting.exports": ("RunFrames",),
+    "evogrpo.reporting.data_frames": ("RunFrames",),
     "evogrpo.training.schedule": ("Schedule",),
     "evogrpo.algorithms.agent": ("Agent",),
     "evogrpo.algorithms.factory": ("CommonOptions", "Options", "MultiAgentOptions"),

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -19,7 +18,6 @@ from rich.columns import Columns
 from rich.text import Text
 
 from evogrpo.cli.main import FAILED, OK
-from evogrpo.distributed import processes
 from evogrpo.extras import (
     MissingPackageError,
     extra_command,
@@ -29,8 +27,7 @@ from evogrpo.extras import (
 )
 from evogrpo.models.devices import process_memory
 from evogrpo.safe_parsing import dump_json
-from evogrpo.text import pluralize
-from evogrpo.training.console import HangingIndent, make_console
+from evogrpo.training.console import make_console
 
 DEMO_MEMORY, DEMO_DISK = 3.5e9, 2e9  # bytes: the demo's peak, and its base model converted plus a run
 _LLM = ("transformers", "peft", "accelerate")  # without them, `check_model` reports what is missing
@@ -101,27 +98,8 @@ def check_torch() -> Iterator[Finding]:
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory
         device = f"cuda ({torch.cuda.get_device_name()}, {memory / 1e9:.0f} GB)"
-    threads, cores = torch.get_num_threads(), os.cpu_count() or 1
-    yield Finding(name="torch", state="ok", detail=f"{torch.__version__}, device {device}, {threads} threads")
-    local = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))  # torchrun gives each process one thread
-    if device == "cpu" and threads * local < cores and "OMP_NUM_THREADS" in os.environ:
-        change = "unset OMP_NUM_THREADS" if local == 1 else f"set OMP_NUM_THREADS={cores // local}"
-        detail, remedy = f"{threads * local} of {cores} cores are used", f"{change} for faster runs of language models"
-        yield Finding(name="threads", state="note", detail=detail, remedy=remedy)
-
-
-def check_processes() -> Iterator[Finding]:
-    """Report host, device and memory of every process, if a launcher started several."""
-    from evogrpo.models.devices import available_device
-
-    group = processes()
-    if group.size > 1:
-        torch, memory = importlib.import_module("torch"), process_memory()
-        facts = [f"device {available_device(None)}", pluralize(torch.get_num_threads(), "thread")]
-        if memory is not None:
-            facts.append(f"{memory / 1e9:.1f} GB shared by the processes of this host")
-        for rank, description in enumerate(group.all_gather(", ".join([socket.gethostname(), *facts]))):
-            yield Finding(name="process", state="ok", detail=f"{rank} of {group.size}: {description}")
+    detail = f"{torch.__version__}, device {device}, {torch.get_num_threads()} threads of {os.cpu_count()} processors"
+    yield Finding(name="torch", state="ok", detail=detail)
 
 
 def check_precision() -> Iterator[Finding]:
@@ -223,7 +201,6 @@ def check_extras() -> Iterator[Finding]:
 CHECKS: "tuple[Callable[[], Iterator[Finding]], ...]" = (
     check_python,
     check_torch,
-    check_processes,
     check_precision,
     check_memory,
     check_model,
@@ -251,7 +228,7 @@ def tasks(args: argparse.Namespace) -> int:
     console.print(Text.assemble(("Built in", "bold"), "   task: {name: NAME}"))
     width = max(map(len, TASKS))
     for name, task in TASKS.items():
-        console.print(HangingIndent(Text.assemble((f"  {name:{width}}", "cyan"), f"  {task.description}"), width + 4))
+        console.print(Text.assemble((f"  {name:{width}}", "cyan"), f"  {task.description}"))
     console.print()
     console.print(Text.assemble(("reasoning-gym", "bold"), "   task: {reasoning_gym: NAME, options: {...}}"))
     if missing("reasoning-gym", "reasoning_gym") is not None:
@@ -262,17 +239,15 @@ def tasks(args: argparse.Namespace) -> int:
         console.print(Columns([Text(name, "cyan") for name in names], padding=(0, 2), equal=True))
     console.print()
     console.print(Text.assemble(("Gymnasium", "bold"), "   task: {env: ID}, or evogrpo train --env ID"))
-    console.print(
-        HangingIndent(Text(f"  {', '.join(NATIVE_IDS)} have a fast built-in version; other environments run unchanged"))
-    )
-    console.print(HangingIndent(Text(f"  tuned hyperparameters with --preset: {', '.join(preset_ids())}")))
+    console.print(f"  {', '.join(NATIVE_IDS)} have a fast built-in version; other environments run unchanged")
+    console.print(f"  tuned hyperparameters with --preset: {', '.join(preset_ids())}")
     console.print()
     games = "   task: {parallel_env: MODULE}, or evogrpo train --parallel-env MODULE"
-    console.print(HangingIndent(Text.assemble(("PettingZoo", "bold"), games)))
+    console.print(Text.assemble(("PettingZoo", "bold"), games))
     console.print(Text("  MODULE has parallel_env, e.g. mpe2.simple_spread_v3; or MODULE:FUNCTION"))
     console.print()
     console.print(Text.assemble(("Plugins", "bold"), f"   {', '.join(plugin_names()) or 'none installed'}"))
     console.print()
     dataset = "   task: {dataset: {train: FILE}, reward: FILE.py:FUNCTION, form: agilerl}"
-    console.print(HangingIndent(Text.assemble(("Your own", "bold"), dataset)))
+    console.print(Text.assemble(("Your own", "bold"), dataset))
     return OK

@@ -319,7 +319,6 @@ def _add_reading_commands(commands: Commands) -> None:
         "A star marks the best member and its ancestors.",
     )
     _add_run_dir(lineage)
-    lineage.add_argument("--all", action="store_true", dest="all_members", help="print one line per member")
     best = _add_command(
         commands,
         "best",

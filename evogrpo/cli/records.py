@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -15,7 +14,6 @@ from evogrpo.extras import missing
 from evogrpo.reporting.compare import ComparedRun, TestDifference, compare_runs, interval
 from evogrpo.reporting.lineage import (
     LineageTree,
-    TreeLine,
     best_schedule,
     fitness_estimate,
     lineage_tree,
@@ -30,8 +28,6 @@ from evogrpo.text import changes_text, count_text, duration_text, number_text, p
 from evogrpo.training.configuration.sections import CONFIG_FILE
 from evogrpo.training.console import command, make_console, print_rows, show_command, working
 
-_MIN_LINE_WIDTH = 30
-"""Minimum width of a line of the tree, in characters."""
 _MAX_VALUE_WIDTH = 60
 """Maximum width of a setting's value in a table, in characters."""
 
@@ -41,8 +37,9 @@ def lineage(args: argparse.Namespace) -> int:
     console, summary = make_console(), summarise(read_journal(args.run_dir / "journal.jsonl"))
     tree = lineage_tree(summary)
     evolvable = list(summary.evolvable)
-    for line in tree_lines(tree, all_members=args.all_members):
-        _print_line(console, "│ " * line.indent, _tree_text(line, tree, evolvable))
+    for indent, birth in tree_lines(tree):
+        bars = Text("│ " * indent, "dim")
+        console.print(bars.append_text(_member_text(birth, tree, evolvable)), soft_wrap=not console.is_terminal)
     if tree.winner is None:
         console.print("No member has been evaluated yet.")
     return OK
@@ -159,21 +156,8 @@ def video(args: argparse.Namespace) -> int:
 # ---- lines of the tree
 
 
-def _tree_text(line: TreeLine, tree: LineageTree, evolving: Sequence[str]) -> Text:
-    """Describe one line of the tree: one member, or several that are not shown in detail."""
-    symbol = ("★ ", "bold") if line.wins else ("· ", "dim")
-    text = Text.assemble(symbol)
-    if len(line.members) == 1:
-        return text.append_text(_member_text(line.members[0], tree, evolving, wins=line.wins))
-    names = " ".join(f"#{member.index}" for member in line.members)
-    reports = [report for member in line.members for report in tree.results.get(member.index, ())]
-    scores = [report.fitness for report in reports if report.fitness is not None]
-    best_text = f", best {number_text(max(scores))}" if scores else ""
-    return text.append(f"{len(line.members)} without descendants{best_text}: {names}", "dim")
-
-
-def _member_text(birth: MemberRecord, tree: LineageTree, evolving: Sequence[str], *, wins: bool) -> Text:
-    """Describe a member: its origin, and its fitness over its lifetime."""
+def _member_text(birth: MemberRecord, tree: LineageTree, evolving: Sequence[str]) -> Text:
+    """Describe a member: its origin, and its fitness over its lifetime; a star marks the best member's path."""
     reports = tree.results.get(birth.index, ())
     if birth.parent is None:
         values = ", ".join(f"{name} {number_text(getattr(birth.hyperparameters, name))}" for name in evolving)
@@ -182,9 +166,10 @@ def _member_text(birth: MemberRecord, tree: LineageTree, evolving: Sequence[str]
         origin = f"clone of #{birth.parent}: {changes_text(birth.changes) or 'unchanged'}"
     is_best = tree.winner is not None and tree.winner.index == birth.index
     lifetime = _lifetime_text(tree.winner if is_best else None, reports)
-    return Text.assemble(
-        (f"#{birth.index}", "bold" if wins else ""), f"  {printable(origin)}", (f"  {lifetime}", "dim")
-    )
+    wins = birth.index in tree.path
+    head = ("★ ", "bold") if wins else ("· ", "dim")
+    index = (f"#{birth.index}", "bold" if wins else "")
+    return Text.assemble(head, index, f"  {printable(origin)}", (f"  {lifetime}", "dim"))
 
 
 def _fitness_score(member: MemberReport) -> str:
@@ -266,17 +251,6 @@ def _table(*heads: str) -> Table:
     for head in heads:
         table.add_column(Text(printable(head)), overflow="fold")
     return table
-
-
-def _print_line(console: Console, bars: str, text: Text) -> None:
-    """Print a line of the tree, wrapped and indented on a terminal."""
-    if not console.is_terminal:
-        console.print(Text(bars).append_text(text), soft_wrap=True)
-        return
-    first, *others = text.wrap(console, max(_MIN_LINE_WIDTH, console.width - len(bars) - 4))
-    console.print(Text.assemble((bars, "dim"), first), soft_wrap=True)
-    for other in others:
-        console.print(Text.assemble((f"{bars}    ", "dim"), other), soft_wrap=True)
 
 
 # ---- exports

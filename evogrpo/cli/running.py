@@ -56,9 +56,9 @@ from evogrpo.training.console import (
     working,
 )
 from evogrpo.training.display import RunDisplay
-from evogrpo.training.forecast import check_memory, gigabytes, possible
-from evogrpo.training.launch import dry_run, free_run_dirs, locked_run_dir, read_resumable, resume, start
-from evogrpo.training.run_dir import JOURNAL, RunDir
+from evogrpo.training.forecast import check_memory, gigabytes
+from evogrpo.training.launch import dry_run, new_run_dir, read_resumable, resume, start
+from evogrpo.training.run_dir import JOURNAL
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types import TASK_TYPES, PreparedRun, task_type_of
 from evogrpo.training.trainer import AllFailedError, StrategyError, Trainer
@@ -82,17 +82,11 @@ def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
     with ExitStack() as stack:
 
         def claim_folder() -> Path | None:
-            if not processes().is_rank_zero:
-                return None
-            if args.dry_run:
-                return requested_dir or next(free_run_dirs(name))
-            return stack.enter_context(locked_run_dir(name, requested_dir)).folder
+            return stack.enter_context(new_run_dir(name, requested_dir)) if processes().is_rank_zero else None
 
         run_dir = processes().run_section(claim_folder)[0]
         assert run_dir is not None  # rank 0 names it for all
         config = dataclasses.replace(config, run_dir=str(run_dir))
-        if processes().is_rank_zero:
-            RunDir(run_dir).check_unused()
         with working(console, "checking the configuration"):
             prepared = task_type_of(config.task).prepare(config)
         stack.enter_context(closing(prepared.env))
@@ -125,8 +119,6 @@ def resume_run(args: argparse.Namespace) -> int:
     saved, state = resumable.saved, resumable.saved.record.run_state
     for error in saved.skipped:
         say_warning(f"Skipped an unusable checkpoint: {error}")
-    for remark in resumable.ignored:
-        say_warning(remark)
     if resumable.ended is not None:
         console.print(f"This run is finished ({resumable.ended}).", soft_wrap=True)
         if processes().is_rank_zero:
@@ -258,21 +250,10 @@ def show_plan(console: Console, prepared: PreparedRun, run_dir: Path, *, preset:
         "objective": _objective_text(config.agent.objective),
         "schedule": _schedule_text(config),
         "run directory": str(run_dir),
-        **process_layout(config, processes().size),
         **config.task.facts(),
     }
     print_rows(console, rows)
     console.print()
-
-
-def process_layout(config: Config, count: int) -> dict[str, str]:
-    """Describe the work of several processes; empty for one process."""
-    if count == 1:
-        return {}
-    groups = config.population.size * config.schedule.samples_per_step // min(possible(config, "group_size"))
-    verb = "has" if count == groups + 1 else "have"
-    idle = f". {count - groups} {verb} no work while {pluralize(groups, 'group')} are sampled" if count > groups else ""
-    return {"processes": f"{count}; each holds all members and does part of the work{idle}"}
 
 
 def show_forecast(console: Console, prepared: PreparedRun, *, skip_memory_check: bool) -> None:
@@ -397,7 +378,7 @@ def show_files(console: Console, run_dir: Path, kind: object) -> None:
     rows: list[tuple[str, Path | str]] = [("run directory", run_dir)]
     best = run_dir / "best"
     if best.is_dir():
-        rows.append((terms_of(kind).best, best))
+        rows.append(("best member", best))
     try:
         page = report(run_dir).write()
         rows += [("figure", missing("report.png", "matplotlib") or run_dir / "report.png"), ("report page", page)]

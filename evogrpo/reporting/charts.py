@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from evogrpo.reporting.lineage import MemberHistory, ancestors, best_member, member_histories
 from evogrpo.reporting.records import Estimate, MemberReport, StepRecord
 from evogrpo.reporting.summary import MEASURES, RunSummary
-from evogrpo.text import number_text, pluralize
 
 # Colour-blind safe palette of Okabe and Ito, adjusted so that each colour is visible on white and on black.
 # Vermilion is the best member's lineage, grey the untrained base.
@@ -93,7 +92,6 @@ class RunCharts:
         crowded: True if there are more slots than colours; all slots then share one.
         fitness: Fitness by generation.
         failures: Failed results, as lines of one point at the lower edge of the fitness chart.
-        hidden: Note on results below the fitness chart; empty if all are inside.
         lineage: Slot of every member by generation.
         measures: One chart per metric of learning steps.
         hyperparameters: One chart per evolving hyperparameter.
@@ -106,7 +104,6 @@ class RunCharts:
     crowded: bool
     fitness: Chart
     failures: tuple[Line, ...]
-    hidden: str
     lineage: Chart
     measures: tuple[Chart, ...]
     hyperparameters: tuple[Chart, ...]
@@ -138,7 +135,7 @@ def run_charts(summary: RunSummary) -> RunCharts:
         lineage={ancestor.index: ancestor.generation for ancestor in ancestors(summary, best)},
     )
     results = [result for history in histories for result in history.results]
-    limits, hidden = _fitness_limits(results, summary)
+    limits = _fitness_limits(results, summary)
     edge = limits[0] + 0.03 * (limits[1] - limits[0])
     marked = numbers[-1] - numbers[0] < _MAX_MARKED
     failures = [(result.index, result.slot, result.generation) for result in results if result.fitness is None]
@@ -169,7 +166,6 @@ def run_charts(summary: RunSummary) -> RunCharts:
             Line(index=index, colour=styles.colour(slot), points=(Point(number, edge, number),))
             for index, slot, number in failures
         ),
-        hidden=hidden,
         lineage=_lineage_chart(histories, styles),
         measures=tuple(_measure_chart(name, summary.steps, styles) for name in summary.measures if histories),
         hyperparameters=tuple(_hyperparameter_chart(name, space, histories, styles) for name, space in spaces.items()),
@@ -227,39 +223,12 @@ def _fitness_stretches(history: MemberHistory, start: Estimate | None) -> list[l
     return [stretch for stretch in stretches if stretch]
 
 
-def _fitness_limits(results: Sequence[MemberReport], summary: RunSummary) -> tuple[tuple[float, float], str]:
-    """Return the limits of the fitness axis, without results of collapsed members, and a note on those."""
-    estimates = [(result.fitness, result.standard_error or 0.0) for result in results if result.fitness is not None]
-    edge = None
-    if summary.start is not None:  # without it, low results may be where members started, not a collapse
-        edge = lower_edge([fitness for fitness, _ in estimates], summary.start.mean)
+def _fitness_limits(results: Sequence[MemberReport], summary: RunSummary) -> tuple[float, float]:
+    """Return the limits of the fitness axis: all results, the untrained base and the tests, with their errors."""
+    shown = [(result.fitness, result.standard_error or 0.0) for result in results if result.fitness is not None]
     fixed = [summary.start, *([summary.test.before, summary.test.after] if summary.test else [])]
-    shown = [(fitness, error) for fitness, error in estimates if edge is None or fitness >= edge]
     shown += [(estimate.mean, estimate.standard_error) for estimate in fixed if estimate is not None]
-    bounds = [mean + sign * error for mean, error in shown for sign in (-1, 1)]
-    low, high = _limits(bounds or [0.0, 1.0])
-    hidden = sum(fitness < low for fitness, _ in estimates)
-    return (low, high), f"{pluralize(hidden, 'result')} below {number_text(low)} not shown" if hidden else ""
-
-
-def lower_edge(values: Sequence[float], start: float) -> float | None:
-    """Return the smallest value that is not far below the others, as those of collapsed members are.
-
-    Args:
-        values: In any order.
-        start: Value of the untrained base, which is always inside.
-
-    Returns:
-        The value; None if no value is far below.
-    """
-    ordered = sorted(values)
-    if len(ordered) <= 10:  # too few for quantiles
-        return None
-    low, high = (ordered[int(share * (len(ordered) - 1))] for share in (0.1, 0.95))
-    # "Far below" is three times the usual spread below the start; without a spread there is no scale.
-    base = min(low, start)
-    limit = base - 3 * (high - base)
-    return next(value for value in ordered if value >= limit) if high > base and ordered[0] < limit else None
+    return _limits([mean + sign * error for mean, error in shown for sign in (-1, 1)] or [0.0, 1.0])
 
 
 def _limits(values: Sequence[float], *, log: bool = False) -> tuple[float, float]:

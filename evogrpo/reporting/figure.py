@@ -162,10 +162,9 @@ def _draw_fitness(axes: "Axes", run: RunCharts) -> None:
             [x], [estimate.mean], yerr=[estimate.standard_error], fmt="D", color=colour, markersize=8, capsize=4,
             zorder=6, label=f"{label} {score_text(estimate.mean, None)}",
         )  # fmt: skip
-    failed = [point.x for line in run.failures for point in line.points]
-    if failed:
-        height = [0.03] * len(failed)
-        axes.plot(failed, height, "x", transform=axes.get_xaxis_transform(), color=BASE, mew=2, label="failed")
+    if run.failures:
+        generations, heights, _ = _joined(run.failures)
+        axes.plot(generations, heights, "x", color=BASE, mew=2, label="failed")
     if any(chart.births for chart in run.hyperparameters):
         axes.plot([], [], "o", color="#999999", markersize=4.5, label="birth")
     width = last - first + 1
@@ -177,17 +176,12 @@ def _draw_fitness(axes: "Axes", run: RunCharts) -> None:
     if not run.fitness.lines:
         words = "no member has a fitness yet" if run.histories else "no generation has finished yet"
         axes.text(0.5, 0.7, words, transform=axes.transAxes, ha="center", color="#777777", size=12)
-    axes.text(0.995, 0.012, run.hidden, transform=axes.transAxes, ha="right", size=8.5, color="#555555")
 
 
 def _facts(summary: RunSummary) -> str:
     """Return a line of facts about the run."""
-    names = {
-        "population_size": "population of {}",
-        "seed": "seed {}",
-        "samples_per_step": "samples_per_step {}",
-    }
-    parts = [text.format(_one_line(str(summary.facts.get(name, "?")), 60)) for name, text in names.items()]
+    size, seed, samples = (summary.facts.get(name, "?") for name in ("population_size", "seed", "samples_per_step"))
+    parts = [_one_line(f"population of {size} · seed {seed} · samples_per_step {samples}", 180)]
     if summary.generations:
         last = summary.generations[-1]
         parts += [processed(last, summary.terms), duration_text(last.seconds)]

@@ -237,30 +237,12 @@ def lineage_tree(summary: RunSummary) -> LineageTree:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TreeLine:
-    """One line of a printed lineage tree.
+def tree_lines(tree: LineageTree) -> list[tuple[int, MemberRecord]]:
+    """Return the lines of a printed lineage, each a depth and a member.
 
-    Attributes:
-        indent: Depth.
-        members: One member, or several siblings without children.
-        wins: True for the best member and its ancestors.
-    """
-
-    indent: int
-    members: tuple[MemberRecord, ...]
-    wins: bool
-
-
-def tree_lines(tree: LineageTree, *, all_members: bool = False) -> list[TreeLine]:
-    """Return the lines of a printed lineage: the main line of descent continues below a member, others are indented.
-
-    The main line follows the best member's path, else the child with most descendants. A side line therefore has at
-    most half as many members as its parent line, which bounds the indentation.
-
-    Args:
-        tree: The lineage.
-        all_members: Print one line per member. By default, more than two siblings without children share one line.
+    The main line of descent continues below a member, others are indented. It follows the best member's path, else the
+    child with most descendants. A side line therefore has at most half as many members as its parent line, which
+    bounds the indentation.
     """
     indices = {birth.index for birth in tree.births}
     children: dict[int | None, list[MemberRecord]] = {}
@@ -269,25 +251,19 @@ def tree_lines(tree: LineageTree, *, all_members: bool = False) -> list[TreeLine
     sizes: dict[int, int] = {}
     for birth in reversed(tree.births):
         sizes[birth.index] = 1 + sum(sizes[child.index] for child in children.get(birth.index, ()))
-    lines: list[TreeLine] = []
+    lines: list[tuple[int, MemberRecord]] = []
 
     def add_line(first: MemberRecord, indent: int) -> None:
         member: MemberRecord | None = first
         while member is not None:
-            lines.append(TreeLine(indent=indent, members=(member,), wins=member.index in tree.path))
+            lines.append((indent, member))
             below = children.get(member.index, [])
             heir = max(below, key=lambda child: (child.index in tree.path, sizes[child.index]), default=None)
-            add_siblings([child for child in below if child is not heir], indent + 1)
+            for child in below:
+                if child is not heir:
+                    add_line(child, indent + 1)
             member = heir
 
-    def add_siblings(siblings: Sequence[MemberRecord], indent: int) -> None:
-        childless = [each for each in siblings if sizes[each.index] == 1 and each.index not in tree.path]
-        collapsed = childless if len(childless) > 2 and not all_members else []
-        for each in siblings:
-            if each not in collapsed:
-                add_line(each, indent)
-        if collapsed:
-            lines.append(TreeLine(indent=indent, members=tuple(collapsed), wins=False))
-
-    add_siblings(children.get(None, []), 0)
+    for founder in children.get(None, []):
+        add_line(founder, 0)
     return lines

@@ -59,9 +59,6 @@ class EvaluationCost(JournalRecord):
     tokens: Whole = 0
     seconds: Real = 0.0
 
-    def __add__(self, other: "EvaluationCost") -> "EvaluationCost":
-        return EvaluationCost(tokens=self.tokens + other.tokens, seconds=self.seconds + other.seconds)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Example(JournalRecord):
@@ -416,14 +413,12 @@ class Terms:
         questions: Units of evaluation.
         tokens: Units of work, including updates.
         fitness: Definition of fitness.
-        best: The exported best member.
     """
 
     untrained: str
     questions: str
     tokens: str
     fitness: str
-    best: str
 
 
 LANGUAGE = Terms(
@@ -431,14 +426,12 @@ LANGUAGE = Terms(
     questions="questions",
     tokens="tokens",
     fitness="mean reward per validation question",
-    best="best member",
 )
 NETWORKS = Terms(
     untrained="untrained network",
     questions="starts",
     tokens="transitions",
     fitness="mean return per validation start",
-    best="best member",
 )
 TEAM = replace(NETWORKS, untrained="untrained team", fitness="mean score per validation start")
 TERMS: Mapping[str, Terms] = {"language": LANGUAGE, "networks": NETWORKS, "joint": TEAM}

@@ -16,7 +16,7 @@ from evogrpo.reporting.charts import BASE, BEST, Chart, Line, RunCharts, run_cha
 from evogrpo.reporting.figure import figure_png, run_figure
 from evogrpo.reporting.lineage import ancestors, best_member, fitness_estimate
 from evogrpo.reporting.records import Estimate, Example, GenerationReport, MemberReport, processed, verdict
-from evogrpo.reporting.summary import MEASURES, PHASES, RunSummary, changed_budgets, retired_members, summarise
+from evogrpo.reporting.summary import MEASURES, RunSummary, changed_budgets, retired_members, summarise
 from evogrpo.storage.atomic_files import replace_file
 from evogrpo.storage.journal import read_journal
 from evogrpo.text import (
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from plotly.graph_objects import Figure as PlotlyFigure
 
-_MAX_ROWS = 600  # rows of all tables of generations
+_MAX_TABLES = 100  # of generations
 _MAX_TEXT = 4000  # characters of one prompt or completion
 _MAX_TOTAL_TEXT = 100_000  # characters of all texts; above it, each is cut shorter
 _MAX_NAMED = 60  # members in the lineage chart; above it, births have no labels
@@ -157,7 +157,7 @@ def _charts(summary: RunSummary) -> tuple[str, list[str]]:
         title: {f"{title.split()[0]}-{place}": _chart_figure(chart, run, {}) for place, chart in enumerate(charts)}
         for title, charts in (("Hyperparameters", run.hyperparameters), ("Learning steps", run.measures))
     }
-    lead = f"Bands: ± one standard error. {run.hidden and run.hidden + '. '}"
+    lead = "Bands: ± one standard error. "
     lead += "In the lineage, a line from another slot is a birth. Hover or tap to see a member."
     parts = []
     for title, group in {"Fitness and lineage": whole, **small}.items():
@@ -391,22 +391,27 @@ def _outcome(summary: RunSummary) -> str:
 
 
 def _costs(summary: RunSummary) -> str:
-    """Return the table of costs by kind of work."""
-    if not summary.costs:
+    """Return the table of time and tokens by kind of work: phases of learning steps, evaluations, and the test."""
+    if not summary.generations:
         return ""
-    last, terms = summary.generations[-1], summary.terms
-    unit = "environment steps" if last.timesteps is not None else terms.tokens
-    totals = [math.fsum(getattr(cost, name) or 0 for cost in summary.costs) or 1.0 for name in ("seconds", "tokens")]
+    last, terms, test = summary.generations[-1], summary.terms, summary.test
+    steps = [step for step in summary.steps if step.step < last.step]
+    seconds = {
+        name: math.fsum(step.phases.get(name) or 0.0 for step in steps) for name in ("sampling", "scoring", "learning")
+    }
+    learning = math.fsum(seconds.values())
+    # Environment steps, where counted, are comparable with those of evaluations; tokens include updates.
+    tokens = {"learning": last.tokens if last.timesteps is None else last.timesteps}
+    for name, cost in {"evaluations": last.evaluation, **({"test": test.cost} if test else {})}.items():
+        seconds[name], tokens[name] = cost.seconds, cost.tokens
+    whole = math.fsum(seconds.values()) or 1.0
     rows = [
-        ("", [cost.name, duration_text(cost.seconds), percent_text(cost.seconds / totals[0]), count_text(cost.tokens),
-              "–" if cost.tokens is None else percent_text(cost.tokens / totals[1])])
-        for cost in summary.costs
-    ]  # fmt: skip
-    seconds = math.fsum(cost.seconds for cost in summary.costs if cost.name in PHASES)
-    lead = f"{count_text(last.tokens / seconds)} {terms.tokens} per second of learning steps." if seconds else ""
-    if summary.waiting:
-        lead += f" Ranks waited for others {', '.join(map(percent_text, summary.waiting))} of that time."
-    return _section("Costs", lead, _table(["work", "time", "share of time", unit, f"share of {unit}"], rows))
+        ("", [name, duration_text(spent), percent_text(spent / whole), count_text(tokens.get(name))])
+        for name, spent in seconds.items()
+    ]
+    lead = f"{count_text(last.tokens / learning)} {terms.tokens} per second of learning steps." if learning else ""
+    unit = "environment steps" if last.timesteps is not None else terms.tokens
+    return _section("Costs", lead, _table(["work", "time", "share of time", unit], rows))
 
 
 def _ancestry(summary: RunSummary) -> str:
@@ -429,12 +434,7 @@ def _generations(summary: RunSummary) -> str:
     """Return the table of generations, and tables of the members of the latest."""
     if not summary.generations:
         return ""
-    # The newest generations whose members fit into the maximum number of rows, at least one.
-    count, rows_left = 0, _MAX_ROWS
-    for generation in reversed(summary.generations):
-        rows_left -= len(generation.members)
-        count += rows_left >= 0
-    shown = summary.generations[-max(count, 1) :]
+    shown = summary.generations[-_MAX_TABLES:]
     tables = [_generation_table(summary, each) for each in shown]
     lead = f"Members are listed for the last {len(shown)} generations." if len(shown) < len(summary.generations) else ""
     heads = ["", "best", "fitness ± SE", "mean", "retired", "new budgets", "time so far"]
@@ -459,12 +459,9 @@ def _generation_table(summary: RunSummary, generation: GenerationReport) -> str:
     """Return the collapsible table of one generation's members."""
     terms, best = summary.terms, generation.best
     measures = sorted({name for each in generation.members for name in each.measured if len(each.measured) > 1})
-    reasons = dict(enumerate(generation.plan.reasons)) if generation.plan else {}
-    retired = retired_members(generation)
     rows = []
     for member in generation.members:
         kind = "failed" if member.fitness is None else "best" if member.index == best.index else ""
-        fate = "retired: " if member.slot in retired else ""
         cells = [
             member.slot,
             f"#{member.index}",
@@ -477,12 +474,10 @@ def _generation_table(summary: RunSummary, generation: GenerationReport) -> str:
             count_text(member.evaluation.tokens),
             duration_text(member.seconds),
             member.reason,
-            *([fate + reasons.get(member.slot, "")] if reasons else []),
         ]
         rows.append((kind, cells))
     heads = ["slot", "member", "parent", *summary.evolvable, *(MEASURES[name][0] for name in summary.measures)]
     heads += ["fitness ± SE", *measures, terms.tokens, "evaluation", "time", "reason of birth"]
-    heads += ["next in slot"] if reasons else []
     words = f"Generation {generation.generation}: best #{best.index}, {score_text(best.fitness, best.standard_error)}"
     budgets = ", ".join(changed_budgets(generation.plan))
     words += f"; then {budgets}" if budgets else ""

@@ -1,9 +1,7 @@
 """Summary of a run, read from its journal."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
@@ -48,60 +46,6 @@ MEASURES: Mapping[str, tuple[str, str]] = {
 """Metrics shown for every learning step: name -> (title, unit)."""
 
 
-PHASES = ("sampling", "scoring", "learning")
-"""Phases of a learning step in the journal."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """Cost of one kind of work.
-
-    Attributes:
-        name: Kind of work.
-        tokens: Tokens or environment steps; None for the rest of the time.
-        seconds: Wall-clock time.
-    """
-
-    name: str
-    tokens: int | None
-    seconds: float
-
-
-def run_costs(
-    steps: Sequence[StepRecord],
-    generations: Sequence[GenerationReport],
-    test: TestReport | None,
-) -> tuple[Cost, ...]:
-    """Return the cost of each kind of work.
-
-    Args:
-        steps: Learning steps.
-        generations: Generations.
-        test: Test, if any.
-
-    Returns:
-        Phases of learning steps, evaluations, the rest of the time, and the test; empty before the first generation.
-    """
-    if not generations:
-        return ()
-    last = generations[-1]
-    timed = [step.phases for step in steps if step.step < last.step]
-    phases = {name: math.fsum(each.get(name) or 0.0 for each in timed) for name in PHASES}
-    # Environment steps, where counted, are comparable with those of evaluations; tokens include updates.
-    played = last.tokens if last.timesteps is None else last.timesteps
-    costs = [
-        *(Cost(name=name, tokens=None, seconds=phases[name]) for name in PHASES[:-1] if phases[name]),
-        Cost(name=PHASES[-1], tokens=played, seconds=phases[PHASES[-1]]),
-        Cost(name="evaluations", tokens=last.evaluation.tokens, seconds=last.evaluation.seconds),
-    ]
-    rest = last.seconds - math.fsum(each.seconds for each in costs)
-    if rest > 0:
-        costs.append(Cost(name="everything else", tokens=None, seconds=rest))
-    if test is not None:
-        costs.append(Cost(name="test", tokens=test.cost.tokens, seconds=test.cost.seconds))
-    return tuple(costs)
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
     """Content of a journal.
@@ -117,8 +61,6 @@ class RunSummary:
         resumes: Number of times the run was resumed.
         stopped: Reason of its end, or None.
         changed_data: Changes of questions, rewards or environment that resuming accepted; untrusted.
-        costs: Cost of each kind of work.
-        waiting: Share of the learning steps' time that each rank waited for others; empty for one process.
     """
 
     facts: Mapping[str, Any]
@@ -131,8 +73,6 @@ class RunSummary:
     resumes: int
     stopped: str | None
     changed_data: tuple[str, ...] = ()
-    costs: tuple[Cost, ...] = ()
-    waiting: tuple[float, ...] = ()
 
     @property
     def terms(self) -> Terms:
@@ -217,8 +157,6 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
         if event["event"] == "step"
         for step in [validate(StepRecord, event, "journal, step event")]
     }
-    ordered_steps = tuple(steps[number] for number in sorted(steps))
-    waited, time = [step.waiting for step in ordered_steps], math.fsum(step.seconds for step in ordered_steps) or 1.0
     test = TestReport.from_json(ending["test"]) if "test" in ending else None
     stopped = validate(str, reasons[-1].get("reason"), "journal, reason of the end") if reasons else None
     if stopped is None and test is not None:  # killed between the test and the last event
@@ -235,7 +173,7 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
         baseline=BaselineReport.from_json(last["baseline"]) if "baseline" in last else None,
         generations=generations,
         births=tuple(by_index[index] for index in sorted(by_index)),
-        steps=ordered_steps,
+        steps=tuple(steps[number] for number in sorted(steps)),
         test=test,
         resumes=len(resumed),
         stopped=stopped,
@@ -244,8 +182,6 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
             for event in resumed
             for change in validate(tuple[str, ...], event.get("changed_data", []), "journal, changed_data")
         ),
-        costs=run_costs(ordered_steps, generations, test),
-        waiting=tuple(math.fsum(seconds) / time for seconds in zip_longest(*waited, fillvalue=0.0)),
     )
 
 

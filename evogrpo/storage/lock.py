@@ -84,22 +84,10 @@ class DirectoryLock:
             self.lost = True
             self._close()
 
-    def withdraw(self) -> None:
-        """Release the lock, and remove its file if nothing else was written into the folder."""
-        if not self.lost and is_unused(self.folder):
-            with suppress(OSError):
-                (self.folder / LOCK).unlink()
-        self.release()
-
     def _pass_on(self) -> int:
         self.lost = True
         self._close.detach()
         return self._descriptor
-
-
-def is_unused(folder: Path) -> bool:
-    """Return True if a folder has no file but the lock."""
-    return all(entry.name == LOCK for entry in folder.iterdir())
 
 
 def _identity(found: os.stat_result) -> tuple[int, int]:
@@ -125,7 +113,7 @@ def _locked(path: Path, folder: Path) -> int:
         if _identity(os.fstat(descriptor)) == _identity(path.lstat()):
             return descriptor
     except FileNotFoundError:
-        pass  # another process has just withdrawn its lock
+        pass  # the folder was just removed
     except OSError as error:
         if error.errno in _BUSY:
             holder = _holder(descriptor)

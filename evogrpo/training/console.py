@@ -8,7 +8,6 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -54,10 +53,10 @@ def make_console(stream: TextIO | None = None, *, all_ranks: bool = False) -> Co
 
 
 def console_for(progress: bool | None) -> Console | None:
-    """Return the console of a run's live display, or None.
+    """Return the console that shows the progress of a run, or None.
 
     Args:
-        progress: Show the display; None = on a terminal and in a notebook.
+        progress: Show it; None = on a terminal and in a notebook.
 
     Raises:
         ValueError: If it is neither True, False nor None.
@@ -70,26 +69,6 @@ def console_for(progress: bool | None) -> Console | None:
     if notebook.is_jupyter:
         return notebook
     return make_console() if progress or sys.stdout.isatty() else None
-
-
-@dataclass(frozen=True)
-class HangingIndent:
-    """Text with a hanging indent.
-
-    Attributes:
-        text: The text.
-        indent: Columns before every line but the first.
-    """
-
-    text: Text
-    indent: int = 4
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        """Render it line by line."""
-        first, *rest = self.text.wrap(console, max(options.max_width - self.indent, 1)) or [self.text]
-        yield first
-        for line in rest:
-            yield Text(" " * self.indent).append_text(line)
 
 
 @contextmanager

@@ -1,10 +1,7 @@
-"""Live display of a run: a progress bar on a terminal, plain lines in a log, and the tables of a generation."""
+"""Display of a run: a live progress bar on a terminal, plain lines in a log, and the tables of a generation."""
 
-import importlib
-import io
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
@@ -38,112 +35,13 @@ from evogrpo.text import (
     printable,
     score_text,
 )
-from evogrpo.training.console import HangingIndent, VisibleConsole
 from evogrpo.training.trainer import Callback, Trainer
-
-
-class TimeEstimate:
-    """Time estimate of a run: fraction done and seconds left.
-
-    Args:
-        trainer: The run.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._began = time.monotonic() - trainer.run_state.seconds
-        self._unit, self._within = self._present(), 0.0
-        self._work: ProgressUpdate | None = None
-
-    def update(self, work: ProgressUpdate) -> None:
-        """Record progress within a step or an evaluation; sampling is half of a step, learning the other."""
-        if self._unit != self._present():
-            self._unit, self._within = self._present(), 0.0
-        self._work, done = work, work.part
-        if self._unit[0] == "step":
-            done = {"learning": 0.5 + done / 2, "rewarding": 0.5, "scoring": 0.5}.get(work.activity, done / 2)
-        self._within = max(self._within, done)
-
-    @property
-    def work(self) -> ProgressUpdate | None:
-        """Latest progress of the step or evaluation under way; None if there was none."""
-        return self._work if self._unit == self._present() else None
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the run began, without the time between a stop and a resume."""
-        return time.monotonic() - self._began
-
-    def fraction(self) -> float:
-        """Return the fraction of the run that is done, by the nearest limit."""
-        schedule, progress = self._trainer.schedule, self._trainer.run_state
-        amounts = {"max_timesteps": progress.timesteps, "max_tokens": progress.tokens, "max_seconds": progress.seconds}
-        parts = [done / limit for name, done in amounts.items() if (limit := getattr(schedule, name)) is not None]
-        if schedule.generations is not None:
-            # An evaluation of all members counts as a step; what is left goes by the steps of the generation under way.
-            baseline, test = 1 / len(self._trainer.population), self._trainer.limits.test_seconds(1.0)
-            done = progress.step + progress.generation
-            whole = baseline + done + self.steps_left() + max(0, schedule.generations - progress.generation) + test
-            within = self._within if self._unit == self._present() else 0.0
-            unit = baseline if progress.baseline is None else test if self._trainer.limits.finished() else 1.0
-            parts.append(((0.0 if progress.baseline is None else baseline) + done + within * unit) / whole)
-        return min(max(parts, default=0.0), 1.0)
-
-    def steps_left(self) -> int:
-        """Return the learning steps left, assuming generations as long as the current one."""
-        schedule, progress = self._trainer.schedule, self._trainer.run_state
-        generations = (schedule.generations or 0) - progress.generation
-        return max(0, generations * progress.steps_per_generation - progress.step_in_generation)
-
-    def seconds_left(self) -> float | None:
-        """Return the estimated seconds left at the average pace so far; None before the first step."""
-        fraction = self.fraction()
-        return self.elapsed * (1 / fraction - 1) if self._trainer.run_state.step and fraction else None
-
-    def _present(self) -> tuple[str, int]:
-        """Return kind and step of the current part: baseline, step or evaluation."""
-        progress = self._trainer.run_state
-        if progress.baseline is None:
-            return "baseline", 0
-        stepping = progress.step_in_generation < progress.steps_per_generation and not self._trainer.limits.finished()
-        return "step" if stepping else "evaluation", progress.step
-
-
-SECONDS_BETWEEN_DRAWINGS = 0.5  # in a notebook
-
-
-_PAGE = "<pre style=\"font-family: Menlo, 'DejaVu Sans Mono', consolas, monospace; line-height: normal\">{code}</pre>"
-
-
-@contextmanager
-def notebook_region(console: Console, shown: RenderableType) -> Iterator[Callable[[], None]]:
-    """Show a live region below a notebook cell; yields a function that redraws it, at most twice a second."""
-    pages = importlib.import_module("IPython.display")  # always installed with notebooks
-    drawn = -SECONDS_BETWEEN_DRAWINGS
-
-    def page() -> str:
-        nonlocal drawn
-        drawn = time.monotonic()
-        page = VisibleConsole(file=io.StringIO(), record=True, width=console.width, force_jupyter=False)
-        page.print(shown)
-        return page.export_html(inline_styles=True, code_format=_PAGE)
-
-    def refresh() -> None:
-        if time.monotonic() - drawn >= SECONDS_BETWEEN_DRAWINGS:
-            handle.update({"text/html": page(), "text/plain": ""}, raw=True)
-
-    handle = pages.display(pages.HTML(page()), display_id=True)
-    try:
-        yield refresh
-    finally:
-        handle.update({"text/html": "", "text/plain": ""}, raw=True)
-
 
 SECONDS_BETWEEN_LINES = 1.0  # in a log
 
 
 class RunDisplay(Callback):
-    """Live display of a run; a context manager that may be entered repeatedly.
+    """Display of a run; a context manager that may be entered repeatedly.
 
     Args:
         console: Console of the display.
@@ -152,24 +50,23 @@ class RunDisplay(Callback):
 
     def __init__(self, console: Console, trainer: Trainer) -> None:
         self._console, self._trainer = console, trainer
-        self._estimate = TimeEstimate(trainer)
+        self._began = time.monotonic() - trainer.run_state.seconds
+        self._work: ProgressUpdate | None = None  # progress of the step or evaluation under way
         self.terms = terms_of(trainer.population.members.kind)
         self._spinner = Spinner("dots")
         self._step: StepReport | None = None
         self._logged = -SECONDS_BETWEEN_LINES
         self._entered = False
         self._baseline_shown = trainer.run_state.baseline is not None
-        self._live = console.is_jupyter or console.is_terminal  # not in files and pipes
-        self._refresh: Callable[[], None] = lambda: None
-        self._region = ExitStack()
+        self._live: Live | None = None
+        self._is_log = not (console.is_terminal or console.is_jupyter)  # a notebook shows generations only
 
     def __enter__(self) -> Self:
-        if self._console.is_jupyter:
-            self._refresh = self._region.enter_context(notebook_region(self._console, self))
-        elif self._live:
+        if self._console.is_terminal:
             # A new one each time, as an old one would erase the lines at its last position.
-            self._region.enter_context(Live(self, console=self._console, refresh_per_second=8, transient=True))
-        elif not self._entered:
+            self._live = Live(self, console=self._console, refresh_per_second=8, transient=True)
+            self._live.start()
+        elif self._is_log and not self._entered:
             self._console.print(self._phase())
         self._entered = True
         self._trainer.stop_request.listener = self._hear
@@ -177,37 +74,62 @@ class RunDisplay(Callback):
 
     def __exit__(self, *error: object) -> None:
         self._trainer.stop_request.listener = None
-        self._region.close()
+        if self._live is not None:
+            self._live.stop()
 
     def _hear(self, work: ProgressUpdate) -> None:
         self._show_baseline()  # there is no report of it
-        self._estimate.update(work)
-        self._refresh()
+        self._work = work
+
+    def fraction(self) -> float:
+        """Return the fraction of the run that is done, by the nearest limit. An evaluation counts as a step."""
+        schedule, state = self._trainer.schedule, self._trainer.run_state
+        amounts = {"max_timesteps": state.timesteps, "max_tokens": state.tokens, "max_seconds": state.seconds}
+        parts = [done / limit for name, done in amounts.items() if (limit := getattr(schedule, name)) is not None]
+        if schedule.generations is not None:
+            done = state.step + state.generation
+            left = self._steps_left() + max(0, schedule.generations - state.generation)
+            parts.append(done / (done + left))
+        return min(max(parts, default=0.0), 1.0)
+
+    def _steps_left(self) -> int:
+        """Return the learning steps left, assuming generations as long as the current one."""
+        state = self._trainer.run_state
+        generations = (self._trainer.schedule.generations or 0) - state.generation
+        return max(0, generations * state.steps_per_generation - state.step_in_generation)
+
+    def _elapsed(self) -> float:
+        """Return the seconds since the run began, without the time between a stop and a resume."""
+        return time.monotonic() - self._began
+
+    def _left_text(self) -> str:
+        """Return an estimate of the time left at the average pace so far; empty before the first step."""
+        fraction = self.fraction()
+        begun = self._trainer.run_state.step and fraction
+        return f"{_about(self._elapsed() * (1 / fraction - 1))} left" if begun else ""
 
     def on_step(self, report: StepReport) -> None:
         """Show a learning step."""
         self._show_baseline()
-        self._step = report
+        self._step, self._work = report, None
         for member in report.learned.values():
             if "calibrated_lr" in member.metrics:
                 passes = pluralize(int(member.metrics["step_passes"] or 0), "pass", "es")
                 lr = number_text(member.metrics["calibrated_lr"])
                 self._console.print(f"#{member.index}: lr calibrated to {lr} in {passes}")
-        if self._live:
-            return
         # A log gets at most one line a second, and always the last step of a generation.
         state, schedule = self._trainer.run_state, self._trainer.schedule
         last = state.step_in_generation == state.steps_per_generation
-        if last or time.monotonic() - self._logged >= SECONDS_BETWEEN_LINES:
-            total = "" if schedule.generations is None else f"/{state.step + self._estimate.steps_left()}"
-            left = self._estimate.seconds_left()
+        if self._is_log and (last or time.monotonic() - self._logged >= SECONDS_BETWEEN_LINES):
+            total = "" if schedule.generations is None else f"/{state.step + self._steps_left()}"
             line = Text.assemble(("step ", "dim"), f"{report.step + 1}{total}", ("  mean reward ", "dim"))
-            line.append_text(rewards_text(report)).append(f"  {report.seconds:.1f} s", "dim")
-            self._console.print(line.append("" if left is None else f"  {_about(left)} left", "dim"), soft_wrap=True)
+            line.append_text(rewards_text(report)).append(f"  {report.seconds:.1f} s  {self._left_text()}", "dim")
+            self._console.print(line, soft_wrap=True)
             self._logged = time.monotonic()
 
     def on_generation(self, report: GenerationReport) -> None:
         """Show a generation."""
+        self._work = None
         width = self._console.width
         total = self._trainer.schedule.generations
         head = f"Generation {report.generation}{'' if total is None else f' of {total}'}"
@@ -225,7 +147,7 @@ class RunDisplay(Callback):
         if best is not None and not kept:
             score = score_text(best.fitness.mean, best.fitness.standard_error)
             shown.append(f"★ best so far: #{best.index} of generation {best.generation}, fitness {score}")
-        shown += map(HangingIndent, plan_lines(report))
+        shown += plan_lines(report)
         table = completions_table(report.examples, report.best.index, width)
         if table is not None:
             shown += ["", table]
@@ -268,18 +190,11 @@ class RunDisplay(Callback):
         row.add_column(ratio=1, min_width=8)
         row.add_column(no_wrap=True, justify="right")
         self._spinner.style = "yellow" if self._trainer.stop_request.reason else "cyan"
-        bar = ProgressBar(total=1.0, completed=self._estimate.fraction(), complete_style="cyan", finished_style="green")
-        left = self._estimate.seconds_left()
-        elapsed = duration_text(self._estimate.elapsed)
-        row.add_row(
-            self._spinner,
-            self._phase(),
-            bar,
-            Text(elapsed if left is None else f"{elapsed}, {_about(left)} left", "dim"),
-        )
+        bar = ProgressBar(total=1.0, completed=self.fraction(), complete_style="cyan", finished_style="green")
+        times = ", ".join(filter(None, (duration_text(self._elapsed()), self._left_text())))
+        row.add_row(self._spinner, self._phase(), bar, Text(times, "dim"))
         lines: list[RenderableType] = [row]
-        work = self._estimate.work
-        if work is not None:
+        if (work := self._work) is not None:
             part = "" if work.activity == "rewarding" else f" · {work.part:.0%}"  # rewards report no progress
             doing = "learning from" if work.activity == "learning" else work.activity
             lines.append(Text(f"  {doing} {count_text(work.count)} {work.noun}{part}", "dim"))

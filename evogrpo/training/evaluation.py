@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from evogrpo.algorithms.evaluation import evaluate_states, measure_fitness
-from evogrpo.config.search_space import MAX_SAMPLES
 from evogrpo.data import LearnReport
 from evogrpo.evolution.fitness import GREEDY, ROLLOUTS, Fitness, ahead, paired_difference
 from evogrpo.reporting.records import (
@@ -18,21 +17,6 @@ from evogrpo.text import number_text, pluralize, score_text
 from evogrpo.training.run_state import Best, RunParts, RunState
 from evogrpo.training.schedule import REMEDY, TOO_FEW
 from evogrpo.warnings import warn
-
-
-def rollouts_of(run_state: RunState, slot: int) -> Fitness | None:
-    """Return a member's training rewards in the last half of the generation under way; None with fewer than two starts.
-
-    If the last half has fewer than two starts, as in a generation that a budget cut short, all steps count.
-    """
-    steps_done = run_state.step_in_generation
-    for counted_steps in (math.ceil(steps_done / 2), steps_done):
-        since = run_state.step - counted_steps
-        counted = {(step, place): score for step, place, score in run_state.rollouts[slot] if step >= since}
-        if len(counted) > 1:
-            keys = [step * MAX_SAMPLES + place for step, place in counted]  # the same for all members
-            return Fitness.from_scores(list(counted.values()), keys=keys)
-    return None
 
 
 def measure_baseline(run: RunParts) -> BaselineReport:
@@ -105,7 +89,7 @@ def measure(run: RunParts) -> dict[int, Measured]:
     """
     population, config, run_state = run.population, run.fitness, run.run_state
     # 1. Training rewards of every member.
-    earned = {agent.slot: rollouts_of(run_state, agent.slot) for agent in population.healthy}
+    earned = {agent.slot: run_state.training_fitness(agent.slot) for agent in population.healthy}
     rollouts = {slot: fitness for slot, fitness in earned.items() if fitness is not None}
     if config.selection_measure == ROLLOUTS and len(rollouts) < len(earned):
         lacking = min(earned.keys() - rollouts.keys())

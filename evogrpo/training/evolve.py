@@ -46,7 +46,7 @@ class Run(Iterator[GenerationReport]):
 
     Args:
         trainer: The training loop.
-        console: Console of a live display, which is shown while the run has control; None = no display.
+        console: Console that shows the progress while the run has control; None = no display.
         one_thread: Use one thread of torch while the run has control; see `single_threaded`.
 
     Attributes:
@@ -228,7 +228,7 @@ def evolve(
         checkpoint_steps: See `LoggingConfig`.
         completions: See `LoggingConfig`.
         callbacks: Hooks called after every learning step, generation and test; see `evogrpo.Callback`.
-        progress: Show a live display; None = only on a terminal and in a notebook.
+        progress: Show the progress of the run; None = only on a terminal and in a notebook.
         skip_memory_check: Start although the estimated memory exceeds the available memory.
         schedule: The fields of `evogrpo.training.schedule.Schedule`: generations, steps_per_generation, ...
 
@@ -297,7 +297,7 @@ def resume(
         allow_changed_data: Continue although the environment differs. Journal and report list the differences; fitness
             before and after cannot be compared.
         callbacks: See `evolve`.
-        progress: Show a live display; see `evolve`.
+        progress: Show the progress of the run; see `evolve`.
         skip_memory_check: See `evolve`.
         limits: Fields of `Schedule` to change: generations, max_timesteps, max_tokens, max_seconds,
             target_fitness, test_questions.

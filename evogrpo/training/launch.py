@@ -17,7 +17,6 @@ from evogrpo.distributed import processes
 from evogrpo.envs.fingerprint import fingerprint_of
 from evogrpo.safe_parsing import read_yaml_file
 from evogrpo.storage.atomic_files import replace_file
-from evogrpo.storage.lock import DirectoryLock, is_unused
 from evogrpo.synonyms import counterpart
 from evogrpo.training.configuration.reading import override, parse_config, parse_override
 from evogrpo.training.configuration.sections import CONFIG_FILE, CONFIG_HEAD, Config
@@ -29,48 +28,34 @@ from evogrpo.training.trainer import Trainer
 from evogrpo.validation import flat
 from evogrpo.warnings import warn
 
-
-def free_run_dirs(name: str, folder: Path = Path("runs")) -> Iterator[Path]:
-    """Yield those of `runs/name`, `runs/name-2`, ... that are empty."""
-    for number in itertools.count(1):
-        path = folder / (name if number == 1 else f"{name}-{number}")
-        if not path.exists() or (path.is_dir() and is_unused(path)):
-            yield path
-
-
 _RESUMABLE_KEYS = ("run_dir", "model", "device", "base_parts", "sampler", "logging", "run_id")
 """Keys that may change when a run is resumed."""
 
 
 @contextmanager
-def locked_run_dir(name: str, wanted: Path | None = None) -> Iterator[DirectoryLock]:
-    """Lock a directory for a new run; remove it afterwards if nothing was written.
+def new_run_dir(name: str, wanted: Path | None = None) -> Iterator[Path]:
+    """Create the directory of a new run; remove it afterwards if nothing was written, as after a wrong setting.
 
     Args:
-        name: Name of the run; the first unlocked directory of `free_run_dirs` is used.
+        name: Name of the run: the first of `runs/NAME`, `runs/NAME-2`, ... that does not exist is created.
         wanted: Directory, if the caller gives one; it may exist.
 
     Raises:
-        ValueError: If the given directory holds a run or is locked by another process.
+        ValueError: If the given directory holds a run or cannot be used.
     """
-    candidates = free_run_dirs(name) if wanted is None else [wanted]
-    for folder in candidates:
+    if wanted is not None:
+        RunDir(wanted).check_unused()
+    for number in itertools.count(1):
+        folder = wanted or Path("runs", name if number == 1 else f"{name}-{number}")
         missing = [place for place in (folder, *folder.parents) if not place.exists()]
         try:
-            RunDir(folder).check_unused()
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = DirectoryLock(folder)
-        except ValueError:
-            if wanted is None and folder.is_dir():  # another process locked it first
-                continue
-            raise
-        if wanted is not None or is_unused(folder):
+            folder.mkdir(parents=True, exist_ok=wanted is not None)
             break
-        lock.release()
+        except FileExistsError:  # taken, perhaps just now by another process
+            continue
     try:
-        yield lock
+        yield folder
     finally:
-        lock.withdraw()
         with suppress(OSError):  # raised by the first that holds something
             for place in missing:
                 place.rmdir()
@@ -152,14 +137,12 @@ class Resumable:
         saved: Its newest complete checkpoint.
         config: Its configuration, with overrides.
         schedule: Its schedule, with overrides.
-        ignored: Texts on changes of the stored configuration without effect.
         ended: Limit that is reached already, as text; None if the run can continue.
     """
 
     saved: StoredRun
     config: Config
     schedule: Schedule
-    ignored: tuple[str, ...]
     ended: str | None
 
 
@@ -200,7 +183,7 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
             )
     config = parse_config(override(read_yaml_file(path), rest))
     saved = open_run(run_dir, go_on=True)
-    ignored = _check_unchanged(saved, config, path, allow_changed_data=allow_changed_data)
+    _check_unchanged(saved, config, path, allow_changed_data=allow_changed_data)
     schedule, run_state = dataclasses.replace(saved.record.schedule, **limits), saved.record.run_state
     # A complete run has ended and was tested if it has a test. It can continue if no limit, overrides included, is
     # reached. Runs that stopped within a generation, or before the first has ended, are left to `Limits`.
@@ -213,10 +196,10 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
             seconds=max(run_state.seconds, run_state.out_of_time),
             fitness=None if run_state.best is None else run_state.best.fitness.mean,
         )
-    return Resumable(saved=saved, config=config, schedule=schedule, ignored=ignored, ended=ended)
+    return Resumable(saved=saved, config=config, schedule=schedule, ended=ended)
 
 
-def _check_unchanged(saved: StoredRun, config: Config, path: Path, *, allow_changed_data: bool) -> tuple[str, ...]:
+def _check_unchanged(saved: StoredRun, config: Config, path: Path, *, allow_changed_data: bool) -> None:
     """Check that a stored configuration still describes the same experiment.
 
     Args:
@@ -225,34 +208,26 @@ def _check_unchanged(saved: StoredRun, config: Config, path: Path, *, allow_chan
         path: The file.
         allow_changed_data: The task may differ; the environment is compared separately.
 
-    Returns:
-        Texts on changes without effect, as the schedule comes from the checkpoint.
-
     Raises:
         ValueError: With every name that differs.
     """
     if config.run_id not in (None, saved.record.run_id):
         raise ValueError(f"{path} is the configuration of another run. Restore the file of this run.")
     if saved.record.config is None:
-        return ()
+        return
     old, new = flat(saved.record.config), flat(json.loads(json.dumps(config.to_json())))
-    changes = {
-        name: f"{name} {old.get(name)!r} -> {new.get(name)!r}"[:200]
+    refused = [
+        f"{name} {old.get(name)!r} -> {new.get(name)!r}"[:200]
         for name in {**old, **new}
-        if old.get(name) != new.get(name) and name.split(".")[0] not in _RESUMABLE_KEYS
-    }
-    ignored = [name for name in changes if name.startswith("schedule.")]
-    allowed = [name for name in changes if allow_changed_data and name.startswith("task.")]
-    refused = [change for name, change in changes.items() if name not in ignored + allowed]
+        if old.get(name) != new.get(name)
+        and name.split(".")[0] not in _RESUMABLE_KEYS
+        and not (allow_changed_data and name.startswith("task."))
+    ]
     if refused:
         raise ValueError(
-            f"{path} was changed since the run began: {', '.join(refused)}. Restore these values, or start a new run "
-            "with `evogrpo train`."
+            f"{path} was changed since the run began: {', '.join(refused)}. Restore these values, and pass limits to "
+            "`evogrpo resume`; or start a new run with `evogrpo train`."
         )
-    return tuple(
-        f"The change of {name} in {path} has no effect ({changes[name]}). Pass limits to `evogrpo resume`."
-        for name in ignored
-    )
 
 
 def resume(prepared: PreparedRun, resumable: Resumable, run_dir: Path, *, allow_changed_data: bool = False) -> Trainer:

@@ -123,7 +123,7 @@ class HyperparameterSchedule:
             "name": ascii(path.name),
         }
         text = _HEAD.format(**names, version=evogrpo.__version__)
-        text += yaml.dump(dump(self), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+        text += yaml.safe_dump(dump(self), sort_keys=False, allow_unicode=True, width=120, default_flow_style=None)
         make_folder(path.absolute().parent)
         write_synced(path, text.encode("utf-8"))
 
@@ -179,7 +179,7 @@ def replay(
         env: Environment of `population`.
         run_dir: Run directory of the new run; None = no records.
         overrides: Changes of the configuration as on the command line, such as "seed=1"; not with `population`.
-        progress: Show a live display; see `evogrpo.evolve`.
+        progress: Show the progress of the run; see `evogrpo.evolve`.
         skip_memory_check: See `evogrpo.evolve`.
 
     Returns:
@@ -211,14 +211,6 @@ def replay(
     check_memory(prepared.forecast().need, allowed=skip_memory_check)
     trainer = make_trainer(prepared) if run_dir is None else start(prepared, Path(run_dir))
     return Run(trainer, console_for(progress), one_thread=prepared.one_thread)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes lists of numbers on one line."""
-
-    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
-        is_plain = all(isinstance(item, int | float | str) for item in sequence)
-        return super().represent_sequence(tag, sequence, flow_style=True if is_plain else flow_style)
 
 
 def _without_location(values: Mapping[str, Any]) -> dict[str, Any]:

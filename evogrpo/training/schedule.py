@@ -222,7 +222,7 @@ def check_run(
     sizes = [agent.hyperparameters.group_size for agent in population.agents if not agent.retired]
     if "group_size" in space:
         sizes.append(int(space["group_size"].bounds[1]))
-    # Fitness uses the training rewards of the last half of a generation's learning steps; see `rollouts_of`.
+    # Fitness uses the training rewards of a generation's last steps; see `RunState.training_fitness`.
     starts = schedule.samples_per_step // max(sizes) * math.ceil(schedule.steps_per_generation / 2)
     if starts < 2:
         raise ValueError(f"{TOO_FEW}, got {starts} with group_size {max(sizes)}. {REMEDY}")

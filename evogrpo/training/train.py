@@ -94,7 +94,7 @@ def train(
             step is completed. None = until the environment is solved, or 20 generations.
         preset: Start from the tuned hyperparameters of this environment; see `evogrpo tasks`.
         run_dir: Where the journal, the checkpoints, the best member and TensorBoard logs go; None keeps no record.
-        progress: Show a live display; None = only on a terminal and in a notebook.
+        progress: Show the progress of the run; None = only on a terminal and in a notebook.
         callback: Called with the run after every generation, e.g. an `EvalCallback`; False from it ends the run.
         callbacks: Hooks called after every learning step, generation and test; see `evogrpo.Callback`.
         skip_memory_check: Train even if the estimated memory exceeds what is available.
@@ -146,18 +146,11 @@ def _check_env(env: object, total_timesteps: object) -> None:
         )
     if isinstance(env, str | GymnasiumGroups) or (callable(env) and not isinstance(env, gymnasium.Env)):
         return
-    name = getattr(getattr(env, "spec", None), "id", None)
-    rule = "env must be an id, a callable that makes an environment, or GymnasiumGroups, got"
-    if hasattr(env, "deal"):
-        raise ValueError(
-            f"{rule} {type(env).__name__}. For several agents and language models, use evolve(population, env, "
-            "generations=...)."
-        )
-    given, why = f"{env!r:.80}", ""
-    if hasattr(env, "reset"):
-        given, why = f"an existing {type(env).__name__}", " Episodes run in parallel, so new copies are needed."
-    call = f"train({name!r}, ...)" if name else "train(lambda: MyEnv(...), ...)"
-    raise ValueError(f"{rule} {given}.{why} Write {call}.")
+    raise ValueError(
+        f"env must be an id, a callable that makes an environment, or GymnasiumGroups, got {env!r:.80}. Write "
+        "train(lambda: MyEnv(...), ...): episodes run in parallel. For several agents and language "
+        "models, use evolve(population, env, generations=...)."
+    )
 
 
 def _configured(

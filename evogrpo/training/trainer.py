@@ -38,10 +38,9 @@ from evogrpo.training.evaluation import (
     run_test,
     update_best,
 )
-from evogrpo.training.limits import Limits
 from evogrpo.training.reports import generation_report, provenance, step_report
 from evogrpo.training.run_dir import RunDir, generation_curves, step_curves
-from evogrpo.training.run_state import Clock, RunParts, RunState, as_generation
+from evogrpo.training.run_state import Clock, Limits, RunParts, RunState, as_generation
 from evogrpo.training.schedule import Schedule, check_run
 from evogrpo.validation import dump
 from evogrpo.warnings import warn

@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -25,10 +24,9 @@ from evogrpo.text import shorten
 
 MODE = "rgb_array"
 _WITHOUT_DISPLAY = {"SDL_VIDEODRIVER": "dummy", "MUJOCO_GL": "egl"}
-_LIKE_OPENGL = re.compile(r"(?i:opengl|libe?gl|\begl|glfw|osmesa|\bdisplay|x11|mujoco)|\bgl[A-Z]")
-_OPENGL = (
-    "it needs OpenGL. Without a display, set MUJOCO_GL=egl (needs libegl1 or a GPU driver, and PyOpenGL) or "
-    "MUJOCO_GL=osmesa (needs libosmesa6 and PyOpenGL), or use xvfb-run"
+_REMEDY = (
+    "the environment or its renderer raised this error. OpenGL without a display needs MUJOCO_GL=egl (libegl1 or a "
+    "GPU driver, and PyOpenGL), MUJOCO_GL=osmesa (libosmesa6 and PyOpenGL), or xvfb-run"
 )
 
 
@@ -57,46 +55,10 @@ def _rendering_errors(name: str) -> Iterator[None]:
         raise ValueError(f"{name} cannot be made: {error}") from error
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        remedy = _OPENGL if _LIKE_OPENGL.search(text) else "the environment or its renderer raised this error"
+        remedy = _REMEDY
         if isinstance(error, TypeError) and "render_mode" in text:
             remedy = f'accept the argument render_mode, and return an image from render() if it is "{MODE}"'
         raise ValueError(f"{name} cannot be rendered here, {shorten(text, 200)}: {remedy}") from error
-
-
-class CheckedRendering(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Environment whose rendered images are checked: a video needs images of one size.
-
-    Args:
-        env: Environment with a render mode.
-        name: Name for messages.
-    """
-
-    def __init__(self, env: "gymnasium.Env[Any, Any]", name: str) -> None:
-        super().__init__(env)
-        self._name, self._size = name, (0, 0)
-
-    def render(self) -> Any:
-        """Render the environment.
-
-        Raises:
-            ImportError: If a package is missing.
-            ValueError: If it cannot be rendered, or the image does not fit the video.
-        """
-        with _rendering_errors(self._name):
-            image: Any = self.env.render()
-        if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-            what = f"{image.dtype} {image.shape}" if isinstance(image, np.ndarray) else type(image).__name__
-            raise ValueError(
-                f"{self._name} cannot be recorded: render() must return a uint8 array [height, width, 3] with "
-                f'render_mode="{MODE}", got {what}.'
-            )
-        size = image.shape[:2]
-        if self._size not in ((0, 0), size):
-            raise ValueError(
-                f"{self._name} cannot be recorded: all images must have the same size, got {size} after {self._size}."
-            )
-        self._size = size
-        return image
 
 
 def make_rendered_env(
@@ -120,7 +82,6 @@ def make_rendered_env(
     )
     with _rendering_errors(name):
         rendered_env = factory()
-    checked = CheckedRendering(rendered_env, name)
     try:
         if rendered_env.render_mode != MODE:
             raise ValueError(
@@ -128,12 +89,19 @@ def make_rendered_env(
                 f"Supported modes: {list(rendered_env.metadata.get('render_modes', ()))}."
             )
         rendered_env.reset(seed=seed)
-        checked.render()
+        with _rendering_errors(name):
+            image: Any = rendered_env.render()
+        if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+            what = f"{image.dtype} {image.shape}" if isinstance(image, np.ndarray) else type(image).__name__
+            raise ValueError(
+                f"{name} cannot be recorded: render() must return a uint8 array [height, width, 3] with "
+                f'render_mode="{MODE}", got {what}.'
+            )
     except BaseException:
         with suppress(Exception):  # an environment that cannot be rendered may also fail to close
             rendered_env.close()
         raise
-    return checked
+    return rendered_env
 
 
 _MAX_EPISODE_STEPS = 5_000  # RecordVideo keeps an episode's frames in memory, about 0.7 MB each

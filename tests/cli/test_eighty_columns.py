@@ -40,7 +40,7 @@ def words(text: str) -> list[str]:
     return CONTROL.sub("", text).replace("│", " ").split()
 
 
-@pytest.mark.parametrize("command", [["lineage"], ["lineage", "--all"], ["best"]])
+@pytest.mark.parametrize("command", [["lineage"], ["best"]])
 def test_records_fit_and_keep_all_words(monkeypatch, run_dir, command):
     monkeypatch.chdir(run_dir.parent)
     arguments = [*command, "run"]

@@ -46,7 +46,7 @@ def test_texts_of_a_journal_are_escaped(tmp_path, capsys, command):
 
 
 def test_lineage_marks_the_winner_and_lists_all_members(run_dir, capsys):
-    assert main(["lineage", str(run_dir), "--all"]) == 0
+    assert main(["lineage", str(run_dir)]) == 0
     lines = capsys.readouterr().out.splitlines()
     tree = lineage_tree(summarise(read_journal(run_dir / "journal.jsonl")))
     starred = {int(line.partition("#")[2].split()[0]) for line in lines if "★" in line}

@@ -99,14 +99,3 @@ def test_a_signal_to_one_process_ends_a_program_in_all(number: signal.Signals, s
     assert [each for each, _ in ends] == [status, status], ends
     assert all("after the loop" not in words for _, words in ends)
     assert [said in words for _, words in ends] == [True, number == signal.SIGINT], ends
-
-
-def test_automatic_sizes_are_equal_on_all_ranks(tmp_path: Path) -> None:
-    """Rank 0 chooses them; doctor lists all ranks."""
-    words = ("schedule.max_seconds=1", "schedule.generations=1", *SMALL[2:4])
-    leader, _ = both(tmp_path, "train", "--env", "CartPole-v1", *words)
-    assert "each a network" in leader  # one member on a slow machine
-    assert read_journal(tmp_path / "runs/CartPole-v1/journal.jsonl")[-1]["event"] == "ended"
-    leader, _ = both(tmp_path, "doctor")
-    assert "0 of 2: " in leader
-    assert "1 of 2: " in leader

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from evogrpo.reporting.charts import BEST, lower_edge, run_charts
+from evogrpo.reporting.charts import BEST, run_charts
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
 from tests.reporting.journals import generation, member, step
@@ -98,26 +98,6 @@ def test_every_member_is_in_its_slot_of_the_lineage(tmp_path, fake_run):
         if history.origin is not None:
             points = [point[:2] for line in run.lineage.lines if line.index == history.index for point in line.points]
             assert (history.origin.generation, history.origin.slot) in points
-
-
-def test_collapsed_scores_are_below_the_lower_edge_unless_at_the_start():
-    scores = [400.0 + each for each in range(20)]
-    assert lower_edge([*scores, 340.0], start=20.0) is None
-    assert lower_edge([*scores, -5000.0], start=20.0) == 400.0
-    assert lower_edge([1.0] * 20 + [0.0], start=1.0) is None  # most are equal, so that there is no scale
-    assert lower_edge([0.0, 500.0], start=0.0) is None
-
-
-def test_a_collapse_is_cut_off_and_counted(tmp_path, fake_run):
-    def change(event):
-        if event["event"] == "generation" and event["generation"] == 3:
-            event["members"][2]["fitness"] = -5000.0
-
-    run = with_change(fake_run(tmp_path, size=4, generations=8), change)
-    low, high = run.fitness.limits
-    assert -0.5 < low < run.summary.baseline.fitness.mean
-    assert high < 2
-    assert "1 result" in run.hidden
 
 
 def measured(slot, index, **metrics):

@@ -4,7 +4,7 @@ import pytest
 
 from evogrpo import read_run
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
-from evogrpo.reporting.exports import COLUMNS
+from evogrpo.reporting.data_frames import COLUMNS
 from evogrpo.storage.journal import latest_generations, read_journal
 from tests.reporting.journals import baseline, generation, member, plan, step, written
 

@@ -3,8 +3,8 @@
 import pytest
 
 from evogrpo.reporting.lineage import ancestors, best_member, member_histories
-from evogrpo.reporting.summary import Cost, changed_budgets, retired_members, summarise
-from tests.reporting.journals import generation, member, outcome, plan, step
+from evogrpo.reporting.summary import changed_budgets, retired_members, summarise
+from tests.reporting.journals import generation, member, outcome, plan
 
 RUN = {"event": "run", "time": 0.0, "evolvable": {"lr": {"min": 1e-6, "max": 1e-3, "scale": "log"}}}
 
@@ -111,30 +111,3 @@ def test_members_neither_kept_nor_replaced_are_retired():
     assert changed_budgets(report.plan) == ["16 samples per step"]
     (report,) = summarise([RUN, generation(1, member(0, 0), member(1, 1))]).generations
     assert (retired_members(report), changed_budgets(report.plan)) == ({}, [])
-
-
-def timed_step(number, seconds):
-    phases = {"sampling": 0.5, "scoring": 0.0, "learning": seconds - 0.5}
-    return step(number, seconds=seconds, phases=phases, waiting=[0.3, 0.6])
-
-
-def test_evaluations_and_the_test_are_counted():
-    cost = {"tokens": 50, "seconds": 2.5}
-    # The step after the generation's end belongs to a generation without costs yet.
-    events = [RUN, *(timed_step(number, 1.5) for number in range(5)), generation(1, member(0, 0), evaluation=cost)]
-    summary = summarise([*events, outcome(0) | {"cost": {"tokens": 7, "seconds": 1.0}}])
-    assert summary.waiting == pytest.approx((0.2, 0.4))
-    assert summary.costs == (
-        Cost(name="sampling", tokens=None, seconds=2.0),
-        Cost(name="learning", tokens=800, seconds=4.0),
-        Cost(name="evaluations", tokens=50, seconds=2.5),
-        Cost(name="everything else", tokens=None, seconds=0.5),
-        Cost(name="test", tokens=7, seconds=1.0),
-    )
-
-
-def test_a_run_without_a_generation_has_no_costs():
-    events = [RUN, timed_step(0, 2.0)]
-    assert summarise(events).costs == ()
-    costs = summarise([*events, generation(1, member(0, 0), step=2)]).costs
-    assert [each.seconds for each in costs[:2]] == [0.5, 1.5]

@@ -91,16 +91,6 @@ def test_a_link_pipe_or_folder_in_place_of_the_lock_is_refused(tmp_path, kind):
     assert (tmp_path / "precious").read_text() == "kept"
 
 
-def test_withdrawing_a_lock_removes_its_file_unless_something_was_written(tmp_path):
-    DirectoryLock(tmp_path).withdraw()
-    assert list(tmp_path.iterdir()) == []
-    lock = DirectoryLock(tmp_path)
-    (tmp_path / "file").touch()
-    lock.withdraw()
-    assert lock.lost
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [LOCK, "file"]
-
-
 def test_only_files_of_killed_writes_are_removed(tmp_path):
     kept = ["step-000001.jsonl", ".step-1.temporary", "notes.temporary", ".hidden"]
     for name in (*kept, ".step-000002.jsonl.4711.temporary", ".config.yaml.1.temporary"):

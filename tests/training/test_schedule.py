@@ -3,12 +3,13 @@
 import warnings
 
 import pytest
+from rich.console import Console
 
 from evogrpo import HyperparameterConfig, RLParameter, evolve
 from evogrpo.cli.main import main
 from evogrpo.reporting.records import GenerationReport, StepReport, TestReport
 from evogrpo.storage.journal import read_journal
-from evogrpo.training.display import TimeEstimate
+from evogrpo.training.display import RunDisplay
 from evogrpo.training.schedule import Schedule
 from tests.tiny_steps import QUICK, cart_pole, step_population, step_run
 from tests.tiny_training import finish, tiny_population
@@ -101,7 +102,7 @@ def test_a_run_ends_with_the_step_that_reaches_the_limit():
         assert run.result.timesteps == reports[-2].timesteps == whole[steps - 1] < run.result.tokens
         assert run.result.complete
         assert run.result.reason == f"max_timesteps {budget:,} reached"
-        assert TimeEstimate(run).fraction() == 1.0
+        assert RunDisplay(Console(), run).fraction() == 1.0
 
 
 @pytest.mark.usefixtures("without_charts")

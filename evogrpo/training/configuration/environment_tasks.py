@@ -7,6 +7,7 @@ from importlib.resources import files
 from typing import Any, ClassVar
 
 import gymnasium
+from gymnasium.envs.registration import EnvSpec
 
 from evogrpo.algorithms.policies.settings import STEPWISE, Credit, NetworkSettings
 from evogrpo.config.hyperparameters import Optimizer
@@ -172,10 +173,13 @@ def reward_threshold(env: str) -> float | None:
     Raises:
         ValueError: If the environment is not registered.
     """
-    if env in plugin_names():
-        return None
+    return None if env in plugin_names() else _registered(env).reward_threshold
+
+
+def _registered(env: str) -> EnvSpec:
+    """Return the registration of an environment, or raise ValueError."""
     try:
-        return env_spec(env).reward_threshold
+        return env_spec(env)
     except (gymnasium.error.Error, ImportError) as error:
         raise ValueError(f"{env!r} is not a registered Gymnasium environment: {error}") from error
 
@@ -277,10 +281,7 @@ def preset(env: str) -> dict[str, Any]:
     Raises:
         ValueError: If there is no such environment, or it has no preset.
     """
-    try:
-        name = env_spec(env).id
-    except (gymnasium.error.Error, ImportError) as error:
-        raise ValueError(f"{env!r} is not a registered Gymnasium environment: {error}") from error
+    name = _registered(env).id
     if name not in preset_ids():
         raise ValueError(f"There is no preset for {name}. Remove --preset, or choose one of {', '.join(preset_ids())}.")
     read: dict[str, Any] = load_yaml((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"), f"the preset of {name}")

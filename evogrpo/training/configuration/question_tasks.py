@@ -24,7 +24,7 @@ from evogrpo.envs.text.templates import Tokenizer
 from evogrpo.envs.text.verifier_pool import check_worker_limits
 from evogrpo.extras import require
 from evogrpo.synonyms import close_match
-from evogrpo.text import number_text, pluralize
+from evogrpo.text import pluralize
 from evogrpo.training.configuration.sections import DATASET_SUFFIXES
 from evogrpo.training.configuration.user_code import load_named, load_plugin, plugin_names
 from evogrpo.validation import (
@@ -164,15 +164,8 @@ class QuestionTask(ABC):
             tokenizer.response_template = _parse_json(text, self.response_template)
 
     def facts(self) -> dict[str, str]:
-        """Return the settings of reward functions that are not defaults, as rows of the printed plan."""
-        parts = []
-        if self.reward_workers is not None:
-            parts.append(pluralize(self.reward_workers, "worker process", "es"))
-        if self.reward_timeout is not None:
-            parts.append(f"at most {number_text(self.reward_timeout)} s per call")
-        if self.on_reward_error == "exclude":
-            parts.append("completions whose reward fails are left out")
-        return {"rewards": ", ".join(parts)} if parts else {}
+        """Return rows of the printed plan: user code that is executed."""
+        return {}
 
     def gym_options(self, max_prompt_length: int | None) -> dict[str, Any]:
         """Return the arguments of HuggingFaceGym that all tasks share."""
@@ -397,8 +390,8 @@ class DatasetTask(QuestionTask):
             )
 
     def facts(self) -> dict[str, str]:
-        """Return rows of the printed plan, with the reward functions, which are the user's code."""
-        return {"your code": ", ".join((*self.factories.values(), *self.tools, *self.functions)), **super().facts()}
+        """Return rows of the printed plan: the reward functions, which are the user's code."""
+        return {"your code": ", ".join((*self.factories.values(), *self.tools, *self.functions))}
 
     @property
     def functions(self) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ class LanguageTask:
         word: Name in journals and checkpoints; see `evogrpo.reporting.records`.
         tasks: Task sections of this type: settings with `key` (that selects the section), `description` (of the key),
             `seed` (None = the run's), `label` (a short description of the task) and `facts()` (rows of the printed
-            plan: user code that is executed, and how rewards are computed).
+            plan: user code that is executed).
         agent: Agent section: settings that all members share, among them `objective`.
         model: Default base model; None if members have none.
         objective: Defaults of an objective given in part.

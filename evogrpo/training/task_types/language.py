@@ -185,14 +185,12 @@ class PreparedLanguage:
         micro_batch = config.agent.micro_batch_tokens
         size = f"at most {pluralize(micro_batch or DEFAULT_MICRO_BATCH_TOKENS, 'token')}"
         if micro_batch is None and device.startswith("cuda"):  # chosen when the run starts
-            assumed = count_text(DEFAULT_MICRO_BATCH_TOKENS)
-            size = f"as many tokens as fit into memory (the estimate of memory assumes {assumed})"
+            size = "as many tokens as fit into memory"
         bound, limits = "at most", f"completions of at most {row}"
         if turns > 1:
             limits = f"conversations of at most {row} in up to {turns} turns"
             if config.agent.max_episode_tokens is None:
                 bound, limits = "about", f"{limits}: replies as long as completions, without max_episode_tokens"
-        written = config.logging.completions
         rounds = round_rows(config, env, "completions")
         rows = {
             "first prompt": f"{shorten(self.trial.prompt, 400)!r}, {pluralize(len(self.trial.tokens), 'token')}: "
@@ -210,7 +208,6 @@ class PreparedLanguage:
             f"{gigabytes(memory.members)} ({members} × weights and two moments, twice, float32) + the larger of "
             f"learning {gigabytes(memory.learning)} (activations and logits of a micro-batch, gradients) and sampling "
             f"{gigabytes(memory.sampling)} (KV cache); without Python and its libraries",
-            "completions": f"{written} per learning step are written" if written else "none are written",
         }
         return Forecast(rows=rows, need=_need(memory, device))
 
