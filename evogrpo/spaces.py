@@ -36,12 +36,22 @@ def flatten(space: spaces.Space[Any], observation: Any) -> list[Any]:
     """Return the leaves of one observation, or of a batch of them, in the order of `leaf_spaces`."""
     match space:
         case spaces.Dict():
-            return [leaf for key, part in space.spaces.items() for leaf in flatten(part, observation[key])]
+            return [
+                leaf for key, part in space.spaces.items() for leaf in flatten(part, _part(space, observation, key))
+            ]
         case spaces.Tuple():
             return [
                 leaf for part, value in zip(space.spaces, observation, strict=True) for leaf in flatten(part, value)
             ]
     return [observation]
+
+
+def _part(space: spaces.Dict, observation: Any, key: str) -> Any:
+    try:
+        return observation[key]
+    except (KeyError, IndexError, TypeError) as error:
+        held = sorted(map(str, observation)) if isinstance(observation, Mapping) else type(observation).__name__
+        raise ValueError(f"observation must have the keys {sorted(space.spaces)}, got {held}") from error
 
 
 def unflatten(space: spaces.Space[Any], leaves: Iterable[Any]) -> Any:

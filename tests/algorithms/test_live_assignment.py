@@ -13,7 +13,7 @@ from tests.tiny_training import random_population, tiny_agent, tiny_env, tiny_po
 # Constructor arguments, the assignment, and the constructor's error.
 TOGETHER = [
     ({"gamma": 0.9}, ("loss_type", "gspo"), "gamma.*gspo"),
-    ({"loss_type": "gmpo"}, ("gamma", 0.5), "gamma below 1 .*'gmpo'"),
+    ({"loss_type": "gmpo"}, ("gamma", 0.5), "gamma.*'gmpo'"),
     ({"objective": Objective(delta=1.5)}, ("clip_high", 0.6), "delta"),
     ({"objective": Objective(advantage="rloo", reward_norm="batch")}, ("advantage", "outcome"), "reward_norm"),
     ({}, ("lr", float("nan")), "lr must be finite"),

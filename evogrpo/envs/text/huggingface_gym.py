@@ -246,10 +246,10 @@ class PromptEnvironment:
         try:
             batch.respond(samples)
             scores = batch.score(samples)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (user code may raise anything)
             reason = error if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
             message = f"Your functions are tested on sample completions before training: {reason}"
-            raise RewardError(message) from error
+            raise RewardError(message) from error.__cause__ or error
         rewards = {name: None if np.isnan(value) else float(value) for name, (value, _) in scores.components.items()}
         (prompt,) = batch.prompts
         return Preflight(prompt=str(self.tokenizer.decode(prompt)), tokens=tuple(prompt), rewards=rewards)

@@ -156,7 +156,9 @@ class AdapterBank(AdapterStates):
             ValueError: If there are no rows, or a prompt is empty or exceeds the model's context.
         """
         with torch.no_grad(), self.base.working(), self.base.autocast(), self.base.in_lockstep():
-            return sample(self, rows, base=base, on_finished=on_finished)
+            return sample(
+                self, self.base, self.model_of, rows, end_ids=self.end_ids, base=base, on_finished=on_finished
+            )
 
     def sync(self, slots: Sequence[int]) -> None:
         """Do nothing: the bank samples with the weights it trains."""

@@ -1,9 +1,9 @@
 """Sampling of rows in any order and number, token by token, in waves that fit into memory."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +19,11 @@ from evogrpo.functional.log_probs import (
 )
 from evogrpo.functional.matmul import padded_rows
 from evogrpo.models.bank import FinishedCallback, PolicyVersion
+from evogrpo.models.language.adapters import AdapterStates
+from evogrpo.models.language.causal_model import CausalModel
 from evogrpo.models.language.compatibility import check_context
 from evogrpo.models.language.kv_cache import Decoding
 from evogrpo.models.language.micro_batches import distinct_prefixes, lexsort
-
-if TYPE_CHECKING:
-    from evogrpo.models.language.bank import AdapterBank
 
 CACHED_TOKENS = 32_768
 """Maximum tokens in the KV cache of a wave, and again in the caches saved for the next turn."""
@@ -37,6 +36,8 @@ COMPACT_BELOW = 0.75
 CHECK_EVERY = {"cpu": 1}
 """Tokens between checks for finished rows, by device type; 8 on all others, where a check waits for the device."""
 
+ModelOf = Callable[[PolicyVersion, int], CausalModel]
+"""Return the model that computes the rows of a slot."""
 WeightsVersion = tuple[int, int] | None
 """Weights of a row: slot and its change counter, or None for the base."""
 
@@ -71,7 +72,14 @@ class CachedRows:
 
 
 def sample(
-    bank: "AdapterBank", rows: SamplingBatch, *, base: bool, on_finished: FinishedCallback | None = None
+    states: AdapterStates,
+    model: CausalModel,
+    model_of: ModelOf,
+    rows: SamplingBatch,
+    *,
+    end_ids: Tensor,
+    base: bool,
+    on_finished: FinishedCallback | None = None,
 ) -> Rollout:
     """Sample one completion per row; see `evogrpo.models.bank.Sampler`.
 
@@ -79,8 +87,11 @@ def sample(
     tokens. All other rows start with a prefill.
 
     Args:
-        bank: The members; their base is inside `working` and without gradients.
+        states: The members.
+        model: The base model, inside `working` and without gradients.
+        model_of: Returns the model of a slot, of which rows of one pass are computed.
         rows: Rows in any order; without uniforms, torch's default generator draws them.
+        end_ids: `[k]` tokens that end a completion.
         base: Sample from the base model.
         on_finished: Called once for each finished row.
 
@@ -100,10 +111,11 @@ def sample(
         ]
         rows = replace(rows, prompts=tuple(numbers), prompt_ids=torch.tensor(ids), history=None)
     width = max(len(prompt) for prompt in rows.prompts) + rows.max_new_tokens
-    model = bank.base
     check_context(model.context, width)
     # 2. Find rows that continue from a saved cache.
-    versions: list[WeightsVersion] = [None if base else (slot, bank.changes[slot]) for slot in rows.member_ids.tolist()]
+    versions: list[WeightsVersion] = [
+        None if base else (slot, states.changes[slot]) for slot in rows.member_ids.tolist()
+    ]
     kept = rows.kept if isinstance(rows.kept, CachedRows) else None
     order = torch.from_numpy(lexsort(rows.prompt_ids, rows.member_ids))
     resumed = torch.zeros(len(rows), dtype=torch.bool)
@@ -115,10 +127,10 @@ def sample(
     waves: list[tuple[Tensor, CachedRows | None]] = []
     policy: PolicyVersion = "base" if base else "weights"
     for caches, some in ((kept, order[resumed[order]]), (None, order[~resumed[order]])):
-        for own in bank.split_passes(policy, some.tolist(), rows.member_ids.tolist()):
+        for own in states.split_passes(policy, some.tolist(), rows.member_ids.tolist()):
             count = math.ceil(len(own) / rows_at_once(width, model.device.type))
             waves += [(wave, caches) for wave in (torch.tensor(own).chunk(count) if own else ())]  # of equal sizes
-    sampler = _Sampler(bank, policy, rows, on_finished)
+    sampler = _Sampler(states, model, model_of, end_ids, policy, rows, on_finished)
     budget = CACHED_TOKENS
     for wave, caches in waves:
         budget -= len(wave) * width
@@ -146,19 +158,30 @@ class _Sampler:
     """Samples waves of rows into buffers for all rows.
 
     Args:
-        bank: The members.
+        states: The members.
+        model: The base model.
+        model_of: Returns the model of a slot.
+        end_ids: `[k]` tokens that end a completion.
         policy: Policy that samples.
         rows: All rows.
         on_finished: Called once for each finished row; None = not needed.
     """
 
     def __init__(
-        self, bank: "AdapterBank", policy: PolicyVersion, rows: SamplingBatch, on_finished: FinishedCallback | None
+        self,
+        states: AdapterStates,
+        model: CausalModel,
+        model_of: ModelOf,
+        end_ids: Tensor,
+        policy: PolicyVersion,
+        rows: SamplingBatch,
+        on_finished: FinishedCallback | None,
     ) -> None:
-        self._bank, self._policy, self._rows, self.on_finished = bank, policy, rows, on_finished
-        self._model, self._make_hook, self._end_ids = bank.base, bank.hook_factory(policy), bank.end_ids
+        self._policy, self._rows, self.on_finished = policy, rows, on_finished
+        self._model, self._model_of, self._end_ids = model, model_of, end_ids
+        self._make_hook = states.hook_factory(policy)
         self._counter = rows.stop.progress("writing", len(rows), "completions")
-        device, shape = bank.base.device, (len(rows), rows.max_new_tokens)
+        device, shape = model.device, (len(rows), rows.max_new_tokens)
         uniforms = torch.rand(shape, generator=torch.default_generator) if rows.uniforms is None else rows.uniforms
         self._uniforms = uniforms.to(device)
         temperature = rows.temperature.to(device)
@@ -168,7 +191,7 @@ class _Sampler:
         self._scaled = bool((self._temperature != 1.0).any())
         self._prompts = None if rows.options.repetition_penalty == 1.0 else _padded_prompts(rows).to(device)
         # Output: token ids, True for sampled tokens, log-probabilities in nats; True for rows reported as finished.
-        self._actions = torch.full(shape, bank.base.pad_id, dtype=torch.long, device=device)
+        self._actions = torch.full(shape, model.pad_id, dtype=torch.long, device=device)
         self._present = torch.zeros(shape, dtype=torch.bool, device=device)
         self._log_probs = torch.zeros(shape, device=device)
         self._reported = torch.zeros(len(rows), dtype=torch.bool, device=device)
@@ -183,7 +206,7 @@ class _Sampler:
             keep: Save the caches of the prompt and all tokens but the last.
         """
         saved = len(self._caches)
-        self._model = self._bank.model_of(self._policy, int(self._rows.member_ids[wave[0]]))
+        self._model = self._model_of(self._policy, int(self._rows.member_ids[wave[0]]))
         try:
             decoding = self._prefill(wave) if kept is None else self._resume(wave, kept)
             self._decode(decoding, wave.to(self._model.device), keep)

@@ -113,7 +113,7 @@ def _errors_of(what: str) -> Iterator[None]:
 def user_line(error: BaseException) -> str:
     """Return the line of user code that raised an error, such as ` (rewards.py, line 7)`; empty if unknown."""
     frames = traceback.extract_tb(error.__traceback__)
-    package_folder = str(Path(__file__).parents[1])
+    package_folder = str(Path(__file__).parents[2])
     user_frames = [
         frame for frame in frames if "importlib" not in frame.filename and not frame.filename.startswith(package_folder)
     ]
