@@ -36,10 +36,10 @@ def picture(run: Path) -> Figure:
         fitness.errorbar(
             [x], [estimate.mean], [estimate.standard_error], fmt="D", color=colour, capsize=5, markersize=9
         )
-        name, side = ("untrained", 1) if colour == BASE else (f"test {estimate.mean:.2f}", -1)
+        name, side, above = ("untrained", 1, 24) if colour == BASE else (f"test {estimate.mean:.2f}", -1, 4)
         fitness.annotate(
-            name, (x, estimate.mean), (12 * side, -14 * side), textcoords="offset points", color=colour,
-            ha="left" if side > 0 else "right", va="top" if side > 0 else "bottom", weight="bold",
+            name, (x, estimate.mean), (14 * side, above), textcoords="offset points", color=colour,
+            ha="left" if side > 0 else "right", va="bottom", weight="bold",
         )  # fmt: skip
     for chart in charts.measures:
         if chart.title == "learning rate":
