@@ -108,7 +108,10 @@ def action_dim(space: spaces.Space[Any] | Sequence[spaces.Space[Any]] | None) ->
 
 
 def _per_part(space: Any, dimension: Callable[[Any], Any], kind: str) -> Any:
-    """Return the dimensions of the parts of a composite space, or the number of entries of any other."""
+    """Return the size of a simple space, or `dimension(part)` for each part of a composite one.
+
+    The size of discrete spaces is the number of their one-hot values. `kind` names the space in the error.
+    """
     match space:
         case spaces.Dict():
             return {str(key): dimension(part) for key, part in space.spaces.items()}

@@ -200,9 +200,9 @@ def build_policy_set(
     )
     if not plain or any(space is None or isinstance(space, spaces.Sequence) for space in both):
         raise ValueError(
-            "actor_network must be a transformers model without wrappers, such as evogrpo.load_base(...).model, or a "
-            "torch module for the given observation_space and action_space, got "
-            f"{type(actor_network).__name__}: {actor_network!r:.80}"
+            "actor_network must be a transformers model without wrappers, or a torch module with its observation_space "
+            f"and action_space, got {type(actor_network).__name__}: {actor_network!r:.80}. "
+            "evogrpo.load_base(...).model returns a transformers model."
         )
     # None means that an option is not given, but for target_kl, where it turns calibration off.
     options = {name: value for name, value in options.items() if value is not None or name == "target_kl"}
@@ -254,7 +254,7 @@ def _language_policy_set(
         raise ValueError("eos_token_ids must be given: the model's configuration has no end-of-sequence token.")
     chosen = {name: options[name] for name in _LANGUAGE if name in options}
     settings = LanguageSettings(**{**chosen, "pad_token_id": pad_token_id, "eos_token_ids": end_tokens})
-    first = _first_member(options, settings, {})
+    first = _first_hyperparameters(options, settings, {})
     members = LanguagePolicySet(
         model,
         size,
@@ -298,7 +298,7 @@ def build_joint_policy_set(
 def _network_policy_set(
     size: int, mapping: PolicyMapping, settings: NetworkSettings, options: Mapping[str, Any], module: nn.Module | None
 ) -> Built:
-    first, space = _first_member(options, settings, NETWORK_DEFAULTS), options.get("hp_config")
+    first, space = _first_hyperparameters(options, settings, NETWORK_DEFAULTS), options.get("hp_config")
     check_hyperparameters(settings.objective, first, space or HyperparameterConfig(), per_action=True)
     device = choose_device(options.get("accelerator"), options.get("device")) or "cpu"
     return NetworkPolicySet(mapping, size, settings, space, module=module, device=device), first
@@ -336,7 +336,7 @@ def _refuse_other_kind(names: tuple[str, ...], options: Mapping[str, Any], kind:
             raise ValueError(f"{name} is for {kind}. Leave it out.")
 
 
-def _first_member(
+def _first_hyperparameters(
     options: Mapping[str, Any], settings: LanguageSettings | NetworkSettings, defaults: Mapping[str, Any]
 ) -> Hyperparameters:
     """Return the first member's hyperparameters, checked against the objective and the search space."""

@@ -76,7 +76,10 @@ class DirectoryLock:
         except OSError:
             found = None
         if found != _identity(os.fstat(self._descriptor)):
-            raise LockLostError(f"{self.folder} or its {LOCK} was moved, removed or replaced. Nothing more is written.")
+            raise LockLostError(
+                f"{self.folder} or its {LOCK} was moved, removed or replaced, so nothing more is written. "
+                "Put the folder back, or resume from its new place."
+            )
 
     def release(self) -> None:
         """Release the lock."""

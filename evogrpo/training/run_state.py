@@ -354,14 +354,14 @@ class Limits:
         if state.step_in_generation >= state.steps_per_generation:
             return False
         if state.step_in_generation:
-            # No limit ends a generation that could not be evaluated, as a healthy member has too few training rewards.
+            # Continue past the limits until all healthy members have enough training rewards to be evaluated.
             healthy = [agent.slot for agent in self._run.population.healthy]
             if self._run.fitness.selection_measure == ROLLOUTS and not all(map(state.training_fitness, healthy)):
                 return True
             spent = state.spent(evaluations=self._schedule.count_evaluations)
             if self._schedule.spent(**spent, seconds=state.seconds) or self._exceeded_limit():
                 return False
-        # The test evaluates two members, the best one and the untrained base.
+        # Leave time for this step, the evaluation and the test. The test evaluates the best member and the base.
         clock, run = self._run.clock, self._run
         share = 2 * run.questions("test") / (len(run.population) * run.questions("validation"))
         if clock.left() >= clock.longest_step + clock.longest_evaluation * (1 + share):

@@ -348,7 +348,10 @@ class NetworkPolicySet:
         )
 
     def change_architecture(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
-        """Change the architecture of one policy, given by name in a team, and keep what it has learned."""
+        """Change the architecture of one policy and keep what it has learned.
+
+        `architecture` has the form of `propose_architecture`: with several policies, {name of the policy: fields}.
+        """
         ((name, own),) = ((DEFAULT_POLICY, architecture),) if self._single else architecture.items()
         self.policies[name].change_architecture(slot, own, rng)
 

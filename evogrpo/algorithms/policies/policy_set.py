@@ -1,4 +1,4 @@
-"""Banks of all policies of a population, requests for samples, and their results."""
+"""Parts that both kinds of policy sets share: the banks of all policies, requests for samples, and their results."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -41,7 +41,9 @@ def reply_tokens(reply: str, tokenizer: Tokenizer, options: Options, *, ended: b
     messages = [{"role": "user", "content": "What is asked?"}, {"role": "assistant", "content": said}]
     before, after = render_reply(messages, [{"role": "user", "content": reply}], tokenizer, options)
     if said not in before:
-        raise ValueError(f"chat_template must show completions, but renders {before!r}. Set another one.")
+        raise ValueError(
+            f"chat_template must render the text of assistant messages, got {before!r}. Set another template."
+        )
     between = after[before.rfind(said) + len(said) :]
     if ended:
         between = between.removeprefix(str(tokenizer.decode([tokenizer.eos_token_id])))

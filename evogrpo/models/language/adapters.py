@@ -108,10 +108,17 @@ class LoraHook:
         self.adapters, self.slots = adapters, slots
         self._rows, self._later, self._all_rows = rows, later, sum(rows) + sum(later)
 
-    def followed(self, tokens: int, others: int, by: "LoraHook") -> "LoraHook":
-        """Return the hook of these rows with `tokens` each, followed by those of another hook with `others` each."""
-        assert self.slots == by.slots
-        return LoraHook(self.adapters, self.slots, [n * tokens for n in self._rows], [n * others for n in by._rows])
+    def followed(self, tokens: int, other_tokens: int, other: "LoraHook") -> "LoraHook":
+        """Return a hook of one row per token: the tokens of these rows, followed by those of the rows of another hook.
+
+        Args:
+            tokens: Tokens of each of these rows.
+            other_tokens: Tokens of each row of the other hook.
+            other: Hook of rows of the same slots.
+        """
+        assert self.slots == other.slots
+        later = [n * other_tokens for n in other._rows]
+        return LoraHook(self.adapters, self.slots, [n * tokens for n in self._rows], later)
 
     def stacked(
         self, modules: tuple[str, ...], tokens: int, dtype: torch.dtype, *, transposed: bool = False

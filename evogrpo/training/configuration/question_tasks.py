@@ -428,6 +428,7 @@ class DatasetTask(QuestionTask):
                 tables["train"],
                 tables["test"],
                 tokenizer,
+                # One class without a name, several by name, or None with tools only.
                 environment_factory=factories.get("", factories or None),
                 tools=[load_named(name, "tool") for name in self.tools],
                 max_turns=self.max_turns,

@@ -269,9 +269,16 @@ def row_tokens(agent: LanguageAgent | LanguageSettings, turns: int, longest: int
     return most if context is None else max(agent.max_output_tokens, min(most, context - longest))
 
 
-def _member_tokens(config: Config, groups: int, longest: int, row: int) -> int:
-    """Return the most tokens of one member's learning step: sampling, updates, and the reference where beta is used."""
-    completions = config.schedule.samples_per_step * row
+def _member_tokens(config: Config, groups: int, longest: int, completion: int) -> int:
+    """Return the most tokens of one member's learning step: sampling, updates, and the reference where beta is used.
+
+    Args:
+        config: Configuration of the run.
+        groups: Most groups of a learning step.
+        longest: Tokens of the longest prompt.
+        completion: Most tokens of a completion or conversation; see `row_tokens`.
+    """
+    completions = config.schedule.samples_per_step * completion
     epochs = max(possible(config, "update_epochs"))
     splits = math.ceil(config.schedule.samples_per_step / min(possible(config, "batch_size"))) - 1
     # Dynamic sampling may resample all groups.
