@@ -318,11 +318,10 @@ assert SHORT or means["one agent, all samples"] > means["evolution"]
 # than the standard errors. One agent with the defaults and all the samples has
 # nearly the best return in all three seeds.
 #
-# What did evolution find? It started with values that learn nothing. Without
-# being told, it found a step size near the default, and one good member. That
-# is worth something if nobody knows good values. If the defaults work, one
-# agent makes better use of the samples. [docs/results.md](../docs/results.md)
-# compares more ways to search.
+# What did evolution find? From values with which an agent learns nothing, it
+# came to a step size near the default and to one good member. That helps if no
+# good values are known. If the defaults work, one agent makes better use of the
+# samples. [docs/results.md](../docs/results.md) compares more ways to search.
 #
 # ## Three things to try
 #

@@ -12,7 +12,7 @@
 # **The question.** PPO needs a critic, a second network that estimates returns.
 # Group relative policy optimisation (GRPO) has none. It runs several episodes
 # from the same start and compares them with each other. Is that enough to
-# balance a pole? And does it work without a learning rate that somebody tuned?
+# balance a pole? And does it work without a tuned learning rate?
 #
 # **You will learn**
 #
@@ -340,7 +340,7 @@ assert SHORT or min(last["outcome"], last["return_to_go_group"]) > 100
 # %% [markdown]
 # ## Without a learning rate
 #
-# What if nobody had tuned the 5e-3? A learning rate is hard to guess, because
+# What if the 5e-3 were not known? A learning rate is hard to guess, because
 # its effect depends on the network, the optimizer and the number of updates.
 # Its *effect* is easier to choose: how much may one learning step change the
 # policy? The measure is the KL divergence between the policies before and

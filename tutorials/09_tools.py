@@ -126,7 +126,7 @@ rows = [
 
 
 def prompt_text(conversation: list[dict]) -> str:
-    """What the model reads."""
+    """Render messages as the text that the model reads."""
     return base.tokenizer.apply_chat_template(
         conversation,
         tools=[multiply],
