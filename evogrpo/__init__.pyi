@@ -38,7 +38,6 @@ from evogrpo.reporting.report import report as report
 from evogrpo.training.evolve import evolve as evolve
 from evogrpo.training.evolve import resume as resume
 from evogrpo.training.replay import replay as replay
-from evogrpo.training.train import EvalCallback as EvalCallback
 from evogrpo.training.train import train as train
 from evogrpo.training.trainer import Callback as Callback
 from evogrpo.training.video import record_video as record_video

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from tests.stored_runs import StoredRun
 
+pytest.register_assert_rewrite("tests.policy_banks")  # its assertions then show the compared values
 settings.register_profile(  # a busy machine is not a fault
     "suite",
     deadline=None,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.testing.policy_banks import assert_gradients_agree, assert_states_agree, assert_weights_agree
 from evogrpo.testing.samplers import different_members
+from tests.policy_banks import assert_gradients_agree, assert_states_agree, assert_weights_agree
 from tests.rounding import rounding_otherwise
 from tests.tiny_batches import grpo_loss, sampled_batch
 from tests.tiny_models import tiny_model

@@ -21,8 +21,8 @@ from evogrpo.models.fast_llama.decode import FastDecoding
 from evogrpo.models.language.bank import AdapterBank
 from evogrpo.models.language.kv_cache import CachedDecoding, PlainDecoding
 from evogrpo.randomness import generator
-from evogrpo.testing.policy_banks import assert_gradients_agree
 from evogrpo.testing.samplers import PAD, as_batch, different_members, make_rows, with_robust_uniforms
+from tests.policy_banks import assert_gradients_agree
 from tests.rounding import LOG_PROB
 from tests.tiny_models import EOS, tiny_model
 

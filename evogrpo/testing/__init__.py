@@ -1,11 +1,10 @@
 """Conformance suites for pytest: subclass the test case of a protocol to test an implementation of your own.
 
-`environments` is for `GroupEnvironment`, `strategies` for `Strategy`, `samplers` for `Sampler`, and `policy_banks` for
-`PolicyBank`. A subclass implements the abstract methods and inherits all tests. pytest must be installed.
+`environments` is for `GroupEnvironment`, `strategies` for `Strategy`, and `samplers` for `Sampler`. A subclass
+implements the abstract methods and inherits all tests. pytest must be installed.
 """
 
 import pytest
 
 # Assertions of these files then show the compared values, as in test files.
-pytest.register_assert_rewrite(f"{__name__}.environments", f"{__name__}.strategies")
-pytest.register_assert_rewrite(f"{__name__}.samplers", f"{__name__}.policy_banks")
+pytest.register_assert_rewrite(*(f"{__name__}.{suite}" for suite in ("environments", "samplers", "strategies")))

@@ -1,22 +1,17 @@
-"""`train` and `EvalCallback`: train a population of small networks in one call, and evaluate it on the way."""
+"""`train`: train a population of small networks in one call."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import gymnasium
-import numpy as np
 
-from evogrpo.algorithms.grpo import GRPO
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
-from evogrpo.envs.control.seeded_groups import time_limit
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.strategies import default_measures
-from evogrpo.storage.atomic_files import make_folder, replace_file
 from evogrpo.text import reference_to
 from evogrpo.training.configuration.environment_tasks import (
     EnvironmentTask,
@@ -36,8 +31,7 @@ from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types.networks import prepare_in
 from evogrpo.training.trainer import Callback
-from evogrpo.training.video import action_of, check_spaces
-from evogrpo.validation import finite_number, flag, instance, lists_options, plain, refuse_unknown, whole_between
+from evogrpo.validation import flag, instance, lists_options, plain, refuse_unknown, whole_between
 
 MakesEnv = Callable[..., "gymnasium.Env[Any, Any]"]
 
@@ -95,7 +89,7 @@ def train(
         preset: Start from the tuned hyperparameters of this environment; see `evogrpo tasks`.
         run_dir: Where the journal, the checkpoints, the best member and TensorBoard logs go; None keeps no record.
         progress: Show the progress of the run; None = only on a terminal and in a notebook.
-        callback: Called with the run after every generation, e.g. an `EvalCallback`; False from it ends the run.
+        callback: Called with the run after every generation; False from it ends the run.
         callbacks: Hooks called after every learning step, generation and test; see `evogrpo.Callback`.
         skip_memory_check: Train even if the estimated memory exceeds what is available.
         settings: Hyperparameters (lr, gamma, ...) and other arguments of `GRPO.population` (size, seed, network,
@@ -113,8 +107,8 @@ def train(
     _check_env(env, total_timesteps)
     if callback is not None and not callable(callback):
         raise ValueError(
-            f"callback must be a function of the run or an evogrpo.EvalCallback, got {type(callback).__name__}. "
-            "Stable-Baselines3 callbacks work only with its own models."
+            f"callback must be a function of the run, got {type(callback).__name__}. Stable-Baselines3 callbacks work "
+            "only with its own models."
         )
     refuse_unknown("argument of train", settings, _KNOWN)
     console = console_for(progress)
@@ -210,141 +204,3 @@ def _environment(
     for name in sorted(_SECTIONS["task"] & settings.keys()):
         raise ValueError(f"{name} is a setting of the environment. Pass it to GymnasiumGroups(...).")
     return env
-
-
-_EVALUATION = (
-    *("eval_env", "n_eval_episodes", "eval_freq", "log_path", "best_model_save_path", "deterministic"),
-    *("reward_threshold", "seed"),
-)
-
-
-class EvalCallback:
-    """Periodic evaluation of the best member in a separate environment.
-
-    Pass it to `train(callback=)`, or call it with the run in the body of a loop over `evolve`: `if not evaluation(run):
-    run.stop()`. Its steps are not counted, and selection does not use it.
-
-    Args:
-        eval_env: An environment, a callable that makes one, or the id of a registered one.
-        n_eval_episodes: Episodes per evaluation.
-        eval_freq: Evaluate after the first generation that ends at least this many environment steps later.
-        log_path: Folder of `evaluations.npz`, rewritten after every evaluation as Stable-Baselines3 does: `timesteps`
-            `[n]`, `results` and `ep_lengths` `[n, episodes]`, and `successes` if the environment reports
-            `is_success`.
-        best_model_save_path: Folder in which `best_model` keeps the best agent evaluated; `GRPO.load` reads it.
-        deterministic: Take the most likely actions; False draws them.
-        reward_threshold: The mean return of an evaluation that ends the run.
-        seed: Seed of the first reset.
-        others: Unknown arguments, which raise an error with a hint.
-
-    Attributes:
-        best_mean_reward: Best mean return so far; minus infinity before the first evaluation.
-        last_mean_reward: Latest mean return; minus infinity before the first evaluation.
-        evaluations_timesteps: Environment steps at each evaluation.
-        evaluations_results: Undiscounted returns of its episodes, or those recorded by a `Monitor`.
-        evaluations_length: Lengths of its episodes.
-        evaluations_successes: Successes of its episodes, if reported.
-
-    Raises:
-        ValueError: If an argument is unknown or out of range.
-    """
-
-    def __init__(
-        self,
-        eval_env: "str | Callable[[], gymnasium.Env[Any, Any]] | gymnasium.Env[Any, Any]",
-        *,
-        n_eval_episodes: int = 5,
-        eval_freq: int = 10_000,
-        log_path: str | Path | None = None,
-        best_model_save_path: str | Path | None = None,
-        deterministic: bool = True,
-        reward_threshold: float | None = None,
-        seed: int = 0,
-        **others: Any,
-    ) -> None:
-        refuse_unknown("argument of EvalCallback", others, _EVALUATION)
-        self._env = _made(eval_env)
-        self._episodes = whole_between("n_eval_episodes", n_eval_episodes, 1)
-        self._every = whole_between("eval_freq", eval_freq, 1)
-        self._deterministic = flag("deterministic", deterministic)
-        self._threshold = None if reward_threshold is None else finite_number("reward_threshold", reward_threshold)
-        self._log = None if log_path is None else Path(log_path)
-        self._best = None if best_model_save_path is None else Path(best_model_save_path) / "best_model"
-        self._seed: int | None = whole_between("seed", seed, 0)
-        self.best_mean_reward = self.last_mean_reward = -np.inf
-        self.evaluations_timesteps: list[int] = []
-        self.evaluations_results: list[list[float]] = []
-        self.evaluations_length: list[list[int]] = []
-        self.evaluations_successes: list[list[bool]] = []
-
-    def __call__(self, run: Run) -> bool:
-        """Evaluate if due; return False once the threshold is reached.
-
-        Raises:
-            ValueError: If members are not single-agent networks, or were made for another environment.
-        """
-        timesteps, agent = run.trainer.run_state.timesteps, run.population.agents[run.population.best_slot]
-        if not isinstance(agent, GRPO) or run.population.members.kind != "networks":
-            raise ValueError(
-                f"EvalCallback needs single-agent small networks, got a {type(agent).__name__} of kind "
-                f"{run.population.members.kind!r}. Use agent.test(env) to evaluate others."
-            )
-        last = self.evaluations_timesteps[-1] if self.evaluations_timesteps else 0
-        if timesteps - last < self._every:
-            return True
-        # 1. Play the episodes.
-        check_spaces(agent, self._env)
-        limit = getattr(run.trainer.env, "max_episode_steps", None) if time_limit(self._env) is None else None
-        played = [self._play(agent, limit) for _ in range(self._episodes)]
-        self.evaluations_timesteps.append(timesteps)
-        self.evaluations_results.append([float(each["r"]) for each in played])
-        self.evaluations_length.append([int(each["l"]) for each in played])
-        if all("is_success" in each for each in played):
-            self.evaluations_successes.append([bool(each["is_success"]) for each in played])
-        self.last_mean_reward = float(np.mean(self.evaluations_results[-1]))
-        # 2. Write the log, and keep the agent if it is the best so far.
-        if self._log is not None:
-            make_folder(self._log)
-            arrays: dict[str, Any] = {
-                "timesteps": self.evaluations_timesteps,
-                "results": self.evaluations_results,
-                "ep_lengths": self.evaluations_length,
-            }
-            if self.evaluations_successes:
-                arrays["successes"] = self.evaluations_successes
-            content = BytesIO()
-            np.savez(content, **arrays)
-            replace_file(self._log / "evaluations.npz", content.getvalue())
-        if self.last_mean_reward > self.best_mean_reward:
-            self.best_mean_reward = self.last_mean_reward
-            if self._best is not None:
-                self._best.parent.mkdir(parents=True, exist_ok=True)
-                agent.save_checkpoint(self._best, replace=True)
-        return self._threshold is None or self.last_mean_reward < self._threshold
-
-    def _play(self, agent: GRPO, limit: int | None) -> Mapping[str, Any]:
-        """Play one episode and return its record, with the values of a `Monitor` if there is one."""
-        seen, info = self._env.reset(seed=self._seed)
-        self._seed, total, length, over = None, 0.0, 0, False
-        while not over and length != limit:
-            seen, reward, terminated, truncated, info = self._env.step(
-                action_of(agent, seen, info, self._deterministic)
-            )
-            total, length, over = total + float(reward), length + 1, bool(terminated or truncated)
-        success = {"is_success": info["is_success"]} if "is_success" in info else {}
-        return {"r": total, "l": length, **info.get("episode", {}), **success}
-
-
-def _made(env: Any) -> "gymnasium.Env[Any, Any]":
-    if isinstance(env, str):
-        try:
-            return gymnasium.make(env)
-        except (gymnasium.error.Error, ImportError) as error:
-            raise ValueError(f"eval_env: {env!r} cannot be made: {error}") from error
-    made = env() if callable(env) and not isinstance(env, gymnasium.Env) else env
-    if not isinstance(made, gymnasium.Env):
-        raise ValueError(
-            f"eval_env must be an environment, a callable that makes one, or an id, got {type(made).__name__}. For a "
-            "vector environment, pass the function that makes one of its environments."
-        )
-    return made

@@ -8,8 +8,8 @@ import torch
 from evogrpo import Objective
 from evogrpo.algorithms.policies.language_sampling import PENALTY
 from evogrpo.data import positions_in_turn
-from evogrpo.testing.policy_banks import assert_gradients_agree
 from tests.oracles.objective_by_hand import ByHand
+from tests.policy_banks import assert_gradients_agree
 from tests.tiny_models import EOS
 from tests.tiny_training import (
     collect_alone,

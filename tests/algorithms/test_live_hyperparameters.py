@@ -12,7 +12,7 @@ import pytest
 from evogrpo import GRPO, HyperparameterConfig, RLParameter
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.evolution import Fixed, MemberRecord, Plan
-from evogrpo.testing.policy_banks import assert_states_agree
+from tests.policy_banks import assert_states_agree
 from tests.rounding import assert_metrics_agree
 from tests.tiny_training import (
     graded,

@@ -13,9 +13,9 @@ from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
-from evogrpo.testing.policy_banks import assert_states_agree
 from tests.envs import joint_probes
 from tests.oracles.slow_advantages import of_actions
+from tests.policy_banks import assert_states_agree
 from tests.tiny_teams import team_env
 from tests.tiny_training import equal_states
 

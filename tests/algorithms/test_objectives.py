@@ -11,9 +11,9 @@ from evogrpo.algorithms.learning.learning_step import learn, minibatches
 from evogrpo.data import Batch
 from evogrpo.functional.loss_types import ADVANTAGES, LOSS_TYPES
 from evogrpo.functional.losses import ENTROPY_TOLERANCE
-from evogrpo.testing.policy_banks import assert_states_agree
 from tests.oracles.objective_by_hand import ByHand, rows_of
 from tests.oracles.slow_advantages import outcome
+from tests.policy_banks import assert_states_agree
 from tests.rounding import assert_metrics_agree
 from tests.tiny_training import (
     DAMPED,

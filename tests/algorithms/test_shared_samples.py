@@ -9,7 +9,7 @@ from evogrpo import Objective
 from evogrpo.evolution import SharedExperience
 from evogrpo.functional.advantages import group_advantages
 from evogrpo.functional.losses import effective_sample_fraction, loss_weights, policy_loss
-from evogrpo.testing.policy_banks import assert_states_agree
+from tests.policy_banks import assert_states_agree
 from tests.tiny_steps import cart_pole, step_population
 from tests.tiny_training import random_population, tiny_env
 

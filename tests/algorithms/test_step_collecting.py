@@ -11,8 +11,8 @@ from evogrpo.algorithms.evaluation import evaluate
 from evogrpo.algorithms.policies.settings import STEPWISE
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.randomness import generator
-from evogrpo.testing.policy_banks import assert_states_agree
 from tests.envs.probes import ConstantReward, Masked, MatchDict, NoisyWalk
+from tests.policy_banks import assert_states_agree
 from tests.tiny_steps import cart_pole, step_agent, step_population
 from tests.tiny_training import collect_alone, learn_from, own_rows
 

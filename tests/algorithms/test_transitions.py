@@ -15,8 +15,8 @@ from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.functional.loss_types import FULL_KLS
 from evogrpo.models.networks.distributions import MASKED_LOGIT
-from evogrpo.testing.policy_banks import assert_gradients_agree, assert_states_agree
 from tests.oracles.slow_advantages import of_actions, returns_to_go
+from tests.policy_banks import assert_gradients_agree, assert_states_agree
 from tests.rounding import assert_metrics_agree
 from tests.tiny_networks import CASES, Settings, Together, acted_batch, together
 from tests.tiny_steps import played, step_agent

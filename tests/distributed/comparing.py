@@ -7,7 +7,7 @@ import pytest
 from torch import Tensor
 
 from evogrpo.storage.checkpoint import read_checkpoint
-from evogrpo.testing.policy_banks import assert_states_agree
+from tests.policy_banks import assert_states_agree
 from tests.tiny_training import events_of, final_states, without_run_id
 
 LARGEST_LR = 3e-2

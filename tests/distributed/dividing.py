@@ -17,7 +17,7 @@ from evogrpo.config.objective import Objective
 from evogrpo.data import Batch
 from evogrpo.distributed import ProcessError, processes
 from evogrpo.interruption import Interrupted
-from evogrpo.testing.policy_banks import assert_states_agree
+from tests.policy_banks import assert_states_agree
 from tests.rounding import assert_metrics_agree
 from tests.tiny_models import EOS
 from tests.tiny_steps import cart_pole, step_population

@@ -12,8 +12,8 @@ from evogrpo.distributed import RunStop, processes
 from evogrpo.interruption import Interrupted
 from evogrpo.models.language.fsdp import layers_of, sharded_over
 from evogrpo.models.language.loading import fingerprint, load_base
-from evogrpo.testing.policy_banks import assert_states_agree
 from tests.distributed.dividing import TALK
+from tests.policy_banks import assert_states_agree
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.tiny_training import collect_alone, finish, shared_tokenizer, tiny_agent, tiny_env, tiny_population, tiny_run
 from tests.two_turns import GuessTwice

@@ -6,11 +6,11 @@ from transformers import AutoModelForCausalLM
 
 from evogrpo import GRPO, VLLMSampler
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.testing.policy_banks import PolicyBankTestCase, assert_gradients_agree
 from evogrpo.testing.samplers import SamplerTestCase, as_batch, make_rows, tiny_llama
 from tests.models.test_adapter_bank import TOKENS
 from tests.models.test_peft_oracle import END_IDS
 from tests.oracles.peft_members import PlainMember
+from tests.policy_banks import PolicyBankTestCase, assert_gradients_agree
 from tests.tiny_batches import full_members, grpo_loss, lora, sampled_batch
 from tests.tiny_models import ARCHITECTURES, EOS, PAD, tiny_model
 

@@ -9,11 +9,11 @@ from safetensors.torch import save_file
 
 from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
 from evogrpo.models.language.lora import peft_files
-from evogrpo.testing.policy_banks import MOMENT_STEPS, assert_gradients_agree, assert_weights_agree
 from evogrpo.testing.samplers import different_members
 from tests.oracles.peft_members import PeftMember, PlainMember
 from tests.oracles.slow_advantages import outcome
 from tests.oracles.slow_losses import member_loss
+from tests.policy_banks import MOMENT_STEPS, assert_gradients_agree, assert_weights_agree
 from tests.tiny_batches import CLIPS, full_members, grpo_loss, lora, off_policy, sampled_batch
 from tests.tiny_models import ARCHITECTURES, DISTINCT, EOS, tiny_model
 

@@ -13,8 +13,8 @@ from evogrpo.data import SamplingOptions
 from evogrpo.functional.matmul import padded_rows
 from evogrpo.models.fast_llama import decode
 from evogrpo.models.language.micro_batches import micro_batches
-from evogrpo.testing.policy_banks import assert_gradients_agree
 from evogrpo.testing.samplers import PROMPTS, as_batch, different_members, make_rows, with_robust_uniforms
+from tests.policy_banks import assert_gradients_agree
 from tests.tiny_batches import grpo_loss, rows_run, tiny_bank
 from tests.tiny_models import EOS, tiny_model
 

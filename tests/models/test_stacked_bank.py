@@ -9,8 +9,8 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.models.networks.architecture import NetworkConfig
 from evogrpo.models.networks.bank import StackedBank
 from evogrpo.randomness import generator
-from evogrpo.testing.policy_banks import PolicyBankTestCase
 from tests.models.test_devices import ACCELERATORS
+from tests.policy_banks import PolicyBankTestCase
 from tests.tiny_networks import CASES, VECTOR, acted_batch, observe, stacked
 
 

@@ -7,8 +7,8 @@ from gymnasium import spaces
 from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
 from evogrpo.models.networks import train_states
 from evogrpo.models.networks.architecture import NetworkConfig
-from evogrpo.testing.policy_banks import assert_gradients_agree, assert_weights_agree
 from tests.oracles.torch_members import TorchMember
+from tests.policy_banks import assert_gradients_agree, assert_weights_agree
 from tests.tiny_networks import CASES, Case, acted_batch
 
 SIZE = 4
