@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
-from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs, UpdateReport, positions_in_turn
+from evogrpo.data import Batch, TokenInputs, UpdateReport, positions_in_turn
 from evogrpo.distributed import Processes
 from evogrpo.functional.log_probs import chunked_log_probs
-from evogrpo.models.bank import FinishedCallback, LossFunction, PolicyVersion, Update
+from evogrpo.models.bank import LossFunction, PolicyVersion, Update
 from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS
 from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled
-from evogrpo.models.language.adapters import AdapterStates
 from evogrpo.models.language.causal_model import CausalModel
 from evogrpo.models.language.compatibility import check_causal_class, check_token_ids
 from evogrpo.models.language.fsdp import run_on_all_ranks
@@ -25,7 +24,7 @@ from evogrpo.models.language.full_finetuning import AllWeights, choose_trained, 
 from evogrpo.models.language.loading import loadable_name
 from evogrpo.models.language.lora import StoredAdapter, peft_files, tensors_file
 from evogrpo.models.language.micro_batches import MicroBatch, distinct_prefixes, lexsort, micro_batches, repetitions
-from evogrpo.models.language.sampling import sample
+from evogrpo.models.language.sampling import AdapterSampler
 
 NO_GRAD_FACTOR = 4
 """Size of micro-batches without gradient, relative to those with: they store no activations."""
@@ -33,7 +32,7 @@ REDUCED_LOGITS_ROWS = 256
 """Tokens whose logits exist at once with `reduce_memory_peak`."""
 
 
-class AdapterBank(AdapterStates):
+class AdapterBank(AdapterSampler):
     """PolicyBank and Sampler of language models: LoRA adapters of all members on one frozen base model.
 
     Without `lora_config`, each member has all weights of the model instead, and its own passes. Weights and AdamW
@@ -63,8 +62,6 @@ class AdapterBank(AdapterStates):
         ValueError: If the model is not supported or an argument is invalid.
 
     Attributes:
-        base: The base model.
-        end_ids: Sorted `eos_token_ids`.
         micro_batch_tokens: As passed, halved when out of memory.
         logits_rows: Maximum tokens whose logits exist at once.
         processes: Ranks that divide the micro-batches among them; this process alone at first. All ranks must call the
@@ -131,37 +128,6 @@ class AdapterBank(AdapterStates):
         self.micro_batch_tokens = micro_batch_tokens
         self.logits_rows = REDUCED_LOGITS_ROWS if reduce_memory_peak else 1 << 30
         self.processes = Processes()
-
-    def model_of(self, policy: PolicyVersion, slot: int) -> CausalModel:
-        """Return the model that computes a member's rows: the base with hooks, or the member's own."""
-        own = self._own_passes.get(policy)
-        return self.base if own is None else own[slot].following(self.base)
-
-    # ---- sampling
-
-    def sample(
-        self, rows: SamplingBatch, *, base: bool = False, on_finished: FinishedCallback | None = None
-    ) -> Rollout:
-        """Sample one completion per row; rows may be in any order.
-
-        Args:
-            rows: Prompts, members and sampling options.
-            base: Sample from the base model and ignore `rows.member_ids`.
-            on_finished: Called once for each finished row; see `evogrpo.models.bank.FinishedCallback`.
-
-        Returns:
-            Completions in the order of `rows`, at most `rows.max_new_tokens` tokens each.
-
-        Raises:
-            ValueError: If there are no rows, or a prompt is empty or exceeds the model's context.
-        """
-        with torch.no_grad(), self.base.working(), self.base.autocast(), self.base.in_lockstep():
-            return sample(
-                self, self.base, self.model_of, rows, end_ids=self.end_ids, base=base, on_finished=on_finished
-            )
-
-    def sync(self, slots: Sequence[int]) -> None:
-        """Do nothing: the bank samples with the weights it trains."""
 
     # ---- scoring and learning
 

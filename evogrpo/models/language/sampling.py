@@ -1,7 +1,7 @@
 """Sampling of rows in any order and number, token by token, in waves that fit into memory."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,8 +36,6 @@ COMPACT_BELOW = 0.75
 CHECK_EVERY = {"cpu": 1}
 """Tokens between checks for finished rows, by device type; 8 on all others, where a check waits for the device."""
 
-ModelOf = Callable[[PolicyVersion, int], CausalModel]
-"""Return the model that computes the rows of a slot."""
 WeightsVersion = tuple[int, int] | None
 """Weights of a row: slot and its change counter, or None for the base."""
 
@@ -71,76 +69,88 @@ class CachedRows:
         )
 
 
-def sample(
-    states: AdapterStates,
-    model: CausalModel,
-    model_of: ModelOf,
-    rows: SamplingBatch,
-    *,
-    end_ids: Tensor,
-    base: bool,
-    on_finished: FinishedCallback | None = None,
-) -> Rollout:
-    """Sample one completion per row; see `evogrpo.models.bank.Sampler`.
+class AdapterSampler(AdapterStates):
+    """Sampler of all members: their train states, and the base model that computes them.
 
-    A row continues from its saved KV cache if its weights are unchanged and its prompt and history extend the cached
-    tokens. All other rows start with a prefill.
-
-    Args:
-        states: The members.
-        model: The base model, inside `working` and without gradients.
-        model_of: Returns the model of a slot, of which rows of one pass are computed.
-        rows: Rows in any order; without uniforms, torch's default generator draws them.
-        end_ids: `[k]` tokens that end a completion.
-        base: Sample from the base model.
-        on_finished: Called once for each finished row.
-
-    Raises:
-        ValueError: If there are no rows, or a prompt is empty or exceeds the model's context.
+    Attributes:
+        base: The base model.
+        end_ids: Sorted tokens that end a completion.
     """
-    # 1. Validate; prompt and history become one prompt.
-    if not len(rows):
-        raise ValueError("rows must contain at least one row, got none")
-    if any(not prompt for prompt in rows.prompts):
-        raise ValueError("prompts must contain at least one token each, got an empty prompt")
-    if rows.history is not None:
-        numbers: dict[tuple[int, ...], int] = {}
-        ids = [
-            numbers.setdefault((*rows.prompts[prompt], *later), len(numbers))
-            for prompt, later in zip(rows.prompt_ids.tolist(), rows.history, strict=True)
+
+    base: CausalModel
+    end_ids: Tensor
+    _own_passes: Mapping[PolicyVersion, Sequence[CausalModel]]
+
+    def model_of(self, policy: PolicyVersion, slot: int) -> CausalModel:
+        """Return the model that computes a member's rows: the base with hooks, or the member's own."""
+        own = self._own_passes.get(policy)
+        return self.base if own is None else own[slot].following(self.base)
+
+    def sync(self, slots: Sequence[int]) -> None:
+        """Do nothing: the bank samples with the weights it trains."""
+
+    def sample(
+        self, rows: SamplingBatch, *, base: bool = False, on_finished: FinishedCallback | None = None
+    ) -> Rollout:
+        """Sample one completion per row; rows may be in any order.
+
+        A row continues from its saved KV cache if its weights are unchanged and its prompt and history extend the
+        cached tokens. All other rows start with a prefill.
+
+        Args:
+            rows: Prompts, members and sampling options; without uniforms, torch's default generator draws them.
+            base: Sample from the base model and ignore `rows.member_ids`.
+            on_finished: Called once for each finished row; see `evogrpo.models.bank.FinishedCallback`.
+
+        Returns:
+            Completions in the order of `rows`, at most `rows.max_new_tokens` tokens each.
+
+        Raises:
+            ValueError: If there are no rows, or a prompt is empty or exceeds the model's context.
+        """
+        # 1. Validate; prompt and history become one prompt.
+        if not len(rows):
+            raise ValueError("rows must contain at least one row, got none")
+        if any(not prompt for prompt in rows.prompts):
+            raise ValueError("prompts must contain at least one token each, got an empty prompt")
+        if rows.history is not None:
+            numbers: dict[tuple[int, ...], int] = {}
+            ids = [
+                numbers.setdefault((*rows.prompts[prompt], *later), len(numbers))
+                for prompt, later in zip(rows.prompt_ids.tolist(), rows.history, strict=True)
+            ]
+            rows = replace(rows, prompts=tuple(numbers), prompt_ids=torch.tensor(ids), history=None)
+        model, width = self.base, max(len(prompt) for prompt in rows.prompts) + rows.max_new_tokens
+        check_context(model.context, width)
+        # 2. Find rows that continue from a saved cache.
+        versions: list[WeightsVersion] = [
+            None if base else (slot, self.changes[slot]) for slot in rows.member_ids.tolist()
         ]
-        rows = replace(rows, prompts=tuple(numbers), prompt_ids=torch.tensor(ids), history=None)
-    width = max(len(prompt) for prompt in rows.prompts) + rows.max_new_tokens
-    check_context(model.context, width)
-    # 2. Find rows that continue from a saved cache.
-    versions: list[WeightsVersion] = [
-        None if base else (slot, states.changes[slot]) for slot in rows.member_ids.tolist()
-    ]
-    kept = rows.kept if isinstance(rows.kept, CachedRows) else None
-    order = torch.from_numpy(lexsort(rows.prompt_ids, rows.member_ids))
-    resumed = torch.zeros(len(rows), dtype=torch.bool)
-    if kept is not None:
-        saved = range(len(rows)) if rows.kept_rows is None else rows.kept_rows.tolist()
-        prompts = [rows.prompts[prompt] for prompt in rows.prompt_ids.tolist()]
-        resumed = torch.tensor([kept.extends(*each) for each in zip(saved, prompts, versions, strict=True)])
-    # 3. Sample in waves, sorted by member and prompt.
-    waves: list[tuple[Tensor, CachedRows | None]] = []
-    policy: PolicyVersion = "base" if base else "weights"
-    for caches, some in ((kept, order[resumed[order]]), (None, order[~resumed[order]])):
-        for own in states.split_passes(policy, some.tolist(), rows.member_ids.tolist()):
-            count = math.ceil(len(own) / rows_at_once(width, model.device.type))
-            waves += [(wave, caches) for wave in (torch.tensor(own).chunk(count) if own else ())]  # of equal sizes
-    sampler = _Sampler(states, model, model_of, end_ids, policy, rows, on_finished)
-    budget = CACHED_TOKENS
-    for wave, caches in waves:
-        budget -= len(wave) * width
-        sampler.sample(wave, caches, keep=rows.keep and budget >= 0)
-    # 4. In lockstep, a rank with fewer waves than others repeats its last one.
-    if model.lockstep:
-        sampler.on_finished = None
-        for _ in range(processes().agree(len(waves), rows.stop) - len(waves)):
-            sampler.sample(*waves[-1], keep=False)
-    return sampler.rollout(versions)
+        kept = rows.kept if isinstance(rows.kept, CachedRows) else None
+        order = torch.from_numpy(lexsort(rows.prompt_ids, rows.member_ids))
+        resumed = torch.zeros(len(rows), dtype=torch.bool)
+        if kept is not None:
+            saved = range(len(rows)) if rows.kept_rows is None else rows.kept_rows.tolist()
+            prompts = [rows.prompts[prompt] for prompt in rows.prompt_ids.tolist()]
+            resumed = torch.tensor([kept.extends(*each) for each in zip(saved, prompts, versions, strict=True)])
+        # 3. Plan waves, sorted by member and prompt.
+        waves: list[tuple[Tensor, CachedRows | None]] = []
+        policy: PolicyVersion = "base" if base else "weights"
+        for caches, some in ((kept, order[resumed[order]]), (None, order[~resumed[order]])):
+            for own in self.split_passes(policy, some.tolist(), rows.member_ids.tolist()):
+                count = math.ceil(len(own) / rows_at_once(width, model.device.type))
+                waves += [(wave, caches) for wave in (torch.tensor(own).chunk(count) if own else ())]  # of equal sizes
+        # 4. Sample them. In lockstep, a rank with fewer waves than others repeats its last one.
+        with torch.no_grad(), model.working(), model.autocast(), model.in_lockstep():
+            sampler, budget = _Sampler(self, policy, rows, on_finished), CACHED_TOKENS
+            for wave, caches in waves:
+                budget -= len(wave) * width
+                sampler.sample(wave, caches, keep=rows.keep and budget >= 0)
+            if model.lockstep:
+                sampler.on_finished = None
+                for _ in range(processes().agree(len(waves), rows.stop) - len(waves)):
+                    sampler.sample(*waves[-1], keep=False)
+            return sampler.rollout(versions)
 
 
 def rows_at_once(width: int, device: str) -> int:
@@ -158,28 +168,18 @@ class _Sampler:
     """Samples waves of rows into buffers for all rows.
 
     Args:
-        states: The members.
-        model: The base model.
-        model_of: Returns the model of a slot.
-        end_ids: `[k]` tokens that end a completion.
+        bank: The members.
         policy: Policy that samples.
         rows: All rows.
         on_finished: Called once for each finished row; None = not needed.
     """
 
     def __init__(
-        self,
-        states: AdapterStates,
-        model: CausalModel,
-        model_of: ModelOf,
-        end_ids: Tensor,
-        policy: PolicyVersion,
-        rows: SamplingBatch,
-        on_finished: FinishedCallback | None,
+        self, bank: AdapterSampler, policy: PolicyVersion, rows: SamplingBatch, on_finished: FinishedCallback | None
     ) -> None:
-        self._policy, self._rows, self.on_finished = policy, rows, on_finished
-        self._model, self._model_of, self._end_ids = model, model_of, end_ids
-        self._make_hook = states.hook_factory(policy)
+        self._bank, self._policy, self._rows, self.on_finished = bank, policy, rows, on_finished
+        self._model = model = bank.base
+        self._make_hook = bank.hook_factory(policy)
         self._counter = rows.stop.progress("writing", len(rows), "completions")
         device, shape = model.device, (len(rows), rows.max_new_tokens)
         uniforms = torch.rand(shape, generator=torch.default_generator) if rows.uniforms is None else rows.uniforms
@@ -206,7 +206,7 @@ class _Sampler:
             keep: Save the caches of the prompt and all tokens but the last.
         """
         saved = len(self._caches)
-        self._model = self._model_of(self._policy, int(self._rows.member_ids[wave[0]]))
+        self._model = self._bank.model_of(self._policy, int(self._rows.member_ids[wave[0]]))
         try:
             decoding = self._prefill(wave) if kept is None else self._resume(wave, kept)
             self._decode(decoding, wave.to(self._model.device), keep)
@@ -224,7 +224,7 @@ class _Sampler:
     def rollout(self, versions: Sequence[WeightsVersion]) -> Rollout:
         """Return the completions of all rows, and their saved caches."""
         exact = self._model.exact and self._rows.options == WHOLE
-        ended = (self._present & torch.isin(self._actions, self._end_ids)).any(1)
+        ended = (self._present & torch.isin(self._actions, self._bank.end_ids)).any(1)
         rollout = Rollout(
             actions=self._actions, present=self._present, log_probs=self._log_probs, truncated=~ended, exact=exact
         )
@@ -297,7 +297,7 @@ class _Sampler:
             self._actions[numbers, step] = tokens
             self._log_probs[numbers, step] = torch.where(live, log_probs, 0.0)
             self._present[numbers, step] = live
-            live = live & ~torch.isin(drawn, self._end_ids)
+            live = live & ~torch.isin(drawn, self._bank.end_ids)
             last = step == width - 1
             if (step + 1) % check_every and not last:
                 continue
@@ -342,7 +342,7 @@ class _Sampler:
                     logits = apply_repetition_penalty(logits, context[rows], options.repetition_penalty)
                 temperature = self._temperature[numbers[rows]] if self._scaled else None
                 forbidden = torch.ones_like(greedy) if step < self._rows.min_new_tokens else None
-                scaled = scale_logits(logits, temperature, forbidden, self._end_ids)
+                scaled = scale_logits(logits, temperature, forbidden, self._bank.end_ids)
                 if self._all_greedy:
                     tokens[rows] = scaled.argmax(1)
                     continue
