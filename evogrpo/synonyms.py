@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 
 _MAX_LISTED = 60  # a longer list would hide the hint
+_LONG = 8  # letters of a name in another library that an edit leaves recognisable
 
 _SYNONYMS: Mapping[str, str] = {
     # Hyperparameters.
@@ -106,8 +107,10 @@ _OTHER_NAMES = {name: tuple(others.split()) for name, others in _SYNONYMS.items(
 
 
 def counterpart(name: str, valid: Iterable[str]) -> str | None:
-    """Return the valid name for what another library calls `name`, or None."""
-    return next((candidate for candidate in valid if name in _OTHER_NAMES.get(candidate, ())), None)
+    """Return the valid name for what another library calls `name`, or None. One edit in a long name is forgiven."""
+    others = {other: candidate for candidate in reversed(list(valid)) for other in _OTHER_NAMES.get(candidate, ())}
+    similar = (other for other in others if len(other) >= _LONG and _is_one_edit(name, other))
+    return others.get(name) or others.get(next(similar, ""))
 
 
 def close_match(name: str, valid: Iterable[str]) -> str | None:

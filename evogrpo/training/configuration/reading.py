@@ -155,18 +155,17 @@ def _misplaced(name: str, section: str, valid: Sequence[str]) -> str | None:
     if section.startswith("search_space."):
         return None
     has_suggestion = (close_match(name, valid) or counterpart(name, valid)) is not None
-    places: dict[str, str] = {}  # key by dotted path
-    # Sections of task types import torch: skip them if a key of the same section is close enough.
-    for sections in (_sections,) if has_suggestion else (_sections, _task_sections):
-        found = {f"{path}.{key}".removeprefix("."): key for path, keys in sections() for key in keys if path != section}
-        places |= found
-        matches = [place for place in found if place.replace(".", "_") == name]
-        matches += [place for place, key in found.items() if key == name and not has_suggestion]
-        if matches:
-            return matches[0]
-    if has_suggestion or any(name in key or key in name for key in valid):
-        return None
-    return next((place for place, key in places.items() if counterpart(name, [key]) is not None), None)
+    # Sections of task types import torch, so they come last.
+    for sections in (_sections, _task_sections):
+        places = {f"{path}.{key}".removeprefix("."): key for path, keys in sections() for key in keys if path != section}
+        matches = [place for place in places if place.replace(".", "_") == name]
+        if not has_suggestion:
+            matches += [place for place, key in places.items() if key == name]
+            if not any(name in key or key in name for key in valid):
+                matches += [place for place, key in places.items() if counterpart(name, [key]) is not None]
+        if matches or has_suggestion:
+            return next(iter(matches), None)
+    return None
 
 
 def setting_called(name: str) -> str | None:
