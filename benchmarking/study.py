@@ -1,6 +1,6 @@
 """Study: what finds good hyperparameters for the same samples, if the learning rate or everything is unknown?
 
-    pip install "gymnasium[box2d,mujoco]" optuna
+    pip install "gymnasium[box2d,mujoco]" optuna reasoning-gym
     python benchmarking/study.py run                                   # all missing runs; stopped, it goes on
     python benchmarking/study.py run --tasks CartPole-v1 --arms calibrated leader --seeds 0 1
     python benchmarking/study.py table                                 # tables of the recorded runs
@@ -28,7 +28,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarking.classic.intervals import stratified_bootstrap  # the path is set above
-from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, RLParameter, evolve
+from evogrpo import GRPO, GymnasiumGroups, HuggingFaceGym, HyperparameterConfig, RLParameter, evolve
 from evogrpo.config.hyperparameters import Hyperparameters, is_integer
 from evogrpo.evolution import (
     FitnessConfig,
@@ -115,6 +115,7 @@ TASKS: dict[str, Task] = {
     "InvertedDoublePendulum-v5": Task(budget=200_000, seconds=15.0, random=60.0, solved=9100.0),
     "two_digit_sums": _words(0.05, 0.6),
     "number_sequences": _words(0.0, 0.8),
+    "chain_sum": _words(0.05, 0.6),
 }  # fmt: skip
 
 LR = {False: RLParameter(min=1e-4, max=1e-1, scale="log"), True: RLParameter(min=1e-6, max=1e-3, scale="log")}
@@ -179,7 +180,7 @@ KNOWN = ("tuned", "default")
 """Arms that do not depend on what is unknown; they run once."""
 WITHOUT_LR = ("selection only", "narrowing shared", "MF-PBT", "PBT shared", "leader")
 """Arms that run only if everything is unknown."""
-WITH_WORDS = {"lr": ("calibrated",), "all": ("calibrated", "random search", "PBT", "PBT shared", "leader")}
+WITH_WORDS = {"lr": ("calibrated",), "all": ("calibrated", "random search", "narrowing shared", "PBT shared", "leader")}
 """Arms of language models; others would cost more processor time than they tell."""
 
 
@@ -188,6 +189,24 @@ def drawn(task: Task, space: HyperparameterConfig, seed: int) -> dict[str, Any]:
     rng = np.random.default_rng([DRAWS, seed])
     point = point_at(space, Hyperparameters(), {name: float(rng.random()) for name in space})
     return {name: getattr(point, name) for name in space}
+
+
+def questions(name: str, task: Task, tokenizer: Any, seed: int) -> Any:
+    """Return the environment of a language task: a built-in one, or sums of reasoning-gym scored like them."""
+    from evogrpo.envs.text.tasks import TASKS as BUILT_IN
+    from evogrpo.envs.text.tasks import accuracy
+
+    if name in BUILT_IN:
+        return BUILT_IN[name].build(tokenizer, seed=seed, validation_size=task.validation, test_size=task.test)
+    import reasoning_gym
+
+    sums = reasoning_gym.create_dataset(
+        name, seed=seed, size=1000 + task.validation + task.test, min_terms=3, max_terms=3, min_digits=1, max_digits=1
+    )
+    rows = [{"question": entry["question"], "answer": entry["answer"]} for entry in sums]
+    return HuggingFaceGym(
+        rows, tokenizer=tokenizer, reward_fn=accuracy, seed=seed, validation_size=task.validation, test_size=task.test
+    )
 
 
 def make_run(
@@ -215,10 +234,9 @@ def make_run(
         from peft import LoraConfig
 
         from evogrpo import load_base
-        from evogrpo.envs.text.tasks import TASKS as BUILT_IN
 
-        base = load_base("smollm2-135m", dtype=torch.bfloat16)
-        env = BUILT_IN[name].build(base.tokenizer, seed=starts, validation_size=task.validation, test_size=task.test)
+        base = load_base("smollm2-135m", dtype=torch.float32)
+        env = questions(name, task, base.tokenizer, starts)
         population = GRPO.population(
             actor_network=base.model,
             pad_token_id=base.tokenizer.eos_token_id,

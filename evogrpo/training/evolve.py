@@ -2,6 +2,7 @@
 
 import signal
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -64,6 +65,8 @@ class Run(Iterator[GenerationReport]):
 
     def _start(self, trainer: Trainer) -> None:
         self.trainer, self._generations = trainer, iter(trainer)
+        # Python unloads modules at its end before it closes generators, which could then not close the run directory.
+        weakref.finalize(self, self._generations.close)
         self._display = None if self._console is None else RunDisplay(self._console, trainer)
         if self._display is not None:
             trainer.callbacks.append(self._display)

@@ -1,6 +1,6 @@
 """Trainer: the loop of a run. Collect, learn, log; evaluate, plan, apply, checkpoint; finally test."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -272,7 +272,7 @@ class Trainer(RunParts):
             self._close()
         self._call("on_run_end", self.result)
 
-    def __iter__(self) -> Iterator[GenerationReport]:
+    def __iter__(self) -> Generator[GenerationReport, None, None]:
         """Run to the end of the schedule; yield the reports of generations only."""
         return (report for report in self.reports() if isinstance(report, GenerationReport))
 

@@ -1,6 +1,7 @@
 """User code that exits the program during a run is an error."""
 
 import os
+import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -94,3 +95,22 @@ def test_commands_fail_if_user_code_exits(tmp_path, monkeypatch, capfd):
     said = capfd.readouterr().err
     assert "error: " in said
     assert "exit" in said.lower()
+
+
+LEFT = """
+from evogrpo import GRPO, GymnasiumGroups, evolve
+
+env = GymnasiumGroups("CartPole-v1", validation_size=2, test_size=2, max_episode_steps=5)
+spaces = {"observation_space": env.observation_space, "action_space": env.action_space}
+population = GRPO.population(2, **spaces, group_size=2)
+run = evolve(population, env, generations=1, samples_per_step=2, run_dir="run", progress=False)
+next(run)
+raise RuntimeError("mine")
+"""
+
+
+def test_an_error_in_the_loop_over_a_run_is_all_that_the_program_prints_at_its_end(tmp_path):
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", LEFT]
+    ended = subprocess.run(command, check=False, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert ended.stderr.splitlines()[-1] == "RuntimeError: mine"

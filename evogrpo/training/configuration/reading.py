@@ -157,7 +157,8 @@ def _misplaced(name: str, section: str, valid: Sequence[str]) -> str | None:
     has_suggestion = (close_match(name, valid) or counterpart(name, valid)) is not None
     # Sections of task types import torch, so they come last.
     for sections in (_sections, _task_sections):
-        places = {f"{path}.{key}".removeprefix("."): key for path, keys in sections() for key in keys if path != section}
+        keys = [(path, key) for path, names in sections() for key in names if path != section]
+        places = {f"{path}.{key}".removeprefix("."): key for path, key in keys}
         matches = [place for place in places if place.replace(".", "_") == name]
         if not has_suggestion:
             matches += [place for place, key in places.items() if key == name]
