@@ -105,15 +105,11 @@ class Population(Sequence[Any]):
         Raises:
             ValueError: If no member has been evaluated.
         """
-        return self._handed_out[self.best_slot]
-
-    @property
-    def best_slot(self) -> int:
-        """Slot of the best agent; see `best`."""
         evaluated = [agent for agent in self.agents if agent.fitness is not None]
         if not evaluated:
             raise ValueError("No member has a fitness yet. Call evaluate or evolve first.")
-        return max(evaluated, key=lambda agent: (agent.fitness.mean if agent.fitness else 0.0, -agent.index)).slot
+        best = max(evaluated, key=lambda agent: (agent.fitness.mean if agent.fitness else 0.0, -agent.index))
+        return self._handed_out[best.slot]
 
     @property
     def healthy(self) -> "list[Agent]":

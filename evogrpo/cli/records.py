@@ -1,7 +1,7 @@
 """Commands on a recorded run: `lineage`, `best`, `compare`, `report`, `video` and `export`."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ from evogrpo.evolution.history import MemberRecord
 from evogrpo.extras import missing
 from evogrpo.reporting.compare import ComparedRun, TestDifference, compare_runs, interval
 from evogrpo.reporting.lineage import (
-    LineageTree,
+    ancestors,
+    best_member,
     best_schedule,
     fitness_estimate,
-    lineage_tree,
+    reports_by_member,
     tree_lines,
 )
 from evogrpo.reporting.records import MemberReport
@@ -35,12 +36,20 @@ _MAX_VALUE_WIDTH = 60
 def lineage(args: argparse.Namespace) -> int:
     """Print the tree of a run's members."""
     console, summary = make_console(), summarise(read_journal(args.run_dir / "journal.jsonl"))
-    tree = lineage_tree(summary)
-    evolvable = list(summary.evolvable)
-    for indent, birth in tree_lines(tree):
-        bars = Text("│ " * indent, "dim")
-        console.print(bars.append_text(_member_text(birth, tree, evolvable)), soft_wrap=not console.is_terminal)
-    if tree.winner is None:
+    winner, results = best_member(summary.generations), reports_by_member(summary.generations)
+    path = {report.index for report in ancestors(summary, winner)}
+    for indent, birth in tree_lines(summary.births, path):
+        origin, lifetime = _origin(birth, summary.evolvable), _lifetime(birth, results.get(birth.index, ()), winner)
+        wins = birth.index in path
+        line = Text.assemble(
+            ("│ " * indent, "dim"),
+            ("★ ", "bold") if wins else ("· ", "dim"),
+            (f"#{birth.index}", "bold" if wins else ""),
+            f"  {printable(origin)}",
+            (f"  {lifetime}", "dim"),
+        )
+        console.print(line, soft_wrap=not console.is_terminal)
+    if winner is None:
         console.print("No member has been evaluated yet.")
     return OK
 
@@ -156,20 +165,11 @@ def video(args: argparse.Namespace) -> int:
 # ---- lines of the tree
 
 
-def _member_text(birth: MemberRecord, tree: LineageTree, evolving: Sequence[str]) -> Text:
-    """Describe a member: its origin, and its fitness over its lifetime; a star marks the best member's path."""
-    reports = tree.results.get(birth.index, ())
-    if birth.parent is None:
-        values = ", ".join(f"{name} {number_text(getattr(birth.hyperparameters, name))}" for name in evolving)
-        origin = f"founder{f' with {values}' if values else ''}"
-    else:
-        origin = f"clone of #{birth.parent}: {changes_text(birth.changes) or 'unchanged'}"
-    is_best = tree.winner is not None and tree.winner.index == birth.index
-    lifetime = _lifetime_text(tree.winner if is_best else None, reports)
-    wins = birth.index in tree.path
-    head = ("★ ", "bold") if wins else ("· ", "dim")
-    index = (f"#{birth.index}", "bold" if wins else "")
-    return Text.assemble(head, index, f"  {printable(origin)}", (f"  {lifetime}", "dim"))
+def _origin(birth: MemberRecord, evolving: Iterable[str]) -> str:
+    if birth.parent is not None:
+        return f"clone of #{birth.parent}: {changes_text(birth.changes) or 'unchanged'}"
+    values = ", ".join(f"{name} {number_text(getattr(birth.hyperparameters, name))}" for name in evolving)
+    return f"founder{f' with {values}' if values else ''}"
 
 
 def _fitness_score(member: MemberReport) -> str:
@@ -177,11 +177,11 @@ def _fitness_score(member: MemberReport) -> str:
     return score_text(None, None) if fitness is None else score_text(fitness.mean, fitness.standard_error)
 
 
-def _lifetime_text(winner: MemberReport | None, reports: Sequence[MemberReport]) -> str:
+def _lifetime(birth: MemberRecord, reports: Sequence[MemberReport], winner: MemberReport | None) -> str:
     """Describe a member's generations and last fitness; for the winner of the run, its best fitness."""
     if not reports:
         return "not evaluated"
-    if winner is not None:
+    if winner is not None and winner.index == birth.index:
         return f"{_fitness_score(winner)} in generation {winner.generation}, the best member"
     first, last = reports[0].generation, reports[-1].generation
     span = f"generation {first}" if first == last else f"generations {first}–{last}"

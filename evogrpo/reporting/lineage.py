@@ -1,6 +1,6 @@
 """Lineage of a run: best member, ancestors, hyperparameter schedule, and the tree of births."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -202,54 +202,28 @@ def ancestors(summary: RunSummary, member: MemberReport | None) -> tuple[MemberR
     return tuple({report.index: report for report in line}.values())
 
 
-@dataclass(frozen=True, kw_only=True)
-class LineageTree:
-    """Lineage of a run.
-
-    Attributes:
-        births: Every birth by index; a parent comes before its children.
-        results: Reports of each evaluated member in order, by its index.
-        winner: The best member; None before the first evaluation.
-        path: Indices of the best member's ancestors and itself, its founder first.
-    """
-
-    births: tuple[MemberRecord, ...]
-    results: Mapping[int, Sequence[MemberReport]]
-    winner: MemberReport | None
-    path: tuple[int, ...]
-
-
-def lineage_tree(summary: RunSummary) -> LineageTree:
-    """Return the lineage of a run.
-
-    Raises:
-        ValueError: If a child is older than its parent.
-    """
-    for birth in summary.births:
-        if birth.parent is not None and birth.parent >= birth.index:
-            raise ValueError(f"A parent must be older than its child, got #{birth.parent} of #{birth.index}.")
-    best = best_member(summary.generations)
-    return LineageTree(
-        births=summary.births,
-        results=reports_by_member(summary.generations),
-        winner=best,
-        path=tuple(report.index for report in ancestors(summary, best)),
-    )
-
-
-def tree_lines(tree: LineageTree) -> list[tuple[int, MemberRecord]]:
+def tree_lines(births: Sequence[MemberRecord], path: Collection[int]) -> list[tuple[int, MemberRecord]]:
     """Return the lines of a printed lineage, each a depth and a member.
 
     The main line of descent continues below a member, others are indented. It follows the best member's path, else the
     child with most descendants. A side line therefore has at most half as many members as its parent line, which
     bounds the indentation.
+
+    Args:
+        births: Every birth by index; a parent comes before its children.
+        path: Indices of the best member's ancestors and itself.
+
+    Raises:
+        ValueError: If a child is older than its parent.
     """
-    indices = {birth.index for birth in tree.births}
+    indices = {birth.index for birth in births}
     children: dict[int | None, list[MemberRecord]] = {}
-    for birth in tree.births:  # a parent that is missing from the journal makes its children roots of the tree
+    for birth in births:  # a parent that is missing from the journal makes its children roots of the tree
+        if birth.parent is not None and birth.parent >= birth.index:
+            raise ValueError(f"A parent must be older than its child, got #{birth.parent} of #{birth.index}.")
         children.setdefault(birth.parent if birth.parent in indices else None, []).append(birth)
     sizes: dict[int, int] = {}
-    for birth in reversed(tree.births):
+    for birth in reversed(births):
         sizes[birth.index] = 1 + sum(sizes[child.index] for child in children.get(birth.index, ()))
     lines: list[tuple[int, MemberRecord]] = []
 
@@ -258,7 +232,7 @@ def tree_lines(tree: LineageTree) -> list[tuple[int, MemberRecord]]:
         while member is not None:
             lines.append((indent, member))
             below = children.get(member.index, [])
-            heir = max(below, key=lambda child: (child.index in tree.path, sizes[child.index]), default=None)
+            heir = max(below, key=lambda child: (child.index in path, sizes[child.index]), default=None)
             for child in below:
                 if child is not heir:
                     add_line(child, indent + 1)

@@ -3,7 +3,7 @@
 import pytest
 
 from evogrpo.cli import main
-from evogrpo.reporting.lineage import lineage_tree
+from evogrpo.reporting.lineage import ancestors, best_member
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import Journal, read_journal
 from tests.reporting.journals import generation, member, outcome
@@ -48,10 +48,10 @@ def test_texts_of_a_journal_are_escaped(tmp_path, capsys, command):
 def test_lineage_marks_the_winner_and_lists_all_members(run_dir, capsys):
     assert main(["lineage", str(run_dir)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    tree = lineage_tree(summarise(read_journal(run_dir / "journal.jsonl")))
+    summary = summarise(read_journal(run_dir / "journal.jsonl"))
     starred = {int(line.partition("#")[2].split()[0]) for line in lines if "★" in line}
-    assert starred == set(tree.path)
-    assert len(lines) == len(tree.births)
+    assert starred == {report.index for report in ancestors(summary, best_member(summary.generations))}
+    assert len(lines) == len(summary.births)
 
 
 def test_a_comparison_shows_settings_and_the_difference_of_the_tests(run_dir, tmp_path, capsys):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from evogrpo.reporting.compare import compare_runs, interval
-from evogrpo.reporting.lineage import best_schedule, fitness_estimate, lineage_tree, tree_lines
+from evogrpo.reporting.lineage import ancestors, best_member, best_schedule, fitness_estimate, tree_lines
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
 from tests.reporting.journals import generation, member, outcome, written
@@ -14,8 +14,11 @@ from tests.reporting.journals import generation, member, outcome, written
 RUN = {"event": "run", "evolvable": {}, "samples_per_step": 8}
 
 
-def tree_of(events):
-    return lineage_tree(summarise(events))
+def read(events):
+    """Return a run's summary, its best member and the indices of that member's ancestors and itself."""
+    summary = summarise(events)
+    best = best_member(summary.generations)
+    return summary, best, [report.index for report in ancestors(summary, best)]
 
 
 def random_family(seed, generations, size):
@@ -41,22 +44,22 @@ def random_family(seed, generations, size):
 @pytest.mark.parametrize(("generations", "size"), [(1, 1), (2, 3), (12, 4), (60, 8)])
 def test_every_member_is_listed_once(seed, generations, size):
     events, _ = random_family(seed, generations, size)
-    tree = tree_of(events)
-    lines = tree_lines(tree)
-    assert sorted(member.index for _, member in lines) == [birth.index for birth in tree.births]
+    summary, _, path = read(events)
+    lines = tree_lines(summary.births, path)
+    assert sorted(member.index for _, member in lines) == [birth.index for birth in summary.births]
     # A side branch has at most half of the members of its parent branch, except for the winner's path, which comes
     # first.
-    assert max(indent for indent, _ in lines) <= 2 + math.log2(len(tree.births))
+    assert max(indent for indent, _ in lines) <= 2 + math.log2(len(summary.births))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_winners_path_leads_from_a_founder_to_the_best_fitness(seed):
     events, parents = random_family(seed, 20, 5)
-    tree = tree_of(events)
+    _, winner, path = read(events)
     best = max(each["fitness"] for event in events[1:] for each in event["members"])
-    assert tree.winner.fitness == best
-    assert tree.path[-1] == tree.winner.index
-    assert [parents[index] for index in tree.path] == [None, *tree.path[:-1]]
+    assert winner.fitness == best
+    assert path[-1] == winner.index
+    assert [parents[index] for index in path] == [None, *path[:-1]]
 
 
 def test_the_winner_is_the_recorded_best_where_selection_uses_rollouts():
@@ -71,14 +74,14 @@ def test_the_winner_is_the_recorded_best_where_selection_uses_rollouts():
         generation(2, member(0, 0, fitness=0.1, **asked(0.7)), member(1, 1, fitness=0.95), best=0, best_ever=[0, 2]),
         generation(3, member(0, 0, fitness=0.99, **asked(0.6)), member(1, 1, fitness=0.99), best=0, best_ever=[0, 2]),
     ]
-    won = tree_of(events).winner
+    won = read(events)[1]
     assert (won.index, won.generation, fitness_estimate(won).mean) == (0, 2, 0.7)
 
 
 @pytest.mark.parametrize("named", [3, [1], [1, 2, 3], ["0", 1], [True, 1], [0.0, 1]])
 def test_an_invalid_winner_is_refused(named):
     with pytest.raises(ValueError, match="best_ever"):
-        tree_of([RUN, generation(1, member(0, 0), best_ever=named)])
+        read([RUN, generation(1, member(0, 0), best_ever=named)])
 
 
 def run_with_test(folder, scores, *, data, measure="greedy", run=None, more=()):

@@ -87,7 +87,6 @@ class SeededGroups(ABC):
                 whole_between(name, value, 1)
         self.seed, self._sizes = whole_number("seed", seed), dict(sizes)
         self._kwargs = dict(env_kwargs or {})
-        self._issued: set[str] = set()
         self._vector_env: VectorEnv | None = None
 
     def __repr__(self) -> str:
@@ -163,7 +162,8 @@ class SeededGroups(ABC):
             raise
         limit = self._default_limit
         if limit is not None and (played.truncated & (played.lengths >= limit)).any():
-            self._warn_once(
+            self._default_limit = None  # one warning
+            warn(
                 f"An episode of {self.name} was truncated after {limit:,} steps, the default limit. Set "
                 "max_episode_steps.",
                 rank_zero_only=False,
@@ -178,8 +178,3 @@ class SeededGroups(ABC):
         """Return short texts that identify starts and environment; see `evogrpo.envs.protocol.SupportsFingerprint`."""
         sizes = {f"{split} starts": str(self.size(split)) for split in SPLITS}
         return {**sizes, "seed": str(self.seed), **self._identity()}
-
-    def _warn_once(self, message: str, *, rank_zero_only: bool = True) -> None:
-        if message not in self._issued:
-            self._issued.add(message)
-            warn(message, rank_zero_only=rank_zero_only)

@@ -304,10 +304,6 @@ class AdapterStates:
             return [list(rows)]
         return [list(own) for _, own in groupby(rows, key=lambda row: slots[row])]
 
-    def gather_gradient(self, slot: int, buffer: Tensor | None) -> None:
-        """Accumulate a member's gradient into `buffer` `[k]` in the following backward passes; None stops it."""
-        self._views["weights"].gather_gradient(slot, buffer)
-
     @torch.no_grad()
     def step(self, slot: int, gradient: Tensor, hyperparameters: Hyperparameters, loss: float) -> UpdateReport:
         """Clip one member's gradient and take its AdamW step; no step if the gradient is not finite.

@@ -327,7 +327,7 @@ class AdapterBank(AdapterSampler):
         member_ids = batch.member_ids
         members = [sorted(set(member_ids[part.run].tolist())) for part, _ in parts]
         last = {slot: number for number, present in enumerate(members) for slot in present}
-        losses, gradients = dict.fromkeys(slots, 0.0), dict[int, Tensor]()
+        losses, gradients, trained = dict.fromkeys(slots, 0.0), dict[int, Tensor](), self._views["weights"]
         try:
             # 2. Members without rows have a zero gradient: AdamW's moments still move their weights.
             for slot in slots:
@@ -338,7 +338,7 @@ class AdapterBank(AdapterSampler):
                 for slot in present:
                     if slot not in gradients:
                         gradients[slot] = torch.zeros_like(self.weights[slot])
-                        self.gather_gradient(slot, gradients[slot])
+                        trained.gather_gradient(slot, gradients[slot])
                 try:
                     computed = self._forward(batch, part, "weights", entropy_gradient=entropy_gradient)
                     loss = factor * loss_fn(part.rows, *computed)
@@ -356,11 +356,11 @@ class AdapterBank(AdapterSampler):
                     losses[slot] += value
                 for slot in present:
                     if last[slot] == number:
-                        self.gather_gradient(slot, None)
+                        trained.gather_gradient(slot, None)
                         yield slot, gradients.pop(slot), losses[slot]
         finally:
             for slot in gradients:
-                self.gather_gradient(slot, None)
+                trained.gather_gradient(slot, None)
 
     def _plan(
         self, batch: Batch, budget: int, policy: PolicyVersion, slots: Sequence[int] | None = None

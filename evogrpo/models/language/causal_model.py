@@ -44,17 +44,6 @@ SHORTEST_ROOT = 8
 """Minimum common tokens of all prompts for which they run as a pass of their own."""
 
 
-def pad_left(sequences: Sequence[tuple[int, ...]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return token ids `[m, P]` padded on the left, and the mask of real tokens `[m, P]`."""
-    width = max(len(sequence) for sequence in sequences)
-    ids = torch.full((len(sequences), width), pad_id, dtype=torch.long)
-    mask = torch.zeros((len(sequences), width), dtype=torch.bool)
-    for row, sequence in enumerate(sequences):
-        ids[row, width - len(sequence) :] = torch.tensor(sequence)
-        mask[row, width - len(sequence) :] = True
-    return ids.to(device), mask.to(device)
-
-
 class CausalModel:
     """A base model of transformers whose forward passes contain rows of several members, each with its own weights.
 
@@ -313,8 +302,15 @@ class CausalModel:
         return torch.cat([first, hidden], dim=1)
 
     def _padded(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
+        """Return token ids `[m, P]` padded on the left, and the mask of real tokens `[m, P]`."""
         check_token_ids(self.model, [max(map(max, prompts)), min(map(min, prompts))], "tokens of prompts")
-        return pad_left(prompts, self.pad_id, self.device)
+        width = max(map(len, prompts))
+        ids = torch.full((len(prompts), width), self.pad_id, dtype=torch.long)
+        mask = torch.zeros((len(prompts), width), dtype=torch.bool)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask[row, width - len(prompt) :] = True
+        return ids.to(self.device), mask.to(self.device)
 
     def resume(
         self,
