@@ -34,7 +34,6 @@ from evogrpo.evolution import (
     FitnessConfig,
     Fixed,
     Leader,
-    MultiFrequency,
     Narrowing,
     RandomSearch,
     SelectionOnly,
@@ -170,7 +169,6 @@ ARMS: dict[str, Arm] = {
     "tournament": Arm(strategy=Tournament),
     "narrowing": Arm(strategy=Narrowing),
     "narrowing shared": Arm(strategy=Narrowing, experience="shared"),
-    "MF-PBT": Arm(strategy=MultiFrequency),
     "PBT": Arm(strategy=TruncationPBT),
     "PBT shared": Arm(strategy=TruncationPBT, kind="shared", experience="shared"),
     "optuna": Arm(kind="alone"),
@@ -178,7 +176,7 @@ ARMS: dict[str, Arm] = {
 }
 KNOWN = ("tuned", "default")
 """Arms that do not depend on what is unknown; they run once."""
-WITHOUT_LR = ("selection only", "narrowing shared", "MF-PBT", "PBT shared", "leader")
+WITHOUT_LR = ("selection only", "narrowing shared", "PBT shared", "leader")
 """Arms that run only if everything is unknown."""
 WITH_WORDS = {"lr": ("calibrated",), "all": ("calibrated", "random search", "narrowing shared", "PBT shared", "leader")}
 """Arms of language models; others would cost more processor time than they tell."""
@@ -446,7 +444,7 @@ def _table(runs: Sequence[Mapping[str, Any]], unknown: str, key: str) -> str:
     groups = {"all environments": False, "all language tasks": True}
     groups = {title: words for title, words in groups.items() if any(TASKS[task].words == words for task in tasks)}
     rows = [["arm", *tasks, *groups, "processor time"], ["---"] * (len(tasks) + len(groups) + 2)]
-    for arm in ARMS:
+    for arm in dict.fromkeys([*ARMS, *(run["arm"] for run in chosen)]):  # some strategies were deleted after the study
         own = {task: [run for run in chosen if (run["arm"], run["task"]) == (arm, task)] for task in tasks}
         if not any(own.values()):
             continue
@@ -485,7 +483,7 @@ def main(words: Sequence[str] | None = None) -> None:
         run_missing(chosen)
     else:
         kept = set(wanted(chosen))
-        print(tables([run for key, run in recorded(chosen.results).items() if key in kept]))
+        print(tables([run for key, run in recorded(chosen.results).items() if key in kept or run["arm"] not in ARMS]))
 
 
 if __name__ == "__main__":

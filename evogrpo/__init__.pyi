@@ -22,7 +22,6 @@ from evogrpo.evolution.strategies.baselines import Fixed as Fixed
 from evogrpo.evolution.strategies.baselines import MutationOnly as MutationOnly
 from evogrpo.evolution.strategies.baselines import RandomSearch as RandomSearch
 from evogrpo.evolution.strategies.baselines import SelectionOnly as SelectionOnly
-from evogrpo.evolution.strategies.multi_frequency import MultiFrequency as MultiFrequency
 from evogrpo.evolution.strategies.narrowing import Narrowing as Narrowing
 from evogrpo.evolution.strategies.replay import Replay as Replay
 from evogrpo.evolution.strategies.successive_halving import SuccessiveHalving as SuccessiveHalving

@@ -9,7 +9,6 @@ from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import (
     Fixed,
     Leader,
-    MultiFrequency,
     MutationOnly,
     Narrowing,
     RandomSearch,
@@ -26,7 +25,7 @@ from evogrpo.evolution.strategies import (
 
 __all__ = [
     "Changes", "Choice", "Fitness", "FitnessConfig", "Fixed", "Generation", "History", "Leader", "MemberRecord",
-    "MultiFrequency", "Mutation", "MutationOnly", "Narrowing", "Perturbation", "Plan", "Proposal", "RandomSearch",
+    "Mutation", "MutationOnly", "Narrowing", "Perturbation", "Plan", "Proposal", "RandomSearch",
     "Replay", "ScheduleStage", "SelectionOnly", "SharedExperience", "SlotRecord", "Stateless", "Strategy",
     "SuccessiveHalving", "Tournament", "TruncationPBT", "changes_between", "paired_difference", "proposals",
     "spread_founders", "strategy_from_json",

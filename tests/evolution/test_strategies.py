@@ -258,8 +258,6 @@ class TestFixed(BuiltInTestCase):
         ("truncation_pbt", {"factors": (1.2, "0.8")}, r"factors\[1\] must be a number"),
         ("narrowing", {"eta": 1}, "eta must be at least 2"),
         ("successive_halving", {"grow": "members"}, "grow must be .*'members'"),
-        ("multi_frequency", {"intervals": [1, 1]}, "intervals must"),
-        ("multi_frequency", {"mutation": None}, "mutation must be"),
     ],
 )
 def test_invalid_settings_are_refused(name, settings, message):

@@ -10,7 +10,6 @@ from evogrpo.evolution.plan import Stateless, Strategy
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies.baselines import Fixed, MutationOnly, RandomSearch, SelectionOnly
 from evogrpo.evolution.strategies.leader import Leader
-from evogrpo.evolution.strategies.multi_frequency import MultiFrequency
 from evogrpo.evolution.strategies.narrowing import Narrowing
 from evogrpo.evolution.strategies.replay import Replay, ScheduleStage
 from evogrpo.evolution.strategies.successive_halving import SuccessiveHalving
@@ -19,7 +18,7 @@ from evogrpo.evolution.strategies.truncation_pbt import TruncationPBT
 from evogrpo.synonyms import unknown_name_error
 
 __all__ = [
-    "BUILT_IN", "Fixed", "Leader", "MultiFrequency", "MutationOnly", "Narrowing", "RandomSearch", "Replay",
+    "BUILT_IN", "Fixed", "Leader", "MutationOnly", "Narrowing", "RandomSearch", "Replay",
     "ScheduleStage", "SelectionOnly", "Stateless", "Strategy", "SuccessiveHalving", "Tournament", "TruncationPBT",
     "default_measures", "strategy_from_json",
 ]  # fmt: skip
@@ -29,7 +28,6 @@ BUILT_IN: Mapping[str, type[Strategy]] = {
     "narrowing": Narrowing,
     "leader": Leader,
     "truncation_pbt": TruncationPBT,
-    "multi_frequency": MultiFrequency,
     "successive_halving": SuccessiveHalving,
     "selection_only": SelectionOnly,
     "mutation_only": MutationOnly,
