@@ -66,11 +66,6 @@ def pluralize(number: int, what: str, plural: str = "s") -> str:
     return f"{count_text(number)} {what}{'' if number == 1 else plural}"
 
 
-def percent_text(share: float) -> str:
-    """Format a fraction as a percentage; negative fractions, which unbiased estimates can have, become 0 %."""
-    return "< 1 %" if 0 < share < 0.005 else f"{100 * max(0.0, share):.0f} %"
-
-
 def score_text(mean: float | None, standard_error: float | None) -> str:
     """Format a fitness and its standard error, such as `0.412 ± 0.031` or `486.6 ± 3.7`."""
     if mean is None:

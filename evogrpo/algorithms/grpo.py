@@ -323,7 +323,7 @@ class EvolvableAlgorithm(Agent):
         self.check_single_rank("learn")
         learner = self.learner()
         experience = self.members.experience(learner, experiences)
-        self.members.banks.touch([self.slot])
+        self.members.banks.changed.add(self.slot)  # before the change, which may raise half-way
         report = self.learn_together(self.members, [learner], experience)[self.slot]
         self.steps += 1
         self.failed = report.failed

@@ -210,16 +210,14 @@ class Population(Sequence[Any]):
             sampled = sorted({slot for batch in experience.values() for slot in batch.member_ids.unique().tolist()})
             learners = [replace(learner, sources=tuple(sampled), shared=shared) for learner in learners]
         healthy = [learner.slot for learner in learners]
-        self.members.banks.touch(healthy)
+        self.members.banks.changed.update(healthy)  # before the change, which may raise half-way
         experience = {policy: replace(batch, stop=stop) for policy, batch in experience.items()}
         # A section tells the other ranks of an error; language models divide their passes inside of it.
         with self.processes.section():
             reports = self.algorithm.learn_together(self.members, learners, experience)
         # Scatter-add of a GPU is not deterministic, so the updates of small networks differ in bits.
         if self.plays and self.processes.size > 1 and self.members.device.type == "cuda":
-            states = self.members.banks.snapshot(healthy)
-            on_cpu = {slot: {name: value.cpu() for name, value in state.items()} for slot, state in states.items()}
-            for slot, state in self.processes.broadcast(on_cpu).items():
+            for slot, state in self.processes.broadcast(self.members.banks.snapshot(healthy)).items():
                 self.members.banks.load_state(slot, state)
         for slot, report in reports.items():
             self.agents[slot].failed = report.failed
@@ -284,10 +282,6 @@ class Population(Sequence[Any]):
         check_groups(env)
         self.members.check(env)
 
-    def history(self, generations: Sequence[Generation]) -> History:
-        """Return the history that strategies plan from."""
-        return History(space=self.space, next_index=self.next_index, generations=tuple(generations))
-
     def plan(self, strategy: Strategy, generations: Sequence[Generation]) -> Plan:
         """Return a strategy's plan for the next generation; if architectures evolve, children may get new ones.
 
@@ -298,7 +292,8 @@ class Population(Sequence[Any]):
         Raises:
             ValueError: If all members failed, or the plan is invalid.
         """
-        seed, history = self.members.settings.seed, self.history(generations)
+        seed = self.members.settings.seed
+        history = History(space=self.space, next_index=self.next_index, generations=tuple(generations))
         plan = strategy.plan(history, generator(seed, "plan", history.last.number))
         if not isinstance(plan, Plan):
             raise ValueError(f"Strategy.plan must return an evogrpo.evolution.Plan, got {type(plan).__name__}.")

@@ -24,7 +24,6 @@ from evogrpo.text import (
     count_text,
     duration_text,
     number_text,
-    percent_text,
     pluralize,
     printable,
     score_text,
@@ -405,10 +404,11 @@ def _costs(summary: RunSummary) -> str:
     for name, cost in {"evaluations": last.evaluation, **({"test": test.cost} if test else {})}.items():
         seconds[name], tokens[name] = cost.seconds, cost.tokens
     whole = math.fsum(seconds.values()) or 1.0
-    rows = [
-        ("", [name, duration_text(spent), percent_text(spent / whole), count_text(tokens.get(name))])
-        for name, spent in seconds.items()
-    ]
+    rows = []
+    for name, spent in seconds.items():
+        share = 100 * spent / whole
+        share_text = "< 1 %" if 0 < share < 0.5 else f"{share:.0f} %"
+        rows.append(("", [name, duration_text(spent), share_text, count_text(tokens.get(name))]))
     lead = f"{count_text(last.tokens / learning)} {terms.tokens} per second of learning steps." if learning else ""
     unit = "environment steps" if last.timesteps is not None else terms.tokens
     return _section("Costs", lead, _table(["work", "time", "share of time", unit], rows))

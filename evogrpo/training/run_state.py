@@ -310,12 +310,6 @@ class Clock:
         if self._limit is not None:
             self._run_state.out_of_time = max(self._run_state.out_of_time, self._limit)
 
-    @property
-    def overrun(self) -> str:
-        """Note on the seconds beyond the limit; empty if it was kept."""
-        over = 0.0 if self._limit is None else self._run_state.seconds - self._limit
-        return f", exceeded by {over:.1f} s" if over >= 0.05 else ""
-
 
 class RunParts:
     """Parts of a run that its phases share; see `evogrpo.training.trainer.Trainer`."""

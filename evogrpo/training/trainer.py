@@ -1,5 +1,6 @@
 """Trainer: the loop of a run. Collect, learn, log; evaluate, plan, apply, checkpoint; finally test."""
 
+import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -441,8 +442,10 @@ class Trainer(RunParts):
     def _record_end(self) -> None:
         """Record why the run has ended, and by how much it exceeded its time limit."""
         self.clock.tick()
-        self._ended, self._complete = f"{self.limits.ended()}{self.clock.overrun}", True
-        self.run_state.ended = self._ended
+        over = self.run_state.seconds - (self.schedule.max_seconds or math.inf)
+        note = f", exceeded by {over:.1f} s" if over >= 0.05 else ""
+        self.run_state.ended = self._ended = f"{self.limits.ended()}{note}"
+        self._complete = True
         self._event("ended", reason=self._ended)
         self._save()
         if self.clock.expired and not self.run_state.step:

@@ -31,7 +31,7 @@ def lengths(env):
 )
 def test_score_groups_are_named_by_agents_and_groups(score, worth):
     env = PettingZooGroups(Favours, score=score)
-    assert env.scoring.function({"red_0": 1.0, "red_1": 2.0, "blue_0": 3.0}) == worth
+    assert env.score({"red_0": 1.0, "red_1": 2.0, "blue_0": 3.0}) == worth
 
 
 def test_a_score_defines_the_fitness():
@@ -42,7 +42,7 @@ def test_a_score_defines_the_fitness():
     with pytest.raises(ValueError, match="score must be finite"):
         PettingZooGroups(Contest, score=lambda returns: np.nan).scores(played)
     # Agents that were unknown beforehand count with their group.
-    assert PettingZooGroups(Favours, score="red").scoring.function({"red_7": 4.0, "blue_1": 1.0}) == 4.0
+    assert PettingZooGroups(Favours, score="red").score({"red_7": 4.0, "blue_1": 1.0}) == 4.0
 
 
 @pytest.mark.parametrize("score", ["green", ["red", "red_9"], [], 3, None])

@@ -1,7 +1,7 @@
 """Parts that both kinds of policy sets share: the banks of all policies, requests for samples, and their results."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -27,8 +27,8 @@ CheckpointFiles = dict[str, bytes | Callable[[], bytes]]
 """Additional files of a checkpoint: bytes, or a function that is called when the file is written."""
 
 
-class Banks(Mapping[str, PolicyBank]):
-    """Banks of all policies of the same members.
+class Banks(dict[str, PolicyBank]):
+    """Banks of all policies of the same members, by policy.
 
     Selection, cloning and checkpoints use all policies of a member; acting and learning use one bank at a time.
 
@@ -46,49 +46,34 @@ class Banks(Mapping[str, PolicyBank]):
         sizes = {bank.size for bank in banks.values()}
         if len(sizes) != 1:
             raise ValueError(f"banks must be at least one, all of the same size, got sizes {sorted(sizes)}.")
-        self._banks = dict(banks)
+        super().__init__(banks)
         self.changed = set(range(self.size))
-
-    def __getitem__(self, policy: str) -> PolicyBank:
-        return self._banks[policy]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._banks)
-
-    def __len__(self) -> int:
-        return len(self._banks)
 
     @property
     def size(self) -> int:
         """Number of slots."""
-        return next(iter(self._banks.values())).size
-
-    def touch(self, slots: Collection[int]) -> None:
-        """Mark slots as changed. Call before changing them, because the change may raise half-way."""
-        self.changed.update(slots)
+        return next(iter(self.values())).size
 
     def inherit(self, parents: Sequence[int | None]) -> None:
         """Copy the train state of slot `parents[i]` to slot i, for every policy; None = fresh initialisation."""
-        for bank in self._banks.values():
+        for bank in self.values():
             bank.inherit(parents)  # the banks are of one size, so that the first refuses what any would
         self.changed.update(slot for slot, parent in enumerate(parents) if parent != slot)
 
     @property
     def state_keys(self) -> tuple[str, ...]:
         """Keys of a train state, the same for all members."""
-        return tuple(state_key(policy, name) for policy, bank in self._banks.items() for name in bank.state_keys)
+        return tuple(state_key(policy, name) for policy, bank in self.items() for name in bank.state_keys)
 
     def state_tensor(self, slot: int, name: str) -> Tensor:
         """Return a copy of one tensor of a train state."""
         policy, _, own = name.rpartition("/")
-        return self._banks[policy or DEFAULT_POLICY].state_tensor(slot, own)
+        return self[policy or DEFAULT_POLICY].state_tensor(slot, own)
 
     def state(self, slot: int) -> TrainState:
         """Return a copy of the train state of a slot; with several policies the keys are "policy/name"."""
         return {
-            state_key(policy, name): value
-            for policy, bank in self._banks.items()
-            for name, value in bank.state(slot).items()
+            state_key(policy, name): value for policy, bank in self.items() for name, value in bank.state(slot).items()
         }
 
     def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
@@ -101,15 +86,15 @@ class Banks(Mapping[str, PolicyBank]):
         for key, value in state.items():
             policy, _, name = key.rpartition("/")
             parts.setdefault(policy or DEFAULT_POLICY, {})[name] = value
-        if set(parts) != set(self._banks):
-            raise ValueError(f"The train state must have policies {sorted(self._banks)}, got {sorted(parts)}.")
-        before = {policy: bank.state(slot) for policy, bank in self._banks.items() if len(self._banks) > 1}
-        for policy, bank in self._banks.items():
+        if set(parts) != set(self):
+            raise ValueError(f"The train state must have policies {sorted(self)}, got {sorted(parts)}.")
+        before = {policy: bank.state(slot) for policy, bank in self.items() if len(self) > 1}
+        for policy, bank in self.items():
             try:
                 bank.load_state(slot, parts[policy])
             except ValueError as error:
                 for done, held in before.items():
-                    self._banks[done].load_state(slot, held)
+                    self[done].load_state(slot, held)
                 raise ValueError(str(error) if policy == DEFAULT_POLICY else f"policy {policy!r}: {error}") from error
         self.changed.add(slot)
 
@@ -119,7 +104,7 @@ class Banks(Mapping[str, PolicyBank]):
 
     def keep_reference(self, slot: int) -> None:
         """Make a member's current policies its references; ValueError without own references."""
-        for bank in self._banks.values():
+        for bank in self.values():
             bank.mix_reference(slot, 1.0)
 
 

@@ -233,7 +233,6 @@ class JointGymEnv(gymnasium.Env[AgentDict, AgentDict]):
         action_space: gymnasium.spaces.Dict,
     ) -> None:
         self._env = JointEnv(env, max_episode_steps)
-        self._latest = JointStep(observations={}, infos={})
         self.observation_space, self.action_space = observation_space, action_space
         self.metadata = dict(getattr(env, "metadata", {}))
         self.render_mode = getattr(env, "render_mode", None)
@@ -259,7 +258,6 @@ class JointGymEnv(gymnasium.Env[AgentDict, AgentDict]):
         self._env.env.close()
 
     def _inputs(self, latest: JointStep) -> tuple[AgentDict, AgentDict]:
-        self._latest = latest
         acting = {agent: latest.mask(agent) for agent in latest.observations if latest.can_act(agent)}
         masks = {agent: mask for agent, mask in acting.items() if mask is not None}
         infos = {"action_mask": masks, AGENT_REWARDS: latest.rewards}
@@ -281,20 +279,7 @@ _OVER_ALL: Mapping[str, tuple[ScoreFunction, str]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scoring:
-    """A chosen score.
-
-    Attributes:
-        function: Computes it.
-        label: Description for readers.
-    """
-
-    function: ScoreFunction
-    label: str
-
-
-def choose_scoring(score: Score, agents: Sequence[str]) -> Scoring:
+def choose_score(score: Score, agents: Sequence[str]) -> tuple[ScoreFunction, str]:
     """Convert the argument `score` to a function and its label in reports.
 
     Args:
@@ -305,10 +290,9 @@ def choose_scoring(score: Score, agents: Sequence[str]) -> Scoring:
         ValueError: If it names an unknown agent, or none.
     """
     if isinstance(score, str) and score in _OVER_ALL:
-        function, label = _OVER_ALL[score]
-        return Scoring(function=function, label=label)
+        return _OVER_ALL[score]
     if callable(score):
-        return Scoring(function=score, label=f"your {getattr(score, '__name__', type(score).__name__)}")
+        return score, f"your {getattr(score, '__name__', type(score).__name__)}"
     names = [score] if isinstance(score, str) else list(score) if isinstance(score, Sequence) else []
     prefixes = list(dict.fromkeys(map(prefix_of, agents)))
     wrong = [name for name in names if name not in agents and name not in prefixes]
@@ -323,7 +307,7 @@ def choose_scoring(score: Score, agents: Sequence[str]) -> Scoring:
         # Tested by prefix again, because agents may be born that were not known in advance.
         return float(sum(own for agent, own in returns.items() if agent in named or prefix_of(agent) in named))
 
-    return Scoring(function=total, label=f"returns of {', '.join(sorted(named))}")
+    return total, f"returns of {', '.join(sorted(named))}"
 
 
 class PettingZooGroups(SeededGroups):
@@ -358,7 +342,8 @@ class PettingZooGroups(SeededGroups):
     Attributes:
         seed: As passed.
         name: Name of the environment.
-        scoring: The score.
+        score: Function that computes the fitness of a joint episode.
+        score_label: Its description in reports.
         max_episode_steps: Steps after which all active agents are truncated.
         uses_default_limit: True if `max_episode_steps` is the default because no limit is known.
         recreate_env: True if a new environment is created for every episode.
@@ -420,8 +405,8 @@ class PettingZooGroups(SeededGroups):
         }
         self._code = code_hash(type(inner))
         example.close()
-        self.scoring: Scoring = choose_scoring(score, self.agents)
-        self._score = f"code {code_hash(score)}" if callable(score) else self.scoring.label
+        self.score, self.score_label = choose_score(score, self.agents)
+        self._score_identity = f"code {code_hash(score)}" if callable(score) else self.score_label
 
         # 2. Check that episodes are deterministic, with as few policies as the spaces allow.
         self._mapping = map_policies(self.observation_spaces, self.action_spaces, "independent")
@@ -453,7 +438,7 @@ class PettingZooGroups(SeededGroups):
         Raises:
             ValueError: If `score` returns a value that is not finite.
         """
-        values = np.array([self.scoring.function(returns) for returns in played.returns], dtype=np.float64)
+        values = np.array([self.score(returns) for returns in played.returns], dtype=np.float64)
         if not np.isfinite(values).all():
             place = int(np.flatnonzero(~np.isfinite(values))[0])
             raise ValueError(f"score must be finite, got {values[place]} for {dict(played.returns[place])}")
@@ -474,7 +459,7 @@ class PettingZooGroups(SeededGroups):
             "code": self._code,
             "env_kwargs": canonical(self._kwargs),
             "max_episode_steps": str(self._set_limit),
-            "score": self._score,
+            "score": self._score_identity,
             "spaces": short_hash(*spaces),
         }
 

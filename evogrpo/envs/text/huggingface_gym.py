@@ -169,7 +169,7 @@ class PromptEnvironment:
         for split, table in datasets.items():
             present = check_table(table, self._columns, f"{split}_dataset")
             for reward in rewards:
-                reward.check([*present, *self.extra_arguments], f"{split}_dataset", in_process=self._runner.in_process)
+                reward.check([*present, *self.extra_arguments], in_process=self._runner.in_process)
         for split, size in sizes.items():
             if size is not None and split in datasets:
                 raise ValueError(f"{split}_size requires that {split}_dataset is not set, got both.")

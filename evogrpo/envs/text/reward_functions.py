@@ -369,12 +369,11 @@ class Reward:
             return False
         return True
 
-    def check(self, columns: Collection[str], where: str, *, in_process: bool) -> None:
+    def check(self, columns: Collection[str], *, in_process: bool) -> None:
         """Check that the parameters of the function are available.
 
         Args:
             columns: Columns of the dataset.
-            where: Name of the dataset, for messages.
             in_process: True if the function runs in this process.
 
         Raises:

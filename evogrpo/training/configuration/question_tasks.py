@@ -38,7 +38,6 @@ from evogrpo.validation import (
     Seed,
     Share,
     Text,
-    plain,
     refuse_unknown,
     settings,
 )
@@ -100,10 +99,6 @@ class LanguageAgent:
         # Validate; the real token ids are known once the tokenizer is loaded.
         eos_token_ids = (0,) if self.eos_token_ids is None else self.eos_token_ids
         LanguageSettings(pad_token_id=0, eos_token_ids=eos_token_ids, **self.settings())
-
-    def lora_values(self) -> dict[str, Any] | None:
-        """Return the settings of the adapters as plain values; None if members train all weights."""
-        return None if self.full_finetuning else plain(self.lora)
 
     def settings(self) -> dict[str, Any]:
         """Return the fields that are passed to `GRPO.population` unchanged."""

@@ -55,6 +55,7 @@ from evogrpo.training.forecast import (
 from evogrpo.training.run_dir import StoredRun
 from evogrpo.training.run_state import RunState
 from evogrpo.training.schedule import Schedule
+from evogrpo.validation import plain
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -349,7 +350,8 @@ def prepare(config: Config) -> PreparedLanguage:
     assert config.model is not None  # it has a default
     device = available_device(config.device)
     start = None if config.agent.adapter is None else read_adapter(config.agent.adapter)
-    lora = start.lora_config if start else lora_from_json(config.agent.lora_values())
+    fresh = None if config.agent.full_finetuning else lora_from_json(plain(config.agent.lora))
+    lora = start.lora_config if start else fresh
     outline = load_outline(config.model)
     check_causal_class(outline.model)
     check_sharding(outline.model, config.base_parts, device)

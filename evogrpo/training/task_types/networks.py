@@ -95,7 +95,7 @@ class PreparedNetworks:
             in_all = " in all"
             facts = {
                 "environment": f"{task.label}: {sizes_text(env)} starts{cut}",
-                "fitness": env.scoring.label,
+                "fitness": env.score_label,
                 "agents": f"{len(env.agents)}; each learns from "
                 f"{'the sum of all rewards' if task.credit == 'team' else 'its own reward'}"
                 f"{'; its id is part of the observation' if task.agent_ids else ''}",
