@@ -2,6 +2,7 @@
 
 import os
 import sys
+import traceback
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -56,9 +57,11 @@ def changes_text(changes: Mapping[str, tuple[float | str | None, float | str | N
     return ", ".join(f"{name} {number_text(old)} → {number_text(new)}" for name, (old, new) in changes.items())
 
 
-def origin_text(parent: int | None) -> str:
-    """Describe the origin of a member's train state: `founder` or `clone of #3`."""
-    return "founder" if parent is None else f"clone of #{parent}"
+def origin_text(parent: int | None, changes: Mapping[str, tuple[float | str | None, float | str | None]]) -> str:
+    """Describe the origin of a member, such as `founder` or `clone of #3 with lr 0.0001 → 0.0002`."""
+    if parent is None:
+        return "founder"
+    return f"clone of #{parent}" + (f" with {changes_text(changes)}" if changes else ", unchanged")
 
 
 def pluralize(number: int, what: str, plural: str = "s") -> str:
@@ -88,6 +91,15 @@ def duration_text(seconds: float | None) -> str:
     if hours:
         return f"{hours} h {minutes:02d} min"
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def user_line(error: BaseException) -> str:
+    """Return the file and line of user code that raised an error, such as ` (rewards.py, line 7)`; empty if unknown."""
+    frames, package_folder = traceback.extract_tb(error.__traceback__), str(Path(__file__).parent)
+    user_frames = [
+        frame for frame in frames if "importlib" not in frame.filename and not frame.filename.startswith(package_folder)
+    ]
+    return f" ({user_frames[-1].filename}, line {user_frames[-1].lineno})" if user_frames else ""
 
 
 def short_repr(record: Any) -> str:

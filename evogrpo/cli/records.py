@@ -1,7 +1,7 @@
 """Commands on a recorded run: `lineage`, `best`, `compare`, `report`, `video` and `export`."""
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from evogrpo.reporting.lineage import (
     ancestors,
     best_member,
     best_schedule,
+    birth_text,
     fitness_estimate,
     reports_by_member,
     tree_lines,
@@ -25,7 +26,7 @@ from evogrpo.reporting.report import report as run_report
 from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.safe_parsing import read_yaml_file
 from evogrpo.storage.journal import read_journal
-from evogrpo.text import changes_text, count_text, duration_text, number_text, pluralize, printable, score_text, shorten
+from evogrpo.text import count_text, duration_text, number_text, pluralize, printable, score_text, shorten
 from evogrpo.training.configuration.sections import CONFIG_FILE
 from evogrpo.training.console import command, make_console, print_rows, show_command, working
 
@@ -39,7 +40,7 @@ def lineage(args: argparse.Namespace) -> int:
     winner, results = best_member(summary.generations), reports_by_member(summary.generations)
     path = {report.index for report in ancestors(summary, winner)}
     for indent, birth in tree_lines(summary.births, path):
-        origin, lifetime = _origin(birth, summary.evolvable), _lifetime(birth, results.get(birth.index, ()), winner)
+        origin, lifetime = birth_text(birth, summary.evolvable), _lifetime(birth, results.get(birth.index, ()), winner)
         wins = birth.index in path
         line = Text.assemble(
             ("│ " * indent, "dim"),
@@ -163,13 +164,6 @@ def video(args: argparse.Namespace) -> int:
 
 
 # ---- lines of the tree
-
-
-def _origin(birth: MemberRecord, evolving: Iterable[str]) -> str:
-    if birth.parent is not None:
-        return f"clone of #{birth.parent}: {changes_text(birth.changes) or 'unchanged'}"
-    values = ", ".join(f"{name} {number_text(getattr(birth.hyperparameters, name))}" for name in evolving)
-    return f"founder{f' with {values}' if values else ''}"
 
 
 def _fitness_score(member: MemberReport) -> str:

@@ -25,26 +25,25 @@ from evogrpo.extras import missing
 from evogrpo.interruption import stopping_on_signals
 from evogrpo.models.bank import SamplerError
 from evogrpo.models.devices import single_threaded
-from evogrpo.reporting.lineage import ancestors, best_member
+from evogrpo.reporting.lineage import ancestors, best_member, birth_text
 from evogrpo.reporting.records import terms_of
 from evogrpo.reporting.report import report
 from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.storage.checkpoint import latest_checkpoint
 from evogrpo.storage.journal import read_journal
 from evogrpo.text import (
-    changes_text,
     count_text,
     duration_text,
     number_text,
-    origin_text,
     pluralize,
     printable,
     relative_path,
     score_text,
+    user_line,
 )
 from evogrpo.training.configuration.reading import load_config
 from evogrpo.training.configuration.sections import Config
-from evogrpo.training.configuration.user_code import VLLM, strategy_record, user_line
+from evogrpo.training.configuration.user_code import VLLM, strategy_record
 from evogrpo.training.console import (
     clean_warnings,
     command,
@@ -353,14 +352,7 @@ def show_lineage(console: Console, summary: RunSummary) -> None:
         return
     console.print(Text(f"Lineage of member #{best.index}", "bold"))
     for ancestor in ancestors(summary, best):
-        if ancestor.parent is None:
-            step_size = "lr" if ancestor.hyperparameters.target_kl is None else "target_kl"
-            names = list(summary.evolvable) or [step_size, "clip_coef", "group_size"]
-            values = ", ".join(f"{name} {number_text(getattr(ancestor.hyperparameters, name))}" for name in names)
-            origin = f"founder with {values}"
-        else:
-            changes = changes_text(ancestor.changes)
-            origin = origin_text(ancestor.parent) + (f" with {changes}" if changes else ", unchanged")
+        origin = birth_text(ancestor, summary.evolvable)
         score = f"{score_text(ancestor.fitness, ancestor.standard_error)} after generation {ancestor.generation}"
         head = (f"  #{ancestor.index}", "bold")
         console.print(Text.assemble(head, f" {printable(origin)}", (f"\n     {score}", "dim")))

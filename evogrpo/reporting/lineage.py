@@ -1,6 +1,6 @@
 """Lineage of a run: best member, ancestors, hyperparameter schedule, and the tree of births."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from evogrpo.evolution.strategies import ScheduleStage
 from evogrpo.reporting.records import Estimate, GenerationReport, MemberReport
 from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.storage.journal import read_journal
+from evogrpo.text import number_text, origin_text
 
 
 def best_member(generations: Sequence[GenerationReport]) -> MemberReport | None:
@@ -200,6 +201,15 @@ def ancestors(summary: RunSummary, member: MemberReport | None) -> tuple[MemberR
     """
     line = () if member is None else lineage_of(summary.generations, member)
     return tuple({report.index: report for report in line}.values())
+
+
+def birth_text(member: MemberRecord | MemberReport, evolvable: Iterable[str]) -> str:
+    """Describe the origin of a member, a founder with its hyperparameters, as one line."""
+    if member.parent is not None:
+        return origin_text(member.parent, member.changes)
+    step_size = "lr" if member.hyperparameters.target_kl is None else "target_kl"
+    names = list(evolvable) or [step_size, "clip_coef", "group_size"]
+    return f"founder with {', '.join(f'{name} {number_text(getattr(member.hyperparameters, name))}' for name in names)}"
 
 
 def tree_lines(births: Sequence[MemberRecord], path: Collection[int]) -> list[tuple[int, MemberRecord]]:

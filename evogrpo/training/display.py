@@ -26,7 +26,6 @@ from evogrpo.reporting.records import (
 from evogrpo.reporting.records import TestReport as TestOutcome
 from evogrpo.reporting.summary import changed_budgets, retired_members
 from evogrpo.text import (
-    changes_text,
     count_text,
     duration_text,
     number_text,
@@ -214,7 +213,7 @@ class RunDisplay(Callback):
         if not progress.begun and trainer.fitness.uses_validation:
             return Text(f"measuring the {self.terms.untrained}")
         if trainer.limits.finished():
-            return Text(f"testing on {self._trainer.questions('test')} {self.terms.questions}")
+            return Text(f"testing on {schedule.questions('test', trainer.env)} {self.terms.questions}")
         if progress.step_in_generation >= progress.steps_per_generation:
             # The generation is counted before it is recorded.
             number = progress.generation + (0 if progress.unplanned else 1)
@@ -387,7 +386,7 @@ def member_note(member: MemberReport, report: GenerationReport, *, short: bool, 
             for name, (old, new) in member.changes.items()
         )
         # The lines on selection below the table also show the changes.
-        notes.append("new" if short else f"{origin_text(member.parent)}{f': {moves}' if moves else ''}")
+        notes.append("new" if short else f"clone of #{member.parent}{f': {moves}' if moves else ''}")
     if member.metrics.get(EQUAL_GROUPS) == 1.0:
         notes.append("no signal" if short else "no learning signal")
     return Text((" " if short else " · ").join(notes))
@@ -411,10 +410,8 @@ def plan_lines(report: GenerationReport) -> list[Text]:
     lines += [Text(f"selection: {change} from the next generation", "cyan") for change in budgets]
     for child in plan.children:
         birth = f"#{child.index} replaces #{members[child.slot]}" if child.slot in members else f"#{child.index} added"
-        line = Text.assemble((f"selection: {birth}", "cyan"), f", a {origin_text(child.parent)}")
-        changes = changes_text(child.changes)
-        same = "" if child.parent is None else ", unchanged"
-        lines.append(line.append(f" with {changes}" if changes else same))
+        origin = origin_text(child.parent, child.changes)
+        lines.append(Text.assemble((f"selection: {birth}", "cyan"), f", a {origin}"))
     return lines
 
 

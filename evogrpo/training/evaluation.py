@@ -28,7 +28,7 @@ def measure_baseline(run: RunParts) -> BaselineReport:
         run.env,
         "validation",
         config=config,
-        questions=run.questions("validation"),
+        questions=run.schedule.questions("validation", run.env),
         base=True,
         stop=run.stop_request,
     )
@@ -107,7 +107,7 @@ def measure(run: RunParts) -> dict[int, Measured]:
             run.env,
             "validation",
             config=config,
-            questions=run.questions("validation"),
+            questions=run.schedule.questions("validation", run.env),
             rival=None if run_state.best is None else run_state.best.fitness,
             stop=run.stop_request,
         )
@@ -179,7 +179,7 @@ def run_test(run: RunParts) -> TestReport:
         [None, best.state],
         run.env,
         "test",
-        questions=range(run.questions("test")),
+        questions=range(run.schedule.questions("test", run.env)),
         config=run.fitness,
         stop=run.stop_request,
     )

@@ -22,8 +22,8 @@ def round_rows(config: Config, env: GroupEnvironment, held_out: str) -> dict[str
     steps = "until a limit of the schedule is reached"
     if generations is not None:
         each, whole = schedule.steps_per_generation, pluralize(generations, "generation")
-        validation = limited(env.size("validation"), schedule.validation_questions)
-        evaluated = validation * (1 + size * generations) + 2 * limited(env.size("test"), schedule.test_questions)
+        validation, test = schedule.questions("validation", env), schedule.questions("test", env)
+        evaluated = validation * (1 + size * generations) + 2 * test
         steps = f"{pluralize(generations * each, 'learning step')} ({whole} × {each}). "
         steps += f"Evaluations: {count_text(evaluated)} {held_out}"
     return {"groups": f"{groups} per member and learning step", "steps": steps}
@@ -52,11 +52,6 @@ def possible(config: Config, name: str) -> list[int]:
     if name in space:
         values.update(int(value) for value in space[name].numbers or space[name].bounds)
     return sorted(values)
-
-
-def limited(available: int, limit: int | None) -> int:
-    """Return the number of starts of a split that are used."""
-    return available if limit is None else min(limit, available)
 
 
 @dataclass(frozen=True, kw_only=True)

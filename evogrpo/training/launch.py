@@ -190,12 +190,7 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
     ended = None
     is_complete = run_state.ended is not None and (run_state.tested is not None or schedule.test_questions == 0)
     if is_complete and run_state.generation > 0 and run_state.step_in_generation == 0:
-        ended = schedule.ended_by(
-            **run_state.spent(evaluations=schedule.count_evaluations),
-            generation=run_state.generation,
-            seconds=max(run_state.seconds, run_state.out_of_time),
-            fitness=None if run_state.best is None else run_state.best.fitness.mean,
-        )
+        ended = run_state.reached_limit(schedule)
     return Resumable(saved=saved, config=config, schedule=schedule, ended=ended)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from evogrpo.algorithms.policies.policy_set import Banks
 from evogrpo.algorithms.population import Population
 from evogrpo.config.search_space import MAX_SAMPLES
-from evogrpo.envs.protocol import GroupEnvironment, Split
+from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.fitness import ROLLOUTS, Fitness, FitnessConfig
 from evogrpo.evolution.history import Generation, MemberRecord, SlotRecord
 from evogrpo.evolution.shared_experience import SharedExperience
@@ -154,6 +154,17 @@ class RunState:
         """Return timesteps and tokens so far, as limits count them: with or without those of evaluations."""
         extra = self.evaluation_tokens if evaluations else 0
         return {"timesteps": self.timesteps + extra, "tokens": self.tokens + extra}
+
+    def reached_limit(self, schedule: Schedule) -> str | None:
+        """Return the limit of a schedule that was reached, as text; None if none was."""
+        untrained = self.baseline if self.step == 0 else None
+        fitness = untrained if self.best is None else self.best.fitness
+        return schedule.ended_by(
+            **self.spent(evaluations=schedule.count_evaluations),
+            generation=self.generation,
+            seconds=max(self.seconds, self.out_of_time),
+            fitness=None if fitness is None else fitness.mean,
+        )
 
     def start_generation(self) -> None:
         """Reset the sums of a generation."""
@@ -325,12 +336,6 @@ class RunParts:
     clock: Clock
     stop_request: Stop
 
-    def questions(self, split: Split) -> int:
-        """Return the number of questions used of a held-out split."""
-        limit = self.schedule.validation_questions if split == "validation" else self.schedule.test_questions
-        available = self.env.size(split)
-        return available if limit is None else min(limit, available)
-
 
 class Limits:
     """Limits of a run, which decide whether another learning step or generation begins.
@@ -357,7 +362,8 @@ class Limits:
                 return False
         # Leave time for this step, the evaluation and the test. The test evaluates the best member and the base.
         clock, run = self._run.clock, self._run
-        share = 2 * run.questions("test") / (len(run.population) * run.questions("validation"))
+        validation = self._schedule.questions("validation", run.env)
+        share = 2 * self._schedule.questions("test", run.env) / (len(run.population) * validation)
         if clock.left() >= clock.longest_step + clock.longest_evaluation * (1 + share):
             return True
         clock.expire()
@@ -384,15 +390,7 @@ class Limits:
 
     def ended(self) -> str | None:
         """Return the limit of the schedule that was reached, as text; None if none was."""
-        state = self._run_state
-        untrained = state.baseline if state.step == 0 else None
-        fitness = untrained if state.best is None else state.best.fitness
-        reached = self._schedule.ended_by(
-            **state.spent(evaluations=self._schedule.count_evaluations),
-            generation=state.generation,
-            seconds=max(state.seconds, state.out_of_time),
-            fitness=None if fitness is None else fitness.mean,
-        )
+        reached = self._run_state.reached_limit(self._schedule)
         if reached is not None and self._finished_untrained():
             return f"{reached} before training"
         return self._exceeded_limit() if reached is None else reached
@@ -408,7 +406,7 @@ class Limits:
             return None
         healthy = len(self._run.population.healthy)
         evaluated = {"validation": healthy, "both": min(healthy, self._run.fitness.candidates), "rollouts": 0}
-        answers = evaluated[self._run.fitness.by] * self._run.questions("validation")
+        answers = evaluated[self._run.fitness.by] * schedule.questions("validation", self._run.env)
         samples = sum(state.samples) if state.samples else healthy * state.samples_per_step
         evaluation = answers * state.latest_timesteps / samples
         spent = state.spent(evaluations=True)

@@ -78,6 +78,11 @@ class Schedule:
         if self.count_evaluations and self.max_tokens is None and self.max_timesteps is None:
             raise ValueError("count_evaluations needs max_tokens or max_timesteps. Set one of them, or leave it out.")
 
+    def questions(self, split: "Split", env: "GroupEnvironment") -> int:
+        """Return the number of questions used of a held-out split."""
+        limit = self.validation_questions if split == "validation" else self.test_questions
+        return env.size(split) if limit is None else min(limit, env.size(split))
+
     def ended_by(
         self, *, generation: int, timesteps: int, tokens: int, seconds: float, fitness: float | None
     ) -> str | None:

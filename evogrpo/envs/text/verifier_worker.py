@@ -12,7 +12,6 @@ import pickle  # noqa: TID251 (requests of our own parent process, never a file)
 import signal
 import sys
 import threading
-import traceback
 from numbers import Real
 from pathlib import Path
 from queue import SimpleQueue
@@ -33,11 +32,12 @@ def main() -> None:
     setup = pickle.loads(inbox.get())  # noqa: S301 (as above)
     sys.path[:] = setup["path"]
     from evogrpo.envs.text.reward_functions import CallFailedError, call_async, call_sync, is_async
+    from evogrpo.text import user_line
 
     try:
         functions = _load(setup)
     except (Exception, SystemExit) as error:  # noqa: BLE001 (user modules may raise anything)
-        failure = CallFailedError(f"{type(error).__name__}: {error}{_line(error)}")
+        failure = CallFailedError(f"{type(error).__name__}: {error}{user_line(error)}")
         print(encoded(failure), file=replies, flush=True)
         return
     print("[]", file=replies, flush=True)
@@ -87,11 +87,12 @@ def encoded(value: Any) -> str:
 def _plain(value: Any) -> Any:
     """Return a value that JSON has no form for as one that it has."""
     from evogrpo.envs.text.reward_functions import CallFailedError, StepRewards
+    from evogrpo.text import user_line
 
     if isinstance(value, CallFailedError):
         return {"failed": str(value)}
     if isinstance(value, BaseException):
-        return {"failed": f"raised {type(value).__name__}: {str(value)!r:.400}{_line(value)}"}
+        return {"failed": f"raised {type(value).__name__}: {str(value)!r:.400}{user_line(value)}"}
     if isinstance(value, StepRewards):
         return {"steps": [value.values, value.positions, value.unit]}
     if hasattr(value, "tolist"):  # arrays and tensors
@@ -99,14 +100,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Real):
         return float(value)
     raise TypeError
-
-
-def _line(error: BaseException) -> str:
-    """Return the file and line of user code that raised an error, such as ` (rewards.py, line 7)`."""
-    here = str(Path(__file__).parent)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(here)]
-    user_frames = [frame for frame in frames if "importlib" not in frame.filename]
-    return f" ({user_frames[-1].filename}, line {user_frames[-1].lineno})" if user_frames else ""
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import importlib.util
 import inspect
 import pkgutil
 import sys
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ from evogrpo.evolution.mutation import Mutation, definition_of
 from evogrpo.evolution.strategies import BUILT_IN, Strategy, strategy_from_json
 from evogrpo.safe_parsing import dump_json, load_json
 from evogrpo.synonyms import close_match, unknown_name_error
-from evogrpo.text import USER_MODULE_PREFIX, reference_to
+from evogrpo.text import USER_MODULE_PREFIX, reference_to, user_line
 
 if TYPE_CHECKING:
     from evogrpo.algorithms.population import Population
@@ -108,16 +107,6 @@ def _errors_of(what: str) -> Iterator[None]:
             message += f": did you mean {parent}{dot}{match}? Otherwise " if match else ": "
             message += 'install its package, change to its folder, or write "path.py:name"'
         raise ValueError(message) from error
-
-
-def user_line(error: BaseException) -> str:
-    """Return the line of user code that raised an error, such as ` (rewards.py, line 7)`; empty if unknown."""
-    frames = traceback.extract_tb(error.__traceback__)
-    package_folder = str(Path(__file__).parents[2])
-    user_frames = [
-        frame for frame in frames if "importlib" not in frame.filename and not frame.filename.startswith(package_folder)
-    ]
-    return f" ({user_frames[-1].filename}, line {user_frames[-1].lineno})" if user_frames else ""
 
 
 def plugin_names() -> list[str]:

@@ -37,15 +37,13 @@ from evogrpo.models.language.sizing import (
     parameters_per_rank,
     sampling_bytes,
 )
-from evogrpo.text import count_text, number_text, pluralize, shorten
+from evogrpo.text import count_text, number_text, pluralize, shorten, user_line
 from evogrpo.training.configuration.question_tasks import LanguageAgent
 from evogrpo.training.configuration.sections import Config
-from evogrpo.training.configuration.user_code import user_line
 from evogrpo.training.forecast import (
     Forecast,
     Need,
     gigabytes,
-    limited,
     possible,
     round_rows,
     samples_row,
@@ -170,7 +168,7 @@ class PreparedLanguage:
             agent=config.agent,
             members=members,
             samples=config.schedule.samples_per_step,
-            validation=limited(env.size("validation"), schedule.validation_questions),
+            validation=schedule.questions("validation", env),
             weights=weights,
             longest=longest,
             turns=turns,
@@ -394,7 +392,7 @@ def prepare(config: Config) -> PreparedLanguage:
 def need(population: Population, env: Any, schedule: Schedule) -> Need:
     """Estimate the memory from the base model, the members and the longest prompt."""
     members: Any = population.members  # language models
-    model, validation = members.bank.base.model, limited(env.size("validation"), schedule.validation_questions)
+    model, validation = members.bank.base.model, schedule.questions("validation", env)
     device = str(members.device)
     prompts = env.open("train", range(env.size("train")))
     memory = peak_memory(

@@ -30,7 +30,6 @@ from evogrpo.training.forecast import (
     Forecast,
     Need,
     gigabytes,
-    limited,
     possible,
     round_rows,
     samples_row,
@@ -249,7 +248,7 @@ def _need(
         for space in mapping.observation_spaces.values()
         for leaf in leaf_spaces(space)
     )
-    validation = limited(env.size("validation"), schedule.validation_questions)
+    validation = schedule.questions("validation", env)
     episodes = members * max(COPIES * samples, (COPIES - 1) * validation)
     others = 0 if experience is None else members - 1
     shared = others * members * samples * longest * agents * SHARED_ACTION_BYTES
