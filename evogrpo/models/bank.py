@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from evogrpo.config.hyperparameters import Hyperparameters
@@ -163,3 +164,33 @@ class PolicyBank(Protocol):
         Raises:
             ValueError: If keys, shapes or dtypes do not match; the slot is then unchanged.
         """
+
+
+# ---- checks of all banks
+
+
+def check_parents(parents: Sequence[int | None], size: int) -> None:
+    """Raise ValueError unless `parents` is one existing slot (or None) for each of `size` slots."""
+    if len(parents) != size or any(parent is not None and not 0 <= parent < size for parent in parents):
+        raise ValueError(f"parents must contain a slot from 0 to {size - 1} or None for each slot, got {parents}.")
+
+
+def check_train_state(
+    state: Mapping[str, Tensor], expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]], same: str
+) -> None:
+    """Raise ValueError unless a train state has the expected names, shapes and types.
+
+    Args:
+        state: The train state.
+        expected: Shape and type of each tensor.
+        same: Settings that must be those of the state, for the message.
+    """
+    given = {name: (tuple(values.shape), values.dtype) for name, values in state.items()}
+    for name in {**expected, **given}:
+        if given.get(name) != expected.get(name):
+            raise ValueError(
+                f"Train state {name!r} must be {expected.get(name)}, got {given.get(name)}. Use the {same} and "
+                "reference ('base' or 'snapshot') it was saved with."
+            )
+    if state["step"] < 0:
+        raise ValueError(f"Train state 'step' must be at least 0, got {int(state['step'])}.")

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
 from evogrpo.data import UpdateReport
 from evogrpo.functional.optim import adamw_step_
-from evogrpo.models.bank import INITIAL_RUNNING_STATS, PolicyVersion
+from evogrpo.models.bank import INITIAL_RUNNING_STATS, PolicyVersion, check_parents, check_train_state
 from evogrpo.models.devices import check_allocation
 from evogrpo.models.language.full_finetuning import AllWeights, MemberModels
 from evogrpo.models.language.lora import LoraTargets, StoredAdapter, Target, initial_weights, scaling
@@ -359,10 +359,7 @@ class AdapterStates:
         Raises:
             ValueError: If `parents` is not one existing slot (or None) per slot.
         """
-        if len(parents) != self.size or any(p is not None and not 0 <= p < self.size for p in parents):
-            raise ValueError(
-                f"parents must contain a slot from 0 to {self.size - 1} or None for each slot, got {parents}"
-            )
+        check_parents(parents, self.size)
         copies = {slot: parent for slot, parent in enumerate(parents) if parent is not None and parent != slot}
         new = [slot for slot, parent in enumerate(parents) if parent is None]
         for name, matrix in self._matrices.items():
@@ -392,18 +389,8 @@ class AdapterStates:
         Raises:
             ValueError: If keys, shapes or dtypes do not match; the slot is then unchanged.
         """
-        expected, given = (
-            {name: (tuple(values.shape), values.dtype) for name, values in tensors.items()}
-            for tensors in (self.state(slot), state)
-        )
-        if given != expected:
-            wrong = [name for name in (expected | given) if given.get(name) != expected.get(name)]
-            raise ValueError(
-                f"Train state {wrong[0]!r} must be {expected.get(wrong[0])}, got {given.get(wrong[0])}. Use the base "
-                "model, lora_config and reference ('base' or 'snapshot') it was saved with."
-            )
-        if state["step"] < 0:
-            raise ValueError(f"Train state 'step' must be at least 0, got {state['step']}.")
+        expected = {name: (tuple(values.shape), values.dtype) for name, values in self.state(slot).items()}
+        check_train_state(state, expected, "base model, lora_config")
         for name, matrix in self._matrices.items():
             matrix[slot] = state[name]
         self._steps[slot] = int(state["step"])

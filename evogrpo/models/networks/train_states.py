@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
 from evogrpo.data import UpdateReport
 from evogrpo.functional.optim import adamw_steps_
-from evogrpo.models.bank import INITIAL_RUNNING_STATS, RUNNING_STATS
+from evogrpo.models.bank import INITIAL_RUNNING_STATS, RUNNING_STATS, check_parents, check_train_state
 from evogrpo.models.devices import check_allocation
 from evogrpo.models.networks.architecture import NetworkConfig, Parameters, morph
 from evogrpo.models.networks.distributions import Distribution, distribution_for
@@ -362,10 +362,7 @@ class StackedTrainStates:
         Raises:
             ValueError: If `parents` does not name one existing slot (or None) per slot.
         """
-        if len(parents) != self.size or any(p is not None and not 0 <= p < self.size for p in parents):
-            raise ValueError(
-                f"parents must name one of the slots 0 to {self.size - 1} (or None) per slot, got {parents}."
-            )
+        check_parents(parents, self.size)
         self._rebuild_stacks([self._initial if parent is None else self._view(parent) for parent in parents])
 
     @property
@@ -411,15 +408,7 @@ class StackedTrainStates:
         expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = dict.fromkeys(self._initial.tensors, weights)
         expected |= {"running_stats": (tuple(self._stats.shape[1:]), torch.float64), "step": ((), torch.int64)}
         expected["architecture"] = (tuple(architecture.shape), torch.uint8)
-        given = {name: (tuple(values.shape), values.dtype) for name, values in state.items()}
-        if given != expected:
-            wrong = next(name for name in expected | given if given.get(name) != expected.get(name))
-            raise ValueError(
-                f"Train state {wrong!r} must be {expected.get(wrong)}, got {given.get(wrong)}. Use the spaces, network "
-                "and reference ('base' or 'snapshot') it was saved with."
-            )
-        if state["step"] < 0:
-            raise ValueError(f"train state 'step' must be at least 0, got {int(state['step'])}.")
+        check_train_state(state, expected, "spaces, network")
         # 3. Load it.
         tensors = {name: state[name].to(self.device) for name in self._initial.tensors}
         if config != stack.config:
