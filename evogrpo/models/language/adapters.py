@@ -76,7 +76,7 @@ class LoraAdapters:
         self.weights = weights
         self.scale = scale
         self.leaves = {
-            target.name: [tuple(m(row).detach().requires_grad_() for m in (target.a, target.b)) for row in weights]
+            target.name: [tuple(m.detach().requires_grad_() for m in target.matrices(row)) for row in weights]
             for target in targets
         }
 
@@ -88,8 +88,9 @@ class LoraAdapters:
     def gather_gradient(self, slot: int, buffer: Tensor | None) -> None:
         """Accumulate a member's gradient into `buffer` `[k]` in the following backward passes; None stops it."""
         for name, target in self.targets.items():
-            for leaf, matrix_of in zip(self.leaves[name][slot], (target.a, target.b), strict=True):
-                leaf.grad = None if buffer is None else matrix_of(buffer)
+            parts = (None, None) if buffer is None else target.matrices(buffer)
+            for leaf, part in zip(self.leaves[name][slot], parts, strict=True):
+                leaf.grad = part
 
 
 class LoraHook:
@@ -139,10 +140,9 @@ class LoraHook:
         # 1. Matrices of all slots of the pass: views of the weights if slots are adjacent.
         weights, slots = self.adapters.weights, self.slots
         weights = weights[slots[0] : slots[-1] + 1] if slots[-1] - slots[0] + 1 == len(slots) else weights[slots]
-
-        every_a = [target.a(weights) for _, target in acting]
+        every_a, every_b = zip(*(target.matrices(weights) for _, target in acting), strict=True)
         a = (every_a[0] if len(every_a) == 1 else torch.cat(every_a, 1)).to(dtype)
-        b = [target.b(weights).to(dtype) for _, target in acting]
+        b = [matrix.to(dtype) for matrix in every_b]
         if transposed:
             a, b = a.mT.contiguous().mT, [matrices.mT.contiguous().mT for matrices in b]
         rank = acting[0][1].rank
@@ -172,7 +172,7 @@ class LoraHook:
         sizes = [count * (len(out) // self._all_rows) for count in self._rows]
         if not torch.is_grad_enabled() and len(sizes) == len(self.adapters.weights) > 1 and len(set(sizes)) == 1:
             # All members with equally many rows: one batched product.
-            a, b = (matrices(self.adapters.weights).to(output.dtype) for matrices in (target.a, target.b))
+            a, b = (matrix.to(output.dtype) for matrix in target.matrices(self.adapters.weights))
             low = torch.bmm(x.unflatten(0, (len(a), -1)), a.mT)
             return torch.baddbmm(out.unflatten(0, (len(a), -1)), low, b.mT, alpha=scale).view(output.shape)
         own = [[leaf.to(output.dtype).mT for leaf in self.adapters.leaves[module][slot]] for slot in self.slots]

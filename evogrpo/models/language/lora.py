@@ -68,17 +68,11 @@ class Target:
         """Names of A and B in adapter_model.safetensors."""
         return f"{PREFIX}{self.name}.lora_A.weight", f"{PREFIX}{self.name}.lora_B.weight"
 
-    def a(self, flat: Tensor) -> Tensor:
-        """Return A `[..., r, in]` as a view of flat vectors `[..., k]`."""
-        size = self.rank * self.width_in
-        view: Tensor = flat[..., self.start : self.start + size].unflatten(-1, (self.rank, self.width_in))
-        return view
-
-    def b(self, flat: Tensor) -> Tensor:
-        """Return B `[..., out, r]` as a view of flat vectors `[..., k]`."""
-        end, size = self.end, self.rank * self.width_out
-        view: Tensor = flat[..., end - size : end].unflatten(-1, (self.width_out, self.rank))
-        return view
+    def matrices(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """Return A `[..., r, in]` and B `[..., out, r]` as views of flat vectors `[..., k]`."""
+        middle = self.start + self.rank * self.width_in
+        a, b = flat[..., self.start : middle], flat[..., middle : self.end]
+        return a.unflatten(-1, (self.rank, self.width_in)), b.unflatten(-1, (self.width_out, self.rank))
 
 
 def default_lora() -> LoraConfig:
@@ -155,7 +149,7 @@ def initial_weights(targets: tuple[Target, ...], seed: int) -> Tensor:
     for target in targets:
         bound = 1.0 / math.sqrt(target.width_in)  # kaiming_uniform_ with a = sqrt(5)
         values = rng.uniform(-bound, bound, (target.rank, target.width_in)).astype(np.float32)
-        target.a(flat).copy_(torch.from_numpy(values))
+        target.matrices(flat)[0].copy_(torch.from_numpy(values))
     return flat
 
 
@@ -434,7 +428,7 @@ def peft_files(targets: Sequence[Target], config: LoraConfig, flat: Tensor) -> t
     """
     tensors: dict[str, Tensor] = {}
     for target in targets:
-        for name, matrix in zip(target.peft_names, (target.a(flat), target.b(flat)), strict=True):
+        for name, matrix in zip(target.peft_names, target.matrices(flat), strict=True):
             tensors[name] = matrix.detach().cpu().clone()
     record = _peft_record(targets, config)
     return tensors, (json.dumps(record, indent=2, sort_keys=True, default=str) + "\n").encode()
@@ -501,7 +495,7 @@ class StoredAdapter:
         flat = torch.zeros(targets[-1].end)
         matrices = dict[str, Tensor]()
         for target in targets:
-            matrices |= zip(target.peft_names, (target.a(flat), target.b(flat)), strict=True)
+            matrices |= zip(target.peft_names, target.matrices(flat), strict=True)
         needed, given = ({name: tuple(x.shape) for name, x in each.items()} for each in (matrices, self.tensors))
         if odd := sorted(name for name in needed | given if needed.get(name) != given.get(name)):
             raise ValueError(
