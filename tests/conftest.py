@@ -31,7 +31,6 @@ settings.load_profile("suite")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare options for CPU arithmetic that no environment variable selects."""
     parser.addoption("--no-mkldnn", action="store_true", help="compute without oneDNN's kernels")
-    parser.addoption("--round-otherwise", type=int, help="round matrix products as CPU number so-and-so might")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,19 +46,6 @@ def pytest_collection_finish() -> None:
     """Exclude imported modules from garbage collection, which would scan them each time."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(autouse=True, scope="session")  # fixtures must round like the tests that use them
-def _rounding(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Apply the selected rounding to all tests."""
-    seed = request.config.getoption("--round-otherwise")
-    if seed is None:
-        yield
-        return
-    from tests.rounding import rounding_otherwise
-
-    with rounding_otherwise(seed):
-        yield
 
 
 @pytest.fixture

@@ -74,6 +74,13 @@ def assert_states_agree(one: Mapping[str, Tensor], other: Mapping[str, Tensor], 
             assert torch.equal(values, other[name]), name
 
 
+def same_state(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Return True if two train states are bit-equal; NaN equals NaN."""
+    return set(one) == set(other) and all(
+        torch.equal(one[name].nan_to_num(7.5), other[name].nan_to_num(7.5)) for name in one
+    )
+
+
 class PolicyBankTestCase(ABC):
     """Tests of a `PolicyBank`. Implement `make_bank` and `act`.
 
@@ -163,13 +170,6 @@ class PolicyBankTestCase(ABC):
         own = batch.select_members([slot])
         return replace(own, member_ids=torch.zeros_like(own.member_ids))
 
-    @staticmethod
-    def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-        """Check that two train states are bit-equal; NaN equals NaN."""
-        assert set(one) == set(other)
-        for name, values in one.items():
-            assert torch.equal(values.nan_to_num(7.5), other[name].nan_to_num(7.5)), name
-
     # ---- all members together equal each member alone
 
     def test_acting_together_equals_acting_alone(self) -> None:
@@ -224,8 +224,7 @@ class PolicyBankTestCase(ABC):
                 clipped.append(report.grad_norm > HYPERPARAMETERS[slot].max_grad_norm)
         assert 0 < sum(clipped) < len(clipped), "the test needs gradients on both sides of the bound"
         for slot in range(SIZE):
-            with pytest.raises(AssertionError):
-                self.assert_same(bank.state(slot), start[slot])
+            assert not same_state(bank.state(slot), start[slot])
 
     # ---- members do not affect each other
 
@@ -244,9 +243,9 @@ class PolicyBankTestCase(ABC):
         reports = [self.learn(bank, batch) for bank in (clean, dirty)]
         for slot in rest:
             assert reports[0][slot] == reports[1][slot]
-            self.assert_same(clean.state(slot), dirty.state(slot))
+            assert same_state(clean.state(slot), dirty.state(slot))
         assert not reports[1][changed_slot].grad_norm < torch.inf
-        self.assert_same(dirty.state(changed_slot), nan)
+        assert same_state(dirty.state(changed_slot), nan)
 
     def test_rewards_and_hyperparameters_of_one_member_never_change_another(self) -> None:
         one, other = self.make_bank(SIZE), self.make_bank(SIZE)
@@ -259,9 +258,8 @@ class PolicyBankTestCase(ABC):
         ).reports
         for slot in (0, 2):
             assert one_reports[slot] == other_reports[slot]
-            self.assert_same(one.state(slot), other.state(slot))
-        with pytest.raises(AssertionError):
-            self.assert_same(one.state(1), other.state(1))
+            assert same_state(one.state(slot), other.state(slot))
+        assert not same_state(one.state(1), other.state(1))
 
     def test_a_loss_that_is_not_finite_fails_its_member_only(self) -> None:
         one, other = self.make_bank(SIZE), self.make_bank(SIZE)
@@ -275,13 +273,13 @@ class PolicyBankTestCase(ABC):
         expected = self.learn(one, batch)
         got = other.update(batch, bad, dict(enumerate(HYPERPARAMETERS))).reports
         assert not got[1].grad_norm < torch.inf
-        self.assert_same(other.state(1), before)
+        assert same_state(other.state(1), before)
         for slot in (0, 2):
             assert expected[slot] == got[slot]
-            self.assert_same(one.state(slot), other.state(slot))
+            assert same_state(one.state(slot), other.state(slot))
         # The failure leaves no trace: the next step is the usual one.
         assert self.learn(other, batch)[1] == expected[1]
-        self.assert_same(one.state(1), other.state(1))
+        assert same_state(one.state(1), other.state(1))
 
     # ---- members that take a step
 
@@ -290,7 +288,7 @@ class PolicyBankTestCase(ABC):
         before, batch = bank.state(1), self.act(bank, range(SIZE))
         reports = bank.update(batch, self.loss(batch), {0: HYPERPARAMETERS[0], 2: HYPERPARAMETERS[2]}).reports
         assert sorted(reports) == [0, 2]
-        self.assert_same(bank.state(1), before)
+        assert same_state(bank.state(1), before)
 
     def test_members_without_rows_step_with_a_zero_gradient(self) -> None:
         bank = self.make_bank(SIZE)
@@ -301,8 +299,7 @@ class PolicyBankTestCase(ABC):
             reports = bank.update(some, self.loss(batch), dict(enumerate(HYPERPARAMETERS))).reports
             assert (reports[1].grad_norm, reports[1].loss) == (0.0, 0.0)
             # Its weights still change, because the first moment is not 0.
-            with pytest.raises(AssertionError):
-                self.assert_same(bank.state(1), before)
+            assert not same_state(bank.state(1), before)
             assert (reports[0].grad_norm > 0) == (len(some) > 0)
 
     # ---- rows
@@ -329,25 +326,6 @@ class PolicyBankTestCase(ABC):
         part = bank.log_probs(replace(batch, action_mask=mask))
         assert torch.equal(part[~mask], torch.zeros(int((~mask).sum())))
         torch.testing.assert_close(part[mask], bank.log_probs(batch)[mask], rtol=1e-4, atol=1e-4)
-
-    def test_the_loss_gets_every_row_with_actions_once(self) -> None:
-        bank = self.make_bank(SIZE)
-        batch = self.act(bank, range(SIZE))
-        mask = batch.action_mask.clone()
-        mask[3] = False
-        batch = replace(batch, action_mask=mask)
-        scored = bank.log_probs(batch)
-        seen: list[int] = []
-
-        def watching(rows: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
-            seen.extend(rows.tolist())
-            torch.testing.assert_close(log_probs.detach(), scored[rows], rtol=1e-4, atol=1e-4)
-            return log_probs.sum(1)
-
-        update = bank.update(batch, watching, dict(enumerate(HYPERPARAMETERS)))
-        assert sorted({*seen, 3}) == list(range(len(batch)))
-        assert len(seen) == len(set(seen))
-        torch.testing.assert_close(update.log_probs, scored, rtol=1e-4, atol=1e-4)
 
     @pytest.mark.parametrize("differentiable", [True, False])
     def test_the_loss_gets_entropies_with_or_without_a_gradient(self, differentiable: bool) -> None:
@@ -411,22 +389,6 @@ class PolicyBankTestCase(ABC):
         assert torch.equal(bank.reference_log_probs(batch)[mine[0]], moved[mine[0]])
         assert torch.equal(bank.log_probs(batch, base=True), base)
 
-    def test_a_small_step_lowers_the_loss(self) -> None:
-        bank = self.make_bank(1)
-        batch = self.act(bank, [0])
-        direction = torch.sin(torch.arange(batch.action_mask.numel()).view(batch.action_mask.shape) + 0.3)
-
-        def loss(rows: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
-            return (direction[rows] * log_probs).sum(1)
-
-        def value() -> float:
-            return float((direction * bank.log_probs(batch)).double().sum())
-
-        before = value()
-        report = bank.update(batch, loss, {0: Hyperparameters(lr=1e-6, max_grad_norm=1e6)}).reports[0]
-        assert report.loss == pytest.approx(before, rel=1e-4)
-        assert value() < before
-
     # ---- inheritance
 
     @pytest.mark.parametrize("parents", [(1, 2, 0), (2, 2, 2)])
@@ -436,7 +398,7 @@ class PolicyBankTestCase(ABC):
         before = self.states(bank)
         bank.inherit(parents)
         for slot, parent in enumerate(parents):
-            self.assert_same(bank.state(slot), before[parent])
+            assert same_state(bank.state(slot), before[parent])
 
     def test_none_is_a_new_member(self) -> None:
         bank = self.make_bank(SIZE)
@@ -445,9 +407,9 @@ class PolicyBankTestCase(ABC):
         self.learn(bank, self.act(bank, range(SIZE)))
         before = self.states(bank)
         bank.inherit([2, None, 0])
-        self.assert_same(bank.state(0), before[2])
-        self.assert_same(bank.state(1), fresh.state(1))
-        self.assert_same(bank.state(2), before[0])
+        assert same_state(bank.state(0), before[2])
+        assert same_state(bank.state(1), fresh.state(1))
+        assert same_state(bank.state(2), before[0])
 
     @pytest.mark.parametrize("parents", [(0, 1), (0, 1, 3), (0, -1, 2)])
     def test_parents_that_do_not_exist_raise(self, parents: tuple[int, ...]) -> None:
@@ -474,7 +436,7 @@ class PolicyBankTestCase(ABC):
         assert torch.equal(bank.log_probs(batch), again.log_probs(batch))
         assert self.learn(bank, batch) == self.learn(again, batch)
         for slot in range(SIZE):
-            self.assert_same(bank.state(slot), again.state(slot))
+            assert same_state(bank.state(slot), again.state(slot))
 
     def test_train_states_are_copies(self) -> None:
         bank = self.make_bank(SIZE)
@@ -483,11 +445,11 @@ class PolicyBankTestCase(ABC):
         for name in bank.state_keys:
             state[name].zero_()
             bank.state_tensor(0, name).zero_()
-        self.assert_same(bank.state(0), before)
+        assert same_state(bank.state(0), before)
         bank.load_state(1, before)
         for values in before.values():
             values.zero_()
-        self.assert_same(bank.state(1), bank.state(0))
+        assert same_state(bank.state(1), bank.state(0))
 
     def test_an_invalid_train_state_raises_and_changes_nothing(self) -> None:
         bank = self.make_bank(SIZE)
@@ -501,4 +463,4 @@ class PolicyBankTestCase(ABC):
             with pytest.raises(ValueError, match="state"):
                 bank.load_state(0, each)
         for slot in range(SIZE):
-            self.assert_same(bank.state(slot), before[slot])
+            assert same_state(bank.state(slot), before[slot])

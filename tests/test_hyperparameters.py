@@ -13,8 +13,6 @@ from evogrpo.config.hyperparameters import (
     HyperparameterAttributes,
     HyperparameterOptions,
     Hyperparameters,
-    is_categorical,
-    is_integer,
 )
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter, check_group_size, feasible_group_sizes
 from evogrpo.safe_parsing import load_yaml
@@ -106,15 +104,6 @@ class TestHyperparameters:
     def test_resolved_clip_bounds(self, fields, expected):
         assert Hyperparameters(clip_coef=0.3, **fields).clip_bounds == expected
 
-    def test_none_stands_for_a_number(self):
-        record = Hyperparameters(clip_coef=0.3)
-        assert (record.number("clip_low"), record.number("clip_high")) == (0.3, 0.3)
-        assert record.number("advantage_clip") == np.inf
-        assert Hyperparameters(advantage_clip=2).number("advantage_clip") == 2
-        assert record.number("group_size") == 8
-        with pytest.raises(ValueError, match="loss_type is a name"):
-            record.number("loss_type")
-
 
 class TestRLParameter:
     @pytest.mark.parametrize("fields", [fields for row in load_yaml(INVALID_RANGES, "ranges") for fields in row])
@@ -154,17 +143,6 @@ class TestHyperparameterConfig:
     def test_bounds_and_choices_must_be_valid_values(self, name, parameter):
         with pytest.raises(ValueError, match=f"{name}"):
             HyperparameterConfig(**{name: parameter})
-
-    def test_categories_have_names(self):
-        assert {name for name in HYPERPARAMETER_NAMES if is_categorical(name)} == {"loss_type", "advantage"}
-        with pytest.raises(ValueError, match="did you mean 'loss_type'"):
-            is_categorical("loss_typ")
-
-    def test_integer_hyperparameters_are_counts(self):
-        counts = {name for name in HYPERPARAMETER_NAMES if is_integer(name)}
-        assert counts == {"group_size", "update_epochs", "batch_size"}
-        with pytest.raises(ValueError, match="did you mean 'lr'"):
-            is_integer("lrr")
 
 
 class TestGroupSizeLadder:

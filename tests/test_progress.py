@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from evogrpo import GRPO, GymnasiumGroups, MultiAgentGRPO, PettingZooGroups
 from evogrpo.interruption import NEVER, Stop
-from tests.envs.joint_probes import Favours
+from tests.tiny_steps import cart_pole, step_population
+from tests.tiny_teams import team_env, team_population
 from tests.tiny_training import tiny_env, tiny_population
 
 
@@ -14,13 +14,13 @@ def language():
 
 
 def networks():
-    env = GymnasiumGroups("CartPole-v1", max_episode_steps=20, validation_size=2, test_size=2)
-    return GRPO.population(2, env.observation_space, env.action_space, group_size=4), env
+    env = cart_pole(max_episode_steps=20, validation_size=2, test_size=2)
+    return step_population(2, env), env
 
 
 def teams():
-    env = PettingZooGroups(Favours, validation_size=2, test_size=2)
-    return MultiAgentGRPO.population(2, env.observation_spaces, env.action_spaces, group_size=4), env
+    env = team_env(validation_size=2, test_size=2)
+    return team_population(2, env, policies="shared", hp_config=None, group_size=4), env
 
 
 def take_a_step(population, env, stop=NEVER):
@@ -48,14 +48,3 @@ def test_every_part_of_a_step_runs_from_zero_to_its_total(make):
         assert max(parts[what]) == pytest.approx(1.0), what
     for own, other in zip(listened, take_a_step(*make()), strict=True):
         assert all(torch.equal(own[name], other[name]) for name in own)
-
-
-def test_the_amount_is_capped_at_the_total():
-    heard, stop = [], Stop()
-    stop.listener = lambda work: heard.append(work.part)
-    counter = stop.progress("playing", 4, "episodes")
-    counter.add(1)
-    counter.add(9)
-    stop.progress("scoring", 0, "completions")
-    NEVER.progress("writing", 2, "completions").add(1)
-    assert heard == [0.0, 0.25, 1.0, 1.0]

@@ -42,12 +42,6 @@ def test_streams_are_equal_in_another_process():
     assert other.stdout.strip() == generator(5, "wörd", 3).random().hex()
 
 
-def test_numpys_global_generator_is_not_used():
-    before = np.random.get_state()[1].copy()  # noqa: NPY002
-    generator(0, "sample").random(10)
-    assert np.array_equal(before, np.random.get_state()[1])  # noqa: NPY002
-
-
 @pytest.mark.parametrize("name", [(-1, "sample"), (0, "sample", -1), (0, "sample", 3, -2)])
 def test_negative_numbers_are_refused(name):
     with pytest.raises(ValueError, match="at least 0"):

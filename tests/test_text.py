@@ -5,7 +5,7 @@ import unicodedata
 
 import pytest
 
-from evogrpo.text import changes_text, count_text, duration_text, number_text, pluralize, printable, score_text, shorten
+from evogrpo.text import changes_text, count_text, duration_text, number_text, printable, score_text
 
 
 @pytest.mark.parametrize(
@@ -41,19 +41,8 @@ def test_numbers():
     assert {value: duration_text(value) for value in seconds} == seconds
 
 
-def test_shortened_texts_say_how_much_is_missing():
-    assert shorten("abc", 3) == "abc"
-    assert shorten("abcdef", 3) == "abc… (3 more characters)"
-
-
 def test_changes_show_old_and_new_values():
     changes = {"lr": (1e-4, 2e-4), "loss_type": ("grpo", "dapo"), "clip_low": (None, 0.2), "network": ("64", "\x1b[0m")}
     expected = r"lr 0.0001 → 0.0002, loss_type grpo → dapo, clip_low – → 0.2, network 64 → \x1b[0m"
     assert changes_text(changes) == expected
     assert changes_text({}) == ""
-
-
-def test_counts_have_a_plural():
-    assert pluralize(1, "group") == "1 group"
-    assert pluralize(1200, "group") == "1,200 groups"
-    assert pluralize(2, "worker process", "es") == "2 worker processes"

@@ -1,6 +1,6 @@
 """Banks of different members, sampling rows with uniforms, batches and a GRPO loss for tiny language models."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -135,10 +135,3 @@ def assert_banks_agree(one: AdapterBank, other: AdapterBank, rows: SamplingBatch
         gradients = [bank.state(slot)["exp_avg"] for bank in (one, other)]
         assert float(gradients[1].norm()) > 0
         assert_gradients_agree(*gradients)
-
-
-def same_state(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Return True if two train states are bit-equal; NaN equals NaN."""
-    return set(one) == set(other) and all(
-        torch.equal(one[name].nan_to_num(7.5), other[name].nan_to_num(7.5)) for name in one
-    )

@@ -3,7 +3,7 @@
 import gymnasium
 import pytest
 
-from evogrpo import GRPO, HyperparameterConfig, Hyperparameters, MultiAgentGRPO, Objective, Tournament, evolve, train
+from evogrpo import GRPO, HyperparameterConfig, Hyperparameters, MultiAgentGRPO, Objective, Tournament, train
 from evogrpo.algorithms.factory import Options
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.synonyms import counterpart
@@ -68,22 +68,6 @@ def test_names_of_other_libraries_are_translated_and_unknown_ones_raise(name):
     for thing in (tiny_agent(), step_agent(), tiny_population(2), Tournament(), Objective(), Hyperparameters()):
         with pytest.raises(AttributeError, match=name):
             setattr(thing, name, 1)
-
-
-@pytest.mark.parametrize(
-    ("call", "answer"),
-    [
-        (lambda env: tiny_agent(INIT_HP={"LR": 1}), "'INIT_HP'"),
-        (lambda env: GRPO.population(pop_size=9), "it is called 'size' here"),
-        (lambda env: MultiAgentGRPO(observation_space={}), "it is called 'observation_spaces' here"),
-        (lambda env: evolve(step_population(2, env), env, total_timesteps=1), "it is called 'max_timesteps' here"),
-        (lambda env: step_agent(device="auto"), "device 'auto'"),
-        (lambda env: step_population(2, env).sample_with(object()), "sample_with"),
-    ],
-)
-def test_unsuitable_calls_are_explained(call, answer):
-    with pytest.raises(ValueError, match=answer):
-        call(cart_pole())
 
 
 @pytest.mark.parametrize("argument", ["MlpPolicy", gymnasium.make("CartPole-v1"), GymnasiumGroups, lambda: None])

@@ -17,18 +17,14 @@ from tests.tiny_training import (
     HOLES,
     REWARDS,
     equal_states,
-    final_states,
-    finish,
     flat,
     learn_from,
     peft_twin,
     random_agent,
     random_population,
     randomise_adapter,
-    resumed_run,
     sampled,
     tiny_agent,
-    tiny_run,
 )
 
 SNAPSHOT = {"reference": "snapshot"}
@@ -165,26 +161,3 @@ def test_running_statistics_cover_all_rewards():
     nothing = learn_from(agent, replace(batch, rewards=torch.full((12,), math.nan)))
     assert nothing.advantages == (0.0,) * 12
     assert agent.state()["running_stats"][1:4].tolist() == [count, mean, square]
-
-
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
-    """With running statistics, an adaptive KL factor, references that follow and step sizes that are searched."""
-    objective = Objective(**RUNNING, **ADAPTIVE, reference="snapshot", reference_sync_steps=2)
-    options = {"beta": 0.05, "target_kl": 0.005, "objective": objective}
-    schedule = {"size": 2, "generations": 2, "steps_per_generation": 1, "options": options}
-    finish(tiny_run(tmp_path / "whole", **schedule))
-    first = tiny_run(tmp_path / "parts", **schedule)
-    steps = first.reports()
-    next(steps)
-    first.stop()
-    assert not list(steps)
-    finish(resumed_run(tmp_path / "parts"))
-    whole, parts = final_states(tmp_path / "whole"), final_states(tmp_path / "parts")
-    assert equal_states(whole, parts)
-    for name, values in whole.items():
-        if name.endswith("running_stats"):
-            assert float(values[-1]) not in (0.0, 1.0)
-            assert float(values[0]) not in (0.0, 1.0)
-        if name.endswith("reference"):  # it follows with a delay
-            assert not torch.equal(values, whole[name.replace("reference", "adapter")])
-            assert not torch.equal(values, tiny_agent(**options).state()["reference"])

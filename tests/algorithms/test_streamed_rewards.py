@@ -1,13 +1,11 @@
 """Rewards computed while other completions are still being sampled."""
 
 import asyncio
-import dataclasses
 import threading
 import time
 
 import numpy as np
 import pytest
-import torch
 
 from evogrpo.interruption import NEVER, Interrupted, Stop
 from tests.envs import verifier_functions
@@ -63,37 +61,6 @@ def test_async_functions_start_during_sampling_and_others_afterwards():
     assert both.scores.completions == tuple(everything)
 
 
-class Halves:
-    """A sampler that samples its rows in two halves, the last ones first."""
-
-    def __init__(self, bank):
-        self.bank = bank
-
-    def sample(self, rows, *, base=False, on_finished=None):
-        first, last = torch.arange(len(rows)).chunk(2)
-        later, earlier = (self.bank.sample(rows.select(half), base=base) for half in (last, first))
-        names = ("actions", "present", "log_probs", "truncated")
-        parts = {name: torch.cat([getattr(earlier, name), getattr(later, name)]) for name in names}
-        return dataclasses.replace(earlier, **parts)
-
-    def sync(self, slots):
-        pass
-
-
-def test_rewards_do_not_depend_on_samplers_or_on_where_they_are_computed():
-    async def later(completion, answer, question):
-        await asyncio.sleep(0.001)
-        return verifier_functions.variety(completion, answer, question)
-
-    whole, env, population = collected(reward_fn=verifier_functions.variety), tiny_env(reward_fn=later), writers()
-    population.sample_with(Halves(population.members.bank))
-    plain = {"reward_fn": verifier_functions.variety, "reward_timeout": 60.0, "reward_workers": 2}
-    found = [population.collect(env, step=0, samples_per_step=16, block=8), collected(**plain)]
-    for each in found:
-        assert each.scores.completions == whole.scores.completions
-        np.testing.assert_array_equal(each.scores.rewards, whole.scores.rewards)
-
-
 def test_an_abandoned_rollout_cancels_its_calls():
     """The next step is rewarded as usual."""
     stop, cancelled = Stop(), threading.Event()
@@ -109,18 +76,3 @@ def test_an_abandoned_rollout_cancels_its_calls():
     with pytest.raises(Interrupted):
         collected(waits, stop=stop)
     assert cancelled.wait(5)
-
-
-def test_a_hanging_worker_is_killed_during_sampling():
-    """Its time limit is the usual one; only its completion is excluded."""
-    env = tiny_env(
-        reward_fn=verifier_functions.hangs_at_first, reward_workers=1, reward_timeout=0.5, on_reward_error="exclude"
-    )
-    try:
-        with pytest.warns(UserWarning, match="completions excluded; the first: .*took longer than 0.5 s"):
-            found = writers().collect(env, step=0, samples_per_step=16, block=8)
-    finally:
-        env.close()
-    hung = np.array([text.startswith(verifier_functions.HANGS) for text in found.scores.completions])
-    assert 0 < hung.sum() < len(hung)
-    np.testing.assert_array_equal(np.isnan(found.scores.rewards), hung)

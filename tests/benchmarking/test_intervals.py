@@ -43,19 +43,6 @@ def test_strata_keep_tasks_apart():
     assert mixed.low < 0.5 < mixed.high
 
 
-@pytest.mark.parametrize(
-    ("scores", "level", "message"),
-    [
-        ({}, 0.95, "at least one score"),
-        ({"a": [1.0], "b": []}, 0.95, "at least one score"),
-        ({"a": [1.0]}, 1.0, "level"),
-    ],
-)
-def test_invalid_scores_and_levels_are_refused(scores, level, message):
-    with pytest.raises(ValueError, match=message):
-        stratified_bootstrap(scores, level=level)
-
-
 def test_a_curve_has_its_last_value_within_the_budget():
     steps, scores = [0, 100, 250], [1.0, 5.0, 4.0]
     assert [value_at(steps, scores, at) for at in (0, 99, 100, 249, 250, 10**6)] == [1.0, 1.0, 5.0, 5.0, 4.0, 4.0]

@@ -6,7 +6,6 @@ import json
 import pytest
 
 from benchmarking import study
-from evogrpo.config.hyperparameters import Hyperparameters
 
 NAMES = {"tasks": list(study.TASKS), "unknown": ["lr", "all"], "arms": list(study.ARMS), "seeds": [0, 1]}
 
@@ -20,16 +19,6 @@ def record(task="CartPole-v1", unknown="lr", arm="leader", seed=0, score=500.0, 
         "task": task, "unknown": unknown, "arm": arm, "seed": seed, "score": score, "early": early, "cost": 1000,
         "evaluations": 100, "seconds": seconds, "steps": 3, "best": {"lr": 1e-3},
     }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", study.TASKS)
-def test_a_task_has_a_scale_and_valid_values(name):
-    task = study.TASKS[name]
-    assert (task.normalised(task.random), task.normalised(task.solved)) == (0.0, 1.0)
-    assert min(task.budget, task.seconds, task.samples, task.members, task.validation, task.test) > 0
-    given = study.FIXED[task.words] | dict(task.tuned or {})
-    assert Hyperparameters(**given).group_size == 8
-    assert task.samples % 8 == task.samples_each % 8 == 0  # whole groups at the larger group size
 
 
 def test_known_arms_run_once_and_only_where_values_are_known():

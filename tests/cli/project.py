@@ -1,8 +1,8 @@
 """A small project: a model on disk, a dataset, a reward function and a configuration."""
 
+import io
 import json
-import os
-import subprocess
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +16,7 @@ from tests.forking import CHARTS, Forked, evogrpo, evogrpo_without_charts
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 REWARD = """
 def score(completion, answer, question):
     return min(completion.count("a"), 4) / 4
@@ -41,6 +42,13 @@ CONFIG = {
     "agent": {"max_output_tokens": 8},
     "logging": {"tensorboard": False},
 }
+
+
+class Terminal(io.StringIO):
+    """A stream that claims to be a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 def write_project(folder: Path) -> Path:
@@ -72,16 +80,3 @@ def command(*arguments: str | Path, cwd: Path, charts: bool = False, file_bytes:
     """Fork `evogrpo` off a process that has imported everything."""
     function = evogrpo if charts else evogrpo_without_charts
     return Forked(function, *map(str, arguments), cwd=cwd, file_bytes=file_bytes)
-
-
-def program(*arguments: str | Path, cwd: Path) -> "subprocess.Popen[str]":
-    """Start `evogrpo` in a new Python process."""
-    settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [sys.executable, "-m", "evogrpo", *map(str, arguments)],
-        cwd=cwd,
-        env=settings,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )

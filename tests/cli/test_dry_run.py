@@ -40,17 +40,12 @@ CASES = [
     ("networks", "strategy.name=strategies.py:Inner"),
     ("networks", "strategy.name=strategies.py:Named"),
     ("networks", "strategy.name=strategies.py:Stateful"),
-    ("networks", "hyperparameters.group_size=3"),
     ("networks", "agent.objective.loss_type=grpo"),
     ("networks", "agent.objective.reference=old"),
     ("networks", "task.test_size=1"),
-    ("team", "device=cuda:99"),
     ("team", "task.policies=nonsense"),
-    ("language", "task.validation_size=1"),
     ("language", "agent.eos_token_ids=[99999]"),
     ("language", "agent.objective.kl_estimator=full"),
-    ("language", "agent.max_output_tokens=1000"),
-    ("language", "schedule.max_timesteps=4"),
 ]
 
 

@@ -7,15 +7,7 @@ import sys
 import pytest
 
 from evogrpo.cli import main
-
-CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-
-
-class Terminal(io.StringIO):
-    """A stream that claims to be a terminal."""
-
-    def isatty(self) -> bool:
-        return True
+from tests.cli.project import CONTROL, Terminal
 
 
 @pytest.fixture

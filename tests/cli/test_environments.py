@@ -1,4 +1,4 @@
-"""Training small networks on Gymnasium environments from the command line."""
+"""Training small networks, of one agent and of several, from the command line."""
 
 import re
 import shlex
@@ -7,11 +7,13 @@ from pathlib import Path
 
 import gymnasium
 import pytest
+import yaml
 from gymnasium.envs.classic_control import CartPoleEnv
 
 from evogrpo.cli import main
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import parse_config
+from evogrpo.training.trainer import Trainer
 from tests.cli.project import command, prepare
 
 SHORT = [
@@ -25,39 +27,60 @@ SHORT = [
 ]
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """Train once; return the run directory and the output."""
-    folder = tmp_path_factory.mktemp("finished")
-    process = command("train", "--env", "CartPole-v1", *SHORT, cwd=folder)
+FAVOURS = "tests.envs.joint_probes:Favours"
+RUNS = {  # words, run directory, noun of a member, and texts of the output
+    "environment": (
+        ["--env", "CartPole-v1"],
+        "runs/CartPole-v1",
+        "network",
+        (
+            "CartPole-v1, vectorised natively: train 100,000, validation 4, test 6 starts",
+            "3 members, each a network (64 tanh, 450 parameters) on cpu",  # 4·64 + 64 + 64·2 + 2
+            "until 2 generations or fitness 475",
+            "on 4 validation starts",
+            "evogrpo.GRPO.load('runs/CartPole-v1/best')",
+            " video runs/CartPole-v1",
+            " resume runs/CartPole-v1 --generations 4 target_fitness=null",
+        ),
+    ),
+    "team": (
+        ["--parallel-env", FAVOURS, "--run-dir", "team", "task.policies=prefix", "agent.network.hidden=[16]"],
+        "team",
+        "team",
+        (
+            f"{FAVOURS}: train 100,000, validation 4, test 6 starts",
+            "3; each learns from the sum of all rewards",
+            "red for red_0, red_1 (observations Box(3,), actions Discrete(3))",
+            "blue for blue_0 (observations Box(3,), actions Discrete(3))",
+            "3 members, each 2 networks (16 tanh, 230 parameters in all) on cpu",  # 2 (3·16 + 16 + 16·3 + 3)
+            "your code " + FAVOURS,
+            "best member team/best",
+            "evogrpo.MultiAgentGRPO.load('team/best').predict(observations)",
+            " resume team --generations 4",
+        ),
+    ),
+}
+
+
+def one_line(text):
+    return " ".join(text.split())  # independent of the terminal's width
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_output_of_a_run_uses_the_terms_of_its_task(kind, tmp_path):
+    words, run_dir, noun, texts = RUNS[kind]
+    process = command("train", *words, *SHORT, cwd=tmp_path)
     output, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (0, "")
-    return folder / "runs" / "CartPole-v1", output
-
-
-def test_output_of_a_run_uses_the_terms_of_environments(finished):
-    run_dir, output = finished
-    output = " ".join(output.split())  # independent of the terminal's width
-    for text in (
-        "CartPole-v1, vectorised natively: train 100,000, validation 4, test 6 starts",
-        "3 members, each a network (64 tanh, 450 parameters) on cpu",  # 4·64 + 64 + 64·2 + 2
-        "until 2 generations or fitness 475",
-        "untrained network: fitness",
-        "on 4 validation starts",
-        "Generation 2 of 2",
-        "transitions",
-        "Test: 6 starts that neither training nor selection saw",
-        "Finished: ",
-        "evogrpo.GRPO.load('runs/CartPole-v1/best')",
-        " video runs/CartPole-v1",
-        " resume runs/CartPole-v1 --generations 4 target_fitness=null",
-    ):
+    output = one_line(output)
+    common = f"untrained {noun}: fitness", "Generation 2 of 2", "transitions", "Finished: "
+    for text in (*texts, *common, "Test: 6 starts that neither training nor selection saw"):
         assert text in output, text
-    page = re.sub(r"<(script|style).*?</\1>", "", (run_dir / "report.html").read_text(), flags=re.DOTALL)
+    page = re.sub(r"<(script|style).*?</\1>", "", (tmp_path / run_dir / "report.html").read_text(), flags=re.DOTALL)
     for text in ("adapter", "untrained base", " tokens", " questions"):
         assert text not in output, text
         assert text not in page, text
-    assert "untrained network, test" in page
+    assert f"untrained {noun}, test" in page
 
 
 @pytest.mark.parametrize(("hidden", "one"), [([64], True), ([512, 512], False)])
@@ -93,7 +116,7 @@ def test_a_run_whose_target_is_reached_before_training_stops(workdir, capsys):
 def test_the_plan_shows_noise_and_recreation_of_environments(workdir, capsys, monkeypatch, words, message):
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["train", "--env", "FrozenLake-v1", "--dry-run", *words]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
+    printed = one_line(capsys.readouterr().out)
     every = ["noise random after reset", "one environment per parallel episode", "one environment per episode"]
     assert {each for each in every if each in printed} == message
 
@@ -134,13 +157,36 @@ def test_the_printed_command_resumes_after_a_faulty_environment_is_fixed(workdir
     assert "Finished: " in capsys.readouterr().out
 
 
-def test_the_printed_command_continues_a_run_that_max_seconds_ended(workdir, capsys):
-    brief = ["schedule.max_seconds=0.6", "schedule.samples_per_step=8", "schedule.steps_per_generation=1"]
-    brief += ["schedule.test_questions=0", "task.max_episode_steps=20"]
-    assert main(["train", "--env", "CartPole-v1", "task.validation_size=2", *brief]) == 0
-    output = capsys.readouterr().out
-    assert "Finished: max_seconds 0.6 reached" in output
-    assert main(["resume", "runs/CartPole-v1"]) == 0
-    assert "This run is finished (max_seconds 0.6 reached" in capsys.readouterr().out
-    assert main([*printed_command("train further", output), "test_questions=2"]) == 0
-    assert "Finished: " in capsys.readouterr().out
+def test_videos_show_the_return_of_each_agent(workdir, capsys):
+    pytest.importorskip("moviepy")
+    values = {
+        "task": {"parallel_env": "tests.envs.joint_probes:Painted", "validation_size": 2, "test_size": 2},
+        "schedule": {"generations": 1, "steps_per_generation": 1, "samples_per_step": 8},
+        "population": {"size": 1},
+    }
+    Path("paint.yaml").write_text(yaml.safe_dump(values))
+    assert main(["train", "paint.yaml"]) == 0
+    assert "evogrpo video runs/paint" in one_line(capsys.readouterr().out)
+    assert main(["video", "runs/paint", "--episodes", "2"]) == 0
+    message = one_line(capsys.readouterr().out)
+    assert "member-0-1.mp4 return 9 (red_0 3, red_1 3, blue_0 3), 3 steps" in message
+    assert len(list(Path("runs/paint/videos").glob("*.mp4"))) == 2
+
+
+def test_the_forecast_is_an_upper_bound():
+    values = {
+        "task": {"parallel_env": FAVOURS, "policies": "prefix", "max_episode_steps": 1, "validation_size": 2},
+        "schedule": {"generations": 1, "steps_per_generation": 2, "samples_per_step": 8, "test_questions": 0},
+        "hyperparameters": {"batch_size": 5, "update_epochs": 3},
+        "population": {"size": 2},
+    }
+    prepared = prepare(parse_config(values))
+    rows = prepared.forecast().rows
+    assert re.findall(r"[\d,]+ ", rows["environment"])[:1] == ["16 "]  # 2 × 8 × 1
+    assert "48 actions" in rows["environment"]  # three agents
+    assert "12 steps of red, at most 6 steps of blue" in rows["optimizer"]  # 3 epochs × ceil(16 / 5), ceil(8 / 5)
+    schedule, strategy = prepared.config.schedule, prepared.config.strategy
+    run = Trainer(prepared.population(), prepared.env, schedule=schedule, strategy=strategy)
+    steps = [member for report in run.reports() for member in getattr(report, "learned", {}).values()]
+    assert steps
+    assert all(0 < step.metrics["optimizer_steps"] <= 18 for step in steps)

@@ -14,6 +14,7 @@ WRONG = [
     ("def score(prompt, completion, answer):\n    return 1.0\n", "completion, answer, question"),
     ("def score(completion, answer, question):\n    return 'good'\n", "'good'"),
     ("def score(completion, answer, question):\n    return answer['x']\n", "raised TypeError"),
+    ("raise SystemExit\n", "SystemExit"),
 ]
 
 

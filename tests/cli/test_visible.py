@@ -17,18 +17,11 @@ from rich.text import Text
 from evogrpo.cli import main
 from evogrpo.storage.checkpoint import checkpoint_path, read_checkpoint, write_checkpoint
 from evogrpo.training.console import VisibleConsole
-from tests.cli.project import ROOT
+from tests.cli.project import ROOT, Terminal
 
 HOSTILE = "\x1b[2J\x9b31mboo\u202e\u2066 \x07[bold]x [red]y :warning:"
 # Colours, spinner and cursor are allowed.
 OBEYED = re.compile("[\x07\x9b\u202e\u2066]|\x1b(?!\\[[0-9;]*[mAK]|\\[\\?25[lh])")
-
-
-class Terminal(io.StringIO):
-    """A stream that claims to be a terminal."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 @contextmanager

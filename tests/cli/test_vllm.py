@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from evogrpo.cli import main
 from evogrpo.storage.journal import read_journal
-from evogrpo.training.configuration.reading import load_config
 from tests.cli.project import CONFIG, command, write_project
 from tests.vllm_server import RealServer, VLLMServer
 
@@ -45,26 +44,14 @@ def test_the_command_of_each_server_is_printed(project, capsys):
     assert [shlex.split(line)[2:] for line in printed if line.startswith("vLLM server")] == lines
 
 
-def test_members_with_all_weights_have_no_server(project, capsys):
-    assert main(["vllm-command", str(project / "tiny.yaml"), "agent.full_finetuning=true"]) == 2
-    assert "full_finetuning" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("sampler", [{"vllm": "http://a"}, {"vllm": "http://a", "adapters_dir": "b", "rank": 3}])
-def test_wrong_settings_are_refused_before_anything_is_loaded(sampler, tmp_path):
-    (tmp_path / "a.yaml").write_text(yaml.safe_dump({**CONFIG, "sampler": sampler}))
-    with pytest.raises(ValueError, match="sampler"):
-        load_config(tmp_path / "a.yaml", [])
-
-
 @pytest.mark.usefixtures("workdir")
 def test_a_run_is_saved_if_its_server_dies_and_resumes(project, server, capsys):
-    sampler = f"sampler={{vllm: {server.url}, adapters_dir: adapters, timeout: 4.0}}"
+    sampler = f"sampler={{vllm: {server.url}, adapters_dir: adapters, timeout: 2.0}}"
     short = ["population.size=2", "schedule.generations=2", "schedule.steps_per_generation=1"]
     arguments = ["train", str(project / "tiny.yaml"), "--run-dir", "run", sampler, *short]
     # 1. A server that does not answer at the start: nothing is written.
     server.stop()
-    assert main([*arguments, sampler.replace("4.0", "0.5")]) == 2
+    assert main([*arguments, sampler.replace("2.0", "0.5")]) == 2
     assert server.url in capsys.readouterr().err
     # 2. It dies in the second step.
     server.start()

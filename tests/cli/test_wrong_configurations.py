@@ -61,6 +61,8 @@ questions   | agent={adapter: a, lora: {r: 4}}         | agent: adapter; /a' has
 questions   | agent={full_finetuning: true, lora: {r: 4}} | agent: full_finetuning; Remove lora and adapter
 questions   | agent.full_finetuning=true base_parts=2  | agent.full_finetuning supports neither base_parts nor vLLM
 questions   | agent.full_finetuning=true sampler={vllm: "http://a", adapters_dir: b} | neither base_parts nor vLLM
+questions   | sampler={vllm: "http://a"}               | adapters_dir
+questions   | sampler={vllm: "http://a", adapters_dir: b, rank: 3} | rank
 questions   | agent.network.hidden=[3]                 | unknown key in agent 'network'
 questions   | agent.objective.reference_mixing=0.5     | agent.objective: reference_mixing; reference_sync_steps
 questions   | agent.objective.overlong_buffer=129      | overlong_buffer must be at most max_output_tokens = 128
@@ -71,6 +73,14 @@ questions   | task={dataset: {train: a}, reward: f, form: trl, system_prompt: x}
 questions   | task.dataset={trian: x}                  | unknown key in task.dataset 'trian': did you mean 'train'?
 questions   | task.dataset={train: x, subset: y}       | task.dataset: subset and revision require hub
 questions   | task.reward_funcs=f                      | 'reward_funcs': it is called 'reward' here
+questions   | task={dataset: {train: a}}               | reward
+questions   | task={dataset: {train: a}, environment_factory: "e.py:E"} | max_turns
+questions   | task.max_turns=3 task.form=trl           | max_turns
+questions   | task={dataset: {train: a}, tools: ["t.py:f"], max_turns: 3} | reward
+questions   | task={dataset: {train: a}, environment_factory: "e.py:E", max_turns: 3, form: agilerl} | form: trl
+questions   | task={dataset: {train: a}, environment_factory: "e.py:E", max_turns: 3, system_prompt: x} | system_prompt
+questions   | task.dataset={starts: 9}                 | dataset.starts
+questions   | task={dataset: {starts: 9, train: a}, environment_factory: "e.py:E", max_turns: 3} | starts
 built-in    | task=null                                | task must be given
 built-in    | task={nmae: two_digit_sums}              | unknown key in task 'nmae': did you mean 'name'?
 built-in    | task.name=two_digit_sum                  | unknown task 'two_digit_sum': did you mean 'two_digit_sums'?

@@ -8,7 +8,6 @@ import pytest
 from evogrpo.config.hyperparameters import CATEGORIES, Hyperparameters
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
-from evogrpo.functional.loss_types import STEP_ADVANTAGES
 from evogrpo.safe_parsing import load_yaml
 
 NUMBERS = [
@@ -137,9 +136,3 @@ def test_evolving_names_are_resolved():
     assert objective.resolved(start, space) == Hyperparameters(lr=0.1, loss_type="dapo")
     assert objective.resolved(Hyperparameters(loss_type="grpo"), space) == Hyperparameters(loss_type="grpo")
     assert objective.resolved(start, HyperparameterConfig()) is start
-
-
-@pytest.mark.parametrize("advantage", CATEGORIES["advantage"])
-def test_per_action(advantage):
-    assert Objective(advantage=advantage).per_action == (advantage in STEP_ADVANTAGES)
-    assert Objective(advantage=advantage, kl_placement="reward").per_action

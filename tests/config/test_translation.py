@@ -274,21 +274,6 @@ def test_one_error_names_all_refused_keys():
 # --- TRL -------------------------------------------------------------------------------------------------------------
 
 
-def test_defaults_are_those_of_trl():
-    assert dict(imported("trl", {}).hyperparameters) == {
-        "lr": 1e-6,
-        "clip_coef": 0.2,
-        "group_size": 8,
-        "beta": 0.0,
-        "temperature": 1.0,
-        "update_epochs": 1,
-        "max_grad_norm": 1.0,
-        "batch_size": 8,
-        "entropy_coef": 0.0,
-    }
-    assert dict(imported("trl", {}).settings) == {"samples_per_step": 8, "max_output_tokens": 512, "seed": 42}
-
-
 @pytest.mark.parametrize("kind", ["linear", "cosine"])
 def test_schedules_need_max_steps(kind):
     fields = {"max_steps": 100, "warmup_steps": 10, "weight_decay": 0.1, "adam_beta1": 0.8}

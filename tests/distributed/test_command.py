@@ -49,16 +49,6 @@ def test_a_run_is_started_and_resumed_in_several_processes(tmp_path: Path) -> No
     assert events.count("generation") == 2
 
 
-def test_a_dry_run_makes_every_check_and_leaves_nothing(tmp_path: Path) -> None:
-    """On all ranks."""
-    leader, other = both(tmp_path, "train", "--env", "CartPole-v1", *SMALL, "experience=shared", "--dry-run")
-    assert "nothing was trained" in leader
-    told = " ".join(leader.split())
-    assert "for 2 processes that share memory" in told  # each needs its own memory of one machine
-    assert other == ""
-    assert not (tmp_path / "runs").exists()
-
-
 @pytest.mark.parametrize(
     ("number", "to", "options", "status"),
     [

@@ -11,14 +11,12 @@ import json
 import re
 import shlex
 import tomllib
-import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from importlib.resources import as_file, files
 from pathlib import Path
 
 import pytest
 
-from docs.generate import session
 from evogrpo.cli.main import make_parser
 from evogrpo.safe_parsing import load_yaml
 from evogrpo.training.configuration.reading import load_config, parse_config
@@ -220,17 +218,3 @@ def test_pages_are_found():
     found = [(why, kind) for page in PAGES for why, kind, _ in blocks(page)]
     assert sum(kind == "python" and not why for why, kind in found) > 20
     assert sum(kind == "python" and bool(why) for why, kind in found) <= 10
-
-
-def test_a_session_is_drawn_completely():
-    tables = [f"\x1b[1mGeneration {number} of 4\x1b[0m\nslot member\n\n" for number in range(1, 5)]
-    steps = [f"step {number}/4  <reward>\n" for number in range(1, 5)]
-    text = "run directory\n\n" + "".join(map("".join, zip(steps, tables, strict=True))) + "Test: & more\n"
-    drawn = session.picture(text, "evogrpo demo")
-    text = "".join(ET.fromstring(drawn).itertext()).replace("\xa0", " ")
-    assert "$ evogrpo demo" in text
-    assert [number for number in range(1, 5) if f"Generation {number} of 4" in text] == [1, 4]
-    assert "step 4/4  <reward>" in text
-    assert "2 generations later" in text
-    assert "Test: & more" in text
-    assert not re.search(r"url\((?!#)|@import|@font-face", drawn)

@@ -84,17 +84,6 @@ class Remembering(Alike):
         return {agent: float(self.played) for agent in hits}
 
 
-class Unseeded(Favours):
-    """Targets that ignore the seed, from so many that two episodes do not match by chance."""
-
-    def __init__(self):
-        super().__init__(steps=20)
-
-    def show(self):
-        self.np_random = np.random.default_rng()
-        return super().show()
-
-
 class Painted(Alike):
     """Three steps, each rendered in another shade of grey; all agents earn 1 at each step."""
 

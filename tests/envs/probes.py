@@ -316,9 +316,3 @@ class Odd(gymnasium.Env):
     def close(self):
         if "close" in self.options["broken"]:
             raise RuntimeError("a close failed")
-
-
-PROBES = [
-    *(ConstantReward, MatchDiscrete, MatchMultiDiscrete, MatchMultiBinary, MatchBox, MatchImage, MatchDict),
-    *(MatchTuple, DelayedCredit, Masked, NoisyWalk),
-]

@@ -24,26 +24,6 @@ def earned(*functions, texts=("a", "bb"), form="trl", timeout=None, on_error="ra
         runner.close()
 
 
-async def lengths(completions, **_):
-    await asyncio.sleep(0)
-    return [float(len(text)) for text in completions]
-
-
-class Judge:
-    async def __call__(self, completions, **_):
-        return [1.0] * len(completions)
-
-
-def plain(completions, **_):
-    return [10.0] * len(completions)
-
-
-def test_async_objects_and_other_functions_can_be_combined():
-    result = earned(lengths, plain, Judge())
-    assert result.components["lengths"].tolist() == [1.0, 2.0]
-    assert result.rewards.tolist() == [12.0, 13.0]
-
-
 def test_async_functions_and_their_calls_run_concurrently():
     """Each call waits for all others to start."""
     waiting = []

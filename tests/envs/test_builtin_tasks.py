@@ -3,18 +3,15 @@
 import importlib.metadata
 import re
 import string
-import sys
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evogrpo.cli import main
 from evogrpo.data import single_turn_conversations
 from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
 from evogrpo.envs.text.tasks import TASKS, accuracy, final_number, sequence_questions, two_digit_questions
-from evogrpo.extras import missing
 
 LETTERS = f"{string.printable}\N{MINUS SIGN}\u0663é漢"
 ASKED = re.compile(r"State the final answer to the following arithmetic problem: (\d\d) ([+-]) (\d\d) =")
@@ -143,16 +140,3 @@ def test_tasks_use_their_own_score(make, tokenizer, encode, tag):
 def test_unknown_tasks_and_settings_are_refused(make, name, options, message):
     with pytest.raises(ValueError, match=message):
         make(name, **options)
-
-
-def test_a_folder_of_this_name_is_not_the_package(tmp_path, monkeypatch):
-    """Folders in the working directory are not imported."""
-    if not missing("The task", "reasoning_gym"):
-        pytest.skip("the installed package is found first")
-    package = tmp_path / "reasoning_gym"
-    package.mkdir()
-    (package / "__init__.py").write_text("open('ran', 'w')")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path, ""])  # where the command puts the working directory
-    assert main(["tasks"]) == 0
-    assert not (tmp_path / "ran").exists()

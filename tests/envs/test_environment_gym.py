@@ -17,7 +17,7 @@ from evogrpo.envs.text.environment_gym import EnvironmentGym
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.envs.text.tools import hermes_template
 from evogrpo.testing.environments import PromptEnvironmentTestCase
-from evogrpo.training.configuration.reading import load_config, parse_config
+from evogrpo.training.configuration.reading import load_config
 from tests.envs.conftest import build
 
 CHAT = (  # every turn has an end marker; tool calls are JSON in tags
@@ -103,28 +103,6 @@ def heard(batch, transcript):
 
 def first_of(batch, place=0):
     return batch.rows[place]["first"]
-
-
-def test_prompts_show_tools_and_observation():
-    env = gym()
-    batch = env.open("train", [0])
-    first = first_of(batch)
-    expected = f"<s>add['amount'] show[] <eos>\n<u>count from {first}<eos>\n<a>"
-    assert env.tokenizer.decode(batch.prompts[0]) == expected
-    assert batch.questions == (f"count from {first}",)
-
-
-def test_calls_reach_the_environment_of_their_conversation():
-    batch = gym().open("train", [0, 1])
-    one = talk(batch, call("add", amount=2) + "<eos>", call("add", amount=3) + "<eos>", "done<eos>", row=0, start=0)
-    other = talk(batch, call("add", amount="4") + call("show") + "<eos>", "so<eos>", row=1, start=1)
-    a, b = first_of(batch, 0), first_of(batch, 1)
-    assert heard(batch, one) == [f"=now {a + 2}", f"=now {a + 5}"]
-    scores = batch.score([one, other])
-    assert scores.rewards.tolist() == [a + 5, b + 4]
-    assert scores.components.keys() == {"Counter"}
-    assert scores.metrics == {"tools/call_frequency": 2.0, "tools/failure_frequency": 0.0}
-    assert f">>> now {b + 4}\n>>> {b + 4}" in scores.completions[1]
 
 
 @pytest.mark.parametrize(
@@ -594,21 +572,3 @@ def test_a_configuration_names_the_class(tmp_path):
     (tmp_path / "c.yaml").write_text(json.dumps({"task": several}))
     named = load_config(tmp_path / "c.yaml").task.environment_factory
     assert named == {"one": f"{tmp_path / 'echo.py'}:Echo", "two": "module:Two"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"environment_factory": "e.py:E"}, "max_turns"),
-        ({"max_turns": 3, "reward": "r.py:f"}, "max_turns"),
-        ({"tools": ["t.py:f"], "max_turns": 3}, "reward"),
-        ({}, "reward"),
-        ({"environment_factory": "e.py:E", "max_turns": 3, "form": "agilerl"}, "form: trl"),
-        ({"environment_factory": "e.py:E", "max_turns": 3, "system_prompt": "x"}, "system_prompt"),
-        ({"dataset": {"starts": 9}, "reward": "r.py:f"}, "dataset.starts"),
-        ({"dataset": {"starts": 9, "train": "a.jsonl"}, "environment_factory": "e.py:E", "max_turns": 3}, "starts"),
-    ],
-)
-def test_invalid_configurations_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        parse_config({"task": {"dataset": {"train": "a.jsonl"}, **changes}})

@@ -20,17 +20,6 @@ def noise(rows, *, streams=((),), width=1):
 
 
 @pytest.mark.parametrize(
-    "name", ["CartPole-v1", "Acrobot-v1", "MountainCar-v0", "MountainCarContinuous-v0", "Pendulum-v1"]
-)
-def test_native_and_gymnasium_environments_play_the_same_episodes(name):
-    native = GymnasiumGroups(name, max_episode_steps=60)
-    serial = GymnasiumGroups(name, max_episode_steps=60, vectorization="serial", num_envs=5)
-    assert (native.native, serial.native) == (True, False)
-    assert groups(native, MEMBERS) == groups(serial, MEMBERS)
-    assert native.observation_space == serial.observation_space
-
-
-@pytest.mark.parametrize(
     ("probe", "reseed_noise"), [(probes.MatchDict, False), (probes.Masked, False), (probes.NoisyWalk, True)]
 )
 def test_processes_play_the_same_episodes(probe, reseed_noise):

@@ -204,14 +204,6 @@ def test_template_options_of_a_row_override_those_of_the_environment():
 # ---- invalid arguments
 
 
-def test_long_prompts_are_left_out_and_counted(tokenizer):
-    long = {"question": "x" * 50, "answer": "", "level": 0}
-    with pytest.warns(UserWarning, match="train: 1 too long"):
-        env = agilerl(tokenizer, [*QA, long], max_prompt_length=20)
-    assert (env.filtered["train"].too_long, env.filtered["test"].too_long) == (1, 0)
-    assert env.size("train") + env.size("validation") == len(QA)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -130,22 +130,6 @@ def test_every_agent_of_a_group_has_a_row_in_each_of_its_episodes():
     assert (own.own_rewards[1::2].sum(1) == 2 * lived).all()
 
 
-def test_agents_born_at_random_live_once_and_without_gaps():
-    env = PettingZooGroups(joint_probes.Generated, env_kwargs={"max_cycles": 30})
-    played = play(env, starts=2, group_size=2, members=(0,))
-    own = played.episodes["shared"]
-    lives = [np.flatnonzero(row) for row in own.present if row.any()]
-    assert all((np.diff(each) == 1).all() for each in lives)
-    assert max(each[0] for each in lives) > 0
-    assert min(each[-1] for each in lives) < 29
-    assert (own.terminated | own.truncated)[own.present.any(1)].all()
-    assert own.terminated.any()
-    assert own.truncated.any()
-    assert set(env.agents) < set(own.agents)  # more agents than those of the first reset
-    # One agent is paid at each step, so the team rewards of an episode sum to its steps.
-    assert env.scores(played).tolist() == played.lengths.tolist() == [30] * 4
-
-
 @pytest.mark.parametrize("beside", [False, True])
 def test_action_masks_are_read_from_infos_and_observations(beside):
     env = PettingZooGroups(lambda: joint_probes.Masked(beside=beside))

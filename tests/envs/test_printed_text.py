@@ -5,8 +5,6 @@ import io
 import sys
 
 import pytest
-from rich.console import Console
-from rich.live import Live
 
 from evogrpo import HuggingFaceGym
 from evogrpo.data import single_turn_conversations
@@ -47,19 +45,6 @@ def test_prints_are_escaped_and_streams_restored(tokenizer, function, capsys):
     captured = capsys.readouterr()
     assert captured.out == f"out {ESCAPED}\n"
     assert captured.err == f"err {ESCAPED}\n"
-
-
-def test_prints_do_not_break_a_live_display(tokenizer):
-    stream = io.StringIO()
-    console = Console(file=stream, force_terminal=True, width=80)
-    env = HuggingFaceGym(QA, None, tokenizer, reward_fn=printing)
-    with Live("BAR", console=console, auto_refresh=False):
-        env.open("train", [0]).score(ONE)
-    text = stream.getvalue()
-    assert text.count("out \\x1b[2J") == 1
-    assert "\x1b[2J" not in text
-    assert "\x1b]0" not in text
-    assert text.rindex("BAR") > text.index("out \\x1b")  # printed text stays above the display
 
 
 @pytest.mark.parametrize("ending", ["", "\n"])

@@ -6,12 +6,9 @@ import warnings
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium import spaces
 from gymnasium.wrappers import NormalizeObservation, NormalizeReward, StickyAction
 
-from evogrpo.envs.control.conversion import legal_actions
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
-from evogrpo.envs.control.random_play import random_action
 from tests.envs import probes
 from tests.envs.actors import STILL, play_rows
 
@@ -128,21 +125,3 @@ def test_the_check_plays_few_steps(make, most, monkeypatch):
         warnings.simplefilter("ignore")
         GymnasiumGroups(make)
     assert 0 < len(steps) <= most
-
-
-@pytest.mark.parametrize(
-    "space",
-    [
-        *(spaces.Discrete(3, start=4), spaces.MultiDiscrete([[3, 2], [2, 4]]), spaces.MultiBinary((2, 3))),
-        spaces.Box(np.float32([-1, 2, -np.inf, -3.4e38]), np.float32([1, 3, np.inf, 3.4e38])),
-    ],
-)
-def test_sampled_actions_are_in_the_space_and_legal(space):
-    rng = np.random.default_rng(0)
-    drawn = [random_action(space, None, rng) for _ in range(40)]
-    assert all(action.dtype == space.dtype for action in drawn)
-    assert all(space.contains(action + getattr(space, "start", 0)) for action in drawn)
-    assert len({action.tobytes() for action in drawn}) > 2
-    pair = spaces.MultiDiscrete([3, 2])
-    (mask,) = legal_actions(pair, [np.array([1, 0, 1, 0, 1])])
-    assert {tuple(random_action(pair, mask, rng).tolist()) for _ in range(40)} == {(0, 1), (2, 1)}

@@ -66,16 +66,6 @@ def test_non_finite_actions_become_neutral_and_are_recorded(bad):
     assert to_environment(shifted, np.array([[bad], [2.5]], np.float32)).tolist() == [[2.0], [2.5]]
 
 
-def test_observations_keep_their_dtype_and_structure():
-    assert play(probes.MatchImage).observations.dtype == np.uint8
-    which, (number,) = play(probes.MatchTuple).observations
-    assert (which.shape, which.dtype, number.shape) == ((ROWS, 1), np.int64, (ROWS, 1, 1))
-    assert {name: leaf.shape for name, leaf in play(probes.MatchDict).observations.items()} == {
-        "number": (ROWS, 1, 1),
-        "which": (ROWS, 1),
-    }
-
-
 def test_environments_that_modify_their_action_change_no_record():
     class Writes(Odd):
         def step(self, action):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from evogrpo import GRPO, GymnasiumGroups, HuggingFaceGym, RLParameter, evolve, resume, train
+from evogrpo import GRPO, HuggingFaceGym, MultiAgentGRPO, RLParameter, evolve, resume, train
 from evogrpo.safe_parsing import read_yaml_file
 from evogrpo.training.configuration.question_tasks import DatasetFiles, DatasetTask, read_rows
 from tests.tiny_models import tiny_tokenizer
@@ -26,10 +26,7 @@ class Pair(nn.Linear):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: HuggingFaceGym(QUESTIONS, tokenizer=tiny_tokenizer(), reward_func=variety), "reward_funcs"),
         (lambda: HuggingFaceGym(dataset=QUESTIONS, tokenizer=tiny_tokenizer(), reward_fn=variety), "train_dataset"),
-        (lambda: GymnasiumGroups("CartPole-v1", n_envs=8), "num_envs"),
-        (lambda: tiny_agent().generate(["1+1"], max_new_tokens=4), "max_output_tokens"),
         (lambda: RLParameter(low=1e-5, high=1e-3), "min"),
         (lambda: GRPO(BOX), "action_space"),
         (lambda: GRPO(nn.Linear(4, 2)), "observation_space"),
@@ -41,6 +38,9 @@ class Pair(nn.Linear):
         ),
         (lambda: GRPO(BOX, gymnasium.spaces.Dict({"a": LEFT_RIGHT})), "MultiAgentGRPO"),
         (lambda: step_population(2).evaluate("CartPole-v1"), "GymnasiumGroups"),
+        (lambda: step_population(2).sample_with(object()), "sample_with"),
+        (lambda: MultiAgentGRPO(observation_space={}), "it is called 'observation_spaces' here"),
+        (lambda: tiny_agent(INIT_HP={"LR": 1}), "'INIT_HP'"),
         (lambda: train("CartPole-v1", total_timesteps="1e4"), "total_timesteps must be"),
         (lambda: evolve(tiny_env(), tiny_population(1), generations=1), "population first"),
         (lambda: resume(cart_pole(), "run"), r"resume\(run_dir, env\)"),

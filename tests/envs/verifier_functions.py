@@ -94,24 +94,8 @@ def arrays(completions, **_):
     return np.arange(len(completions))
 
 
-INVALID = {"text": "ab", "texts": ["1.0"], "no number": [float("nan")], "too many": [1.0, 2.0]}
-
-
-def invalid(completions, **_):
-    return INVALID[completions[0]]
-
-
 def variety(completion, answer, question):
     return len(set(completion)) / 8
-
-
-HANGS = tuple("0123")
-
-
-def hangs_at_first(completion, answer, question):
-    if completion.startswith(HANGS):
-        time.sleep(600)
-    return float(len(completion))
 
 
 def note(place, *values):

@@ -7,8 +7,8 @@ from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
 from evogrpo.data import SamplingBatch
 from evogrpo.models.language.bank import AdapterBank
 from evogrpo.testing.samplers import PROMPTS, SamplerTestCase, as_batch, different_members, make_rows
-from tests.policy_banks import PolicyBankTestCase
-from tests.tiny_batches import assert_banks_agree, grpo_loss, same_state, sampled_batch, tiny_bank
+from tests.policy_banks import PolicyBankTestCase, same_state
+from tests.tiny_batches import assert_banks_agree, grpo_loss, sampled_batch, tiny_bank
 from tests.tiny_models import DISTINCT, EOS, PAD, tiny_model
 
 TOKENS = 5

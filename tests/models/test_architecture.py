@@ -15,7 +15,7 @@ from evogrpo.models.networks.architecture import (
 )
 from evogrpo.models.networks.networks import DefaultNetwork
 from evogrpo.randomness import generator
-from tests.tiny_batches import same_state
+from tests.policy_banks import same_state
 from tests.tiny_networks import CASES, MIXED, VECTOR, Case, acted_batch, observe, stacked, tensors
 
 HIDDEN = (7, 5)

@@ -1,27 +1,17 @@
 """fast_llama matches transformers, and is not used for unsupported models."""
 
 import copy
-import dataclasses
 import warnings
 from functools import partial
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.data import SamplingOptions
 from evogrpo.functional import matmul as products
 from evogrpo.models.fast_llama import attention, decode
-from evogrpo.models.language import sampling
 from evogrpo.testing.samplers import PROMPTS, as_batch, different_members, make_rows
 from tests.tiny_batches import assert_banks_agree, grpo_loss, lora, tiny_bank
 from tests.tiny_models import COMMON, tiny_model
@@ -150,41 +140,6 @@ class OneDNNCalls(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.of_onednn |= "mkldnn._linear_pointwise" in str(func)
         return func(*args, **kwargs or {})
-
-
-class SynchronisingCalls(TorchDispatchMode):
-    """Counts operations that synchronise with the device."""
-
-    WAITS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "is_nonzero")
-    calls = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        indices = args[1] if "index" in str(func) and len(args) > 1 and isinstance(args[1], list | tuple) else ()
-        by_mask = any(isinstance(each, torch.Tensor) and each.dtype == torch.bool for each in indices)
-        self.calls += by_mask or any(name in str(func) for name in self.WAITS)
-        return func(*args, **kwargs or {})
-
-
-SETTINGS = {
-    "greedy": {"temperature": torch.zeros(27)},
-    "truncated": {
-        "temperature": torch.arange(27) % 3 / 2,
-        "options": SamplingOptions(top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.2),
-    },
-}
-
-
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_decoding_does_not_synchronise_per_token(settings, monkeypatch):
-    monkeypatch.setitem(sampling.CHECK_EVERY, "cpu", 100)
-    monkeypatch.setattr(decode, "MAX_DISTINCT_SHARE", 0.0)  # on other devices each row is run by itself
-    bank, counts = different_members(built(SUPPORTED["mistral, window"]), SIZE), []
-    for tokens in (4, 11):
-        rows = make_rows(range(SIZE), tokens=tokens, min_new_tokens=tokens // 2)
-        with SynchronisingCalls() as asking:
-            bank.sample(dataclasses.replace(rows, **SETTINGS[settings]))
-        counts.append(asking.calls)
-    assert counts[0] == counts[1] > 0
 
 
 def test_bfloat16_is_as_accurate_as_transformers(fast_and_slow):

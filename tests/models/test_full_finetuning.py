@@ -105,15 +105,6 @@ def test_saved_agents_are_equal(tmp_path):
         GRPO(actor_network=MODEL, pad_token_id=PAD, lora_config=lora()).load_checkpoint(tmp_path / "agent")
 
 
-def test_members_inherit_all_weights_and_new_ones_are_the_base():
-    bank = full_members(MODEL, 3)
-    base = torch.nn.utils.parameters_to_vector(MODEL.parameters())
-    parent = bank.state(2)
-    bank.inherit([2, None, 2])
-    assert torch.equal(bank.state(0)["weights"], parent["weights"])
-    assert torch.equal(bank.state(1)["weights"], base)
-
-
 @pytest.mark.parametrize(
     ("options", "rule"),
     [

@@ -5,7 +5,8 @@ import torch
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.testing.samplers import different_members, make_rows
-from tests.tiny_batches import grpo_loss, same_state, sampled_batch
+from tests.policy_banks import same_state
+from tests.tiny_batches import grpo_loss, sampled_batch
 from tests.tiny_models import DISTINCT, tiny_model
 
 HYPERPARAMETERS = {0: Hyperparameters(lr=1e-2), 1: Hyperparameters(lr=1e-3)}

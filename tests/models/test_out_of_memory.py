@@ -5,8 +5,8 @@ import torch
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.testing.samplers import PROMPTS
-from tests.policy_banks import assert_gradients_agree
-from tests.tiny_batches import grpo_loss, same_state, sampled_batch, tiny_bank
+from tests.policy_banks import assert_gradients_agree, same_state
+from tests.tiny_batches import grpo_loss, sampled_batch, tiny_bank
 
 HYPERPARAMETERS = {slot: Hyperparameters(lr=1e-2, max_grad_norm=1e6) for slot in range(3)}
 

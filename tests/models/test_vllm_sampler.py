@@ -15,15 +15,7 @@ from evogrpo.interruption import Interrupted, Stop
 from evogrpo.models.language import vllm_sampler
 from evogrpo.models.language.loading import loadable_name
 from evogrpo.models.language.vllm_sampler import VLLMError, VLLMSampler, vllm_command
-from evogrpo.testing.samplers import (
-    EOS,
-    PROMPTS,
-    SamplerTestCase,
-    as_batch,
-    different_members,
-    make_rows,
-    tiny_llama,
-)
+from evogrpo.testing.samplers import EOS, PROMPTS, SamplerTestCase, as_batch, different_members, make_rows, tiny_llama
 from tests.tiny_batches import tiny_bank
 from tests.tiny_models import tiny_model
 from tests.tiny_training import tiny_env, tiny_population

@@ -73,7 +73,7 @@ def written(folder, *events):
     for event in events:
         version = {} if lines else {"journal_version": VERSION}
         offset = {"offset": offsets[event["offset"]]} if event["event"] == "resumed" else {}
-        lines.append(json.dumps({"time": 0.0} | version | event | offset) + "\n")
+        lines.append(json.dumps({"event": event["event"], "time": 0.0} | version | event | offset) + "\n")
         offsets.append(offsets[-1] + len(lines[-1]))
     (folder / "journal.jsonl").write_text("".join(lines))
     return folder

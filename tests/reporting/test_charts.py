@@ -1,6 +1,5 @@
 """Charts hold the journal: fitness, lineage, learning steps and hyperparameters of every member."""
 
-import json
 from itertools import pairwise
 
 import numpy as np
@@ -17,16 +16,6 @@ RUN = {"event": "run", "evolvable": {}}
 
 def charts_of(run_dir):
     return run_charts(summarise(read_journal(run_dir / "journal.jsonl")))
-
-
-def with_change(run_dir, change):
-    """Apply a function to every event of a journal and return its charts."""
-    path = run_dir / "journal.jsonl"
-    events = [json.loads(line) for line in path.read_text().splitlines()]
-    for event in events:
-        change(event)
-    path.write_text("".join(json.dumps(event) + "\n" for event in events))
-    return charts_of(run_dir)
 
 
 def results_of(run):
@@ -73,21 +62,6 @@ def test_hyperparameters_are_constant_between_births(tmp_path, fake_run, name, l
     assert births
     low, high = chart.limits
     assert all(low < getattr(result.hyperparameters, name) < high for result in results_of(run))
-
-
-def test_a_member_without_a_value_has_no_line(tmp_path, fake_run):
-    """As a founder whose clip_low follows clip_coef."""
-
-    def change(event):
-        if event["event"] == "run":
-            event["evolvable"]["clip_low"] = {"min": 0.1, "max": 0.3, "scale": "linear", "factor": 1.2}
-        for each in event["members"] if event["event"] == "generation" else ():
-            each["hyperparameters"]["clip_low"] = 0.2 if each["index"] else None
-
-    run = with_change(fake_run(tmp_path, size=3, generations=2), change)
-    lines = chart_of(run, "clip_low").lines
-    assert {line.index for line in lines} == {history.index for history in run.histories} - {0}
-    assert {point.y for line in lines for point in line.points} == {0.2}
 
 
 def test_every_member_is_in_its_slot_of_the_lineage(tmp_path, fake_run):

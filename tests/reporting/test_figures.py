@@ -1,10 +1,6 @@
 """The figure is drawn for runs of every shape and keeps matplotlib's settings."""
 
 import io
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import matplotlib
 import numpy as np
@@ -55,28 +51,3 @@ def test_a_report_displays_itself_and_writes_nothing_until_asked(tmp_path, fake_
     assert shown.write() == folder / "report.html"
     assert dict(matplotlib.rcParams) == settings
     assert (folder / "report.png").exists()
-
-
-def test_many_members_need_few_line_objects(tmp_path, fake_run):
-    figure = report(fake_run(tmp_path, size=20, generations=40)).figure
-    assert sum(len(axes.lines) for axes in figure.axes) < 60
-
-
-@pytest.mark.slow
-def test_matplotlib_keeps_its_settings_and_torch_is_not_imported(tmp_path, fake_run):
-    fake_run(tmp_path, generations=2)
-    code = f"""
-import sys
-import evogrpo.reporting.report
-assert not {{"matplotlib", "plotly"}} & sys.modules.keys()
-import matplotlib
-matplotlib.rcParams["font.size"] = 17
-before = dict(matplotlib.rcParams)
-evogrpo.reporting.report.report({str(tmp_path)!r}).write()
-assert dict(matplotlib.rcParams) == before
-assert not {{"matplotlib.pyplot", "torch"}} & sys.modules.keys()
-"""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "MPLBACKEND": "svg"}
-    # pyparsing's deprecation warnings are UserWarnings.
-    warnings = ["-W", "error::UserWarning", "-W", "ignore::DeprecationWarning"]
-    subprocess.run([sys.executable, *warnings, "-c", code], check=True, env=environment)

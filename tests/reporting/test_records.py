@@ -2,9 +2,7 @@
 
 import json
 
-import pytest
-
-from evogrpo.reporting.records import BaselineReport, Example, GenerationReport, TestReport
+from evogrpo.reporting.records import BaselineReport, GenerationReport, TestReport
 
 
 def test_a_journal_holds_the_reports(any_stored_run):
@@ -26,12 +24,3 @@ def test_generations_baseline_and_test_round_trip(any_stored_run):
     baseline, measured = BaselineReport.from_json(event), any_stored_run.trainer.run_state.baseline
     assert (baseline.fitness.mean, baseline.fitness.standard_error) == (measured.mean, measured.standard_error)
     assert baseline.questions == len(measured.scores)
-
-
-@pytest.mark.parametrize("name", ["prompt", "completion", "reward", "index"])
-def test_examples_require_all_fields(name):
-    whole = Example(prompt="p", completion="c", reward=None, index=3, rewards={"f": 1.0, "g": None}).to_json()
-    assert Example.from_json(whole).to_json() == whole
-    del whole[name]
-    with pytest.raises(ValueError, match=name):
-        Example.from_json(whole)

@@ -109,23 +109,6 @@ def test_only_the_tensors_of_one_file_are_alive_while_writing(tmp_path):
     assert equal(read_checkpoint(tmp_path / "c")[0], dict(Fresh(4)))
 
 
-def test_a_further_file_is_made_once_and_only_when_it_is_written(tmp_path):
-    made = []
-
-    def make(name):
-        def content():
-            made.append((name, sorted(path.name for path in next(tmp_path.glob(".c.*")).iterdir())))
-            return name.encode()
-
-        return content
-
-    write_checkpoint(tmp_path / "c", TENSORS, RECORD, files={"a": make("a"), "b": b"given", "z": make("z")})
-    early = ["population.json", "population.safetensors"]
-    assert made == [("a", early), ("z", sorted(["a", "b", *early]))]
-    assert [(tmp_path / "c" / name).read_bytes() for name in "abz"] == [b"a", b"given", b"z"]
-    assert read_checkpoint(tmp_path / "c")[1] == RECORD
-
-
 # --- what cannot be written ------------------------------------------------------------------------------------------
 
 

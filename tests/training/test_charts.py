@@ -1,4 +1,4 @@
-"""TensorBoard scalars of all kinds of runs."""
+"""TensorBoard scalars of runs."""
 
 import re
 import threading
@@ -15,7 +15,6 @@ from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.trainer import Trainer
 from tests.tiny_steps import QUICK, cart_pole, step_population
-from tests.tiny_training import tiny_env, tiny_population
 
 EVOLVING = HyperparameterConfig(lr=RLParameter(min=1e-3, max=3e-2, scale="log"))
 
@@ -30,32 +29,23 @@ def curve(logs, tag):
     return [(each.step, each.value) for each in logs.Scalars(tag)]
 
 
-def begun(kind):
-    if kind == "language":
-        return tiny_population(2, hp_config=EVOLVING, group_size=4), tiny_env()
-    env = cart_pole()
-    return step_population(2, env, hp_config=EVOLVING), env
-
-
-@pytest.fixture(scope="module", params=["language", "networks"])
-def run(request, tmp_path_factory):
-    """Train, stop after a generation and resume; return the kind, the folder and the reports of generations."""
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Train, stop after a generation and resume; return the folder and the reports of generations."""
     folder = tmp_path_factory.mktemp("charts") / "run"
-    population, env = begun(request.param)
     quick = QUICK | {"generations": 1, "run_dir": folder}
-    reports = list(evolve(population, env, **quick))
+    reports = list(evolve(step_population(2, hp_config=EVOLVING), cart_pole(), **quick))
     for file in (folder / "tensorboard").glob("events.out.tfevents.*"):
         # Resumes a second later: TensorBoard reads files of the same second in any order.
         file.rename(
             file.with_name(re.sub(r"(?<=tfevents\.)\d+", lambda second: f"{int(second[0]) - 1:010d}", file.name))
         )
-    base = {"actor_network": population.members.bank.base.model} if request.param == "language" else {}
-    reports += list(resume(folder, begun(request.param)[1], generations=2, **base))
-    return request.param, folder, reports
+    reports += list(resume(folder, cart_pole(), generations=2))
+    return folder, reports
 
 
 def test_members_population_and_best_have_curves(run):
-    _, folder, reports = run
+    folder, reports = run
     logs = logs_of(folder)
     slots = range(len(reports[0].members))
     for name in ("fitness", "reward"):
@@ -70,7 +60,7 @@ def test_members_population_and_best_have_curves(run):
 
 
 def test_a_resumed_run_continues_the_curves_of_the_journal(run):
-    _, folder, _ = run
+    folder, _ = run
     logs = logs_of(folder)
     tags = logs.Tags()["scalars"]
     for tag in tags:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import yaml
+from datasets import Dataset
 
 from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Hyperparameters
 from evogrpo.config.objective import Objective
@@ -123,9 +124,12 @@ def test_an_imported_configuration_is_valid():
         ("a.json", '[{"question": "2+2?", "answer": "4"}, {"question": "a, b", "answer": "x"}]'),
     ],
 )
-def test_byte_order_marks_are_ignored(tmp_path, name, content):
+def test_formats_of_datasets_have_equal_rows(tmp_path, name, content):
     (tmp_path / name).write_text(content, encoding="utf-8")
-    assert read_rows(tmp_path / name) == [{"question": "2+2?", "answer": "4"}, {"question": "a, b", "answer": "x"}]
+    rows = [{"question": "2+2?", "answer": "4"}, {"question": "a, b", "answer": "x"}]
+    assert read_rows(tmp_path / name) == rows
+    Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    assert list(read_rows(tmp_path / "a.parquet")) == rows
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import re
 import sys
 
 import pytest
@@ -11,17 +10,9 @@ from rich.console import Console
 from evogrpo import evolve, resume
 from evogrpo.reporting.records import LANGUAGE, GenerationReport
 from evogrpo.training.display import RunDisplay, generation_table
+from tests.cli.project import CONTROL, Terminal
 from tests.tiny_models import tiny_model
 from tests.tiny_training import QUICK, SPACE, tiny_env, tiny_population, tiny_run
-
-CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-
-
-class Terminal(io.StringIO):
-    """A stream that claims to be a terminal."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 def on_a_terminal(monkeypatch):

@@ -12,18 +12,9 @@ from evogrpo.algorithms.evaluation import evaluate
 from evogrpo.evolution import Mutation, Stateless
 from evogrpo.reporting.records import GenerationReport, StepReport, TestReport
 from evogrpo.training.evolve import Run
-from tests.stored_runs import STARTS
 from tests.tiny_models import tiny_model
-from tests.tiny_training import (
-    SPACE,
-    equal_states,
-    finish,
-    shared_model,
-    state_of,
-    tiny_env,
-    tiny_population,
-    tiny_run,
-)
+from tests.tiny_steps import step_run
+from tests.tiny_training import SPACE, equal_states, finish, shared_model, state_of, tiny_env, tiny_population, tiny_run
 
 STEPS = {"steps_per_generation": 2, "samples_per_step": 8}
 SPENDING = {"samples_per_step": 8, "validation_questions": 6, "test_questions": 12}
@@ -180,10 +171,9 @@ class Watched(Stateless):
         return self.tournament.to_json()
 
 
-@pytest.mark.parametrize("kind", ["language", "networks"])
-def test_the_elite_is_unchanged_and_children_copy_their_parents(kind):
+def test_the_elite_is_unchanged_and_children_copy_their_parents():
     watched = Watched()
-    run = STARTS[kind](None, size=4, generations=4, strategy=watched)
+    run = step_run(None, size=4, generations=4, strategy=watched)
     watched.population = run.population
     copied = 0
     for report in run.reports():

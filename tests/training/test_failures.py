@@ -16,12 +16,11 @@ from tests.tiny_training import (
     check_same_run,
     equal_states,
     finish,
-    randomise_adapter,
+    random_population,
     resumed_run,
     state_of,
     stop_after,
     tiny_env,
-    tiny_population,
     tiny_run,
     variety,
     without_times,
@@ -165,16 +164,9 @@ def sure(completion, answer, question):
     return variety(completion, answer, question)
 
 
-def different(size):
-    population = tiny_population(size)
-    for agent in population:
-        randomise_adapter(agent, agent.slot)
-    return population
-
-
 @pytest.mark.filterwarnings("ignore:.*left out", "ignore:.*completions excluded")
 def test_members_are_compared_on_questions_with_rewards_for_all():
-    population, members = different(3), different(3).members
+    population, members = random_population(3), random_population(3).members
     full = evaluate(members, [0, 1, 2], tiny_env(reward_fn=sure), "validation")
     part = evaluate(members, [0, 1, 2], tiny_env(reward_fn=picky, on_reward_error="exclude"), "validation")
     rewarded = np.isfinite(part).all(0)
@@ -188,7 +180,9 @@ def test_members_are_compared_on_questions_with_rewards_for_all():
 @pytest.mark.filterwarnings("ignore:.*completions excluded")
 def test_a_run_records_the_number_of_rewarded_questions(tmp_path):
     env = tiny_env(reward_fn=picky, on_reward_error="exclude")
-    run = evolve(different(3), env, run_dir=tmp_path / "run", generations=2, steps_per_generation=1, samples_per_step=8)
+    run = evolve(
+        random_population(3), env, run_dir=tmp_path / "run", generations=2, steps_per_generation=1, samples_per_step=8
+    )
     with pytest.warns(UserWarning, match="validation questions"):
         reports = list(run)
     counted = [event["questions"] for event in read_journal(tmp_path / "run" / "journal.jsonl") if "plan" in event]
@@ -210,13 +204,13 @@ def test_failed_calls_are_retried_on_held_out_questions_only():
         return variety(completion, answer, question)
 
     env = tiny_env(reward_fn=shaky, on_reward_error="exclude")
-    members = different(2).members
+    members = random_population(2).members
     again = evaluate(members, [0, 1], env, "validation")
     assert np.array_equal(again, evaluate(members, [0, 1], tiny_env(reward_fn=sure), "validation"))
     assert set(calls.values()) <= {2, 4}
     calls.clear()
     with pytest.warns(UserWarning, match="completions excluded"):
-        different(1).collect(env, step=0, samples_per_step=4, block=1)
+        random_population(1).collect(env, step=0, samples_per_step=4, block=1)
     assert min(calls.values()) == 1
 
 

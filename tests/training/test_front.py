@@ -5,17 +5,8 @@ import dataclasses
 import gymnasium
 import pytest
 import torch
-from gymnasium.wrappers import TimeAwareObservation
 
-from evogrpo import (
-    GRPO,
-    GymnasiumGroups,
-    HyperparameterConfig,
-    NetworkConfig,
-    RLParameter,
-    evolve,
-    train,
-)
+from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, NetworkConfig, RLParameter, evolve, train
 from evogrpo.evolution import Fixed
 from evogrpo.storage.journal import read_journal
 from tests.tiny_steps import cart_pole
@@ -155,9 +146,3 @@ def test_callbacks_run_with_the_callers_number_of_threads(monkeypatch):
 def test_invalid_arguments_are_refused_before_anything_is_played(arguments, settings, rule):
     with pytest.raises(ValueError, match=rule):
         train(*arguments, **settings)
-
-
-@pytest.mark.parametrize("wrapper", [TimeAwareObservation, {"name": "TimeAwareObservation"}])
-def test_wrappers_are_classes_or_names(wrapper):
-    brief = {"generations": 1, "steps_per_generation": 1, "size": 1, "max_episode_steps": 5}
-    assert train("CartPole-v1", wrappers=[wrapper], **SMALL | brief).best.observation_space.shape == (5,)

@@ -6,7 +6,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from evogrpo import GymnasiumGroups, MultiAgentGRPO, Objective, PettingZooGroups
+from evogrpo import GymnasiumGroups, Objective
 from evogrpo.algorithms.evaluation import evaluate_questions, measure_fitness
 from evogrpo.algorithms.policies.policy_set import EvaluationRequest
 from evogrpo.evolution import Fitness, FitnessConfig
@@ -15,19 +15,12 @@ from evogrpo.training.evaluation import candidates
 from evogrpo.training.run_dir import generation_curves
 from tests.envs import joint_probes
 from tests.tiny_steps import cart_pole, step_population, step_run
-from tests.tiny_training import (
-    finish,
-    randomise_adapter,
-    tiny_env,
-    tiny_population,
-)
+from tests.tiny_teams import team_env, team_population
+from tests.tiny_training import finish, random_population, tiny_env, tiny_population
 
 
 def language():
-    population = tiny_population(3)
-    for agent in population:
-        randomise_adapter(agent, agent.slot)
-    return population.members, tiny_env()
+    return random_population(3).members, tiny_env()
 
 
 def networks():
@@ -36,11 +29,8 @@ def networks():
 
 
 def teams():
-    env = PettingZooGroups(joint_probes.Masked, validation_size=6, test_size=4)
-    population = MultiAgentGRPO.population(
-        3, observation_spaces=env.observation_spaces, action_spaces=env.action_spaces, group_size=4
-    )
-    return population.members, env
+    env = team_env(joint_probes.Masked, validation_size=6, test_size=4)
+    return team_population(3, env, policies="shared", hp_config=None, group_size=4).members, env
 
 
 KINDS = {"language": language, "networks": networks, "teams": teams}
@@ -291,8 +281,3 @@ def test_discarded_groups_of_dynamic_sampling_count():
     starts = constant.open("train", collected.starts[:4]).questions
     wanted = {place: float(question.startswith(("1", "2", "3"))) for place, question in enumerate(starts)}
     assert collected.earned == {0: wanted, 1: wanted}
-
-
-def test_invalid_settings_are_refused():
-    with pytest.raises(ValueError, match="count_evaluations"):
-        step_run(None, count_evaluations=True)

@@ -16,23 +16,18 @@ from evogrpo.testing.strategies import SPACE
 from evogrpo.training.configuration.reading import load_config, parse_config
 from evogrpo.training.configuration.user_code import check_resumable
 from evogrpo.training.display import plan_lines
-from evogrpo.training.launch import read_resumable, start
-from evogrpo.training.launch import resume as resume_configured
 from evogrpo.training.run_dir import open_run
 from evogrpo.training.trainer import StrategyError
-from tests.cli.project import prepare
 from tests.evolution.simulated_training import Simulation, Surface, wrong_founders
 from tests.strategies.user_defined import Gaussian, Halving, Turns, halved
 from tests.tiny_steps import cart_pole, step_population, step_run
 from tests.tiny_training import (
-    check_same_run,
     equal_states,
     events_of,
     final_states,
     finish,
     resumed_run,
     state_of,
-    stop_after,
     tiny_population,
     tiny_run,
 )
@@ -349,18 +344,6 @@ def test_a_configuration_names_a_strategy_in_a_file(configured, tmp_path, monkey
             configured(given, override)
     monkeypatch.chdir(tmp_path)
     assert configured(given, "strategy.name=mine:Clones").to_json()["strategy"]["name"] == "mine:Clones"
-
-
-def test_a_configured_run_resumes_with_its_class(configured, tmp_path):
-    config = configured({"name": "mine.py:Clones", "share": 0.7})
-    finish(start(prepare(config), tmp_path / "whole"))
-    stop_after(start(prepare(config), tmp_path / "run"), 3)
-    (tmp_path / "mine.py").write_text(f"{OWN}# touched\n")  # equal code, another module for Python
-    resumable = read_resumable(tmp_path / "run")
-    finish(resume_configured(prepare(resumable.config), resumable, tmp_path / "run"))
-    check_same_run(tmp_path / "run", tmp_path / "whole")
-    plans = [event["plan"] for event in events_of(tmp_path / "run") if event.get("plan")]
-    assert any(plan["children"] for plan in plans)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import pytest
 
 from evogrpo import evolve, resume
-from evogrpo.evolution import Leader, SharedExperience
-from evogrpo.reporting.records import GenerationReport, StepReport
+from evogrpo.evolution import SharedExperience
+from evogrpo.reporting.records import StepReport
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.forecast import samples_row
@@ -33,17 +33,6 @@ def test_members_learn_from_shared_samples_and_costs_count_once(kind, tmp_path):
     events = read_journal(tmp_path / "run" / "journal.jsonl")
     assert events[0]["experience"] == dump(SHARED)
     assert run.run_state.timesteps < run.run_state.tokens
-
-
-@pytest.mark.parametrize("kind", ["language", "team"])  # the next test has networks
-def test_members_of_every_kind_learn_from_the_leader(kind, tmp_path):
-    run = STARTS[kind](tmp_path / "run", experience=SharedExperience(), strategy=Leader(), generations=2)
-    reports = finish(run)
-    steps = [report for report in reports if isinstance(report, StepReport)]
-    assert all(member.failed is None for step in steps for member in step.learned.values())
-    assert all(len({member.samples for member in step.learned.values()}) == 1 for step in steps)
-    plan = next(report.plan for report in reports if isinstance(report, GenerationReport))
-    assert sorted(map(bool, plan.samples)) == [False, False, True]
 
 
 def test_only_the_leader_samples_and_the_run_resumes_equal(tmp_path):

@@ -18,16 +18,7 @@ from evogrpo.training.evolve import Run
 from evogrpo.training.run_dir import open_run
 from tests.forking import Forked
 from tests.tiny_steps import step_run
-from tests.tiny_training import (
-    QUICK,
-    check_same_run,
-    finish,
-    resumed_run,
-    tiny_env,
-    tiny_population,
-    tiny_run,
-    variety,
-)
+from tests.tiny_training import QUICK, check_same_run, finish, resumed_run, tiny_env, tiny_population, tiny_run, variety
 
 
 class After(RunStop):
