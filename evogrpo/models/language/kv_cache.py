@@ -72,17 +72,12 @@ class KVCache:
         width = int(self.mask.sum(1).max())
         # A stable sort of booleans moves False to the left and keeps the order of real tokens.
         order = self.mask.int().argsort(dim=1, stable=True)[:, self.mask.shape[1] - width :]
-        index = order[:, None, :, None]
-        return KVCache(
-            layers=tuple(
-                (
-                    keys.gather(2, index.expand(*keys.shape[:2], width, keys.shape[3])),
-                    values.gather(2, index.expand(*values.shape[:2], width, values.shape[3])),
-                )
-                for keys, values in self.layers
-            ),
-            mask=self.mask.gather(1, order),
-        )
+
+        def moved(part: Tensor) -> Tensor:
+            return part.gather(2, order[:, None, :, None].expand(*part.shape[:2], width, part.shape[3]))
+
+        layers = tuple((moved(keys), moved(values)) for keys, values in self.layers)
+        return KVCache(layers=layers, mask=self.mask.gather(1, order))
 
 
 def gather_rows(parts: Sequence[KVCache], part_of: Tensor, row_of: Tensor) -> KVCache:

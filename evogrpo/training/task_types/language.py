@@ -31,6 +31,7 @@ from evogrpo.models.language.loading import (
 from evogrpo.models.language.lora import LoraTargets, lora_from_json, read_adapter
 from evogrpo.models.language.sampling import rows_at_once
 from evogrpo.models.language.sizing import (
+    FLOAT,
     base_bytes,
     bytes_of,
     learning_bytes,
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedModel
 
-FLOAT = 4  # bytes of a float32
 SAVINGS = (
     "population.size, agent.micro_batch_tokens, agent.max_output_tokens or agent.max_episode_tokens, or take a smaller "
     "model"
