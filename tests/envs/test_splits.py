@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from evogrpo.envs.protocol import SPLITS
 from evogrpo.envs.text.datasets import (
     HELD_OUT_FRACTION,
-    RESERVE_FACTOR,
     Filtered,
     PromptSplit,
     RowHashes,
@@ -63,7 +62,7 @@ def test_splits_are_disjoint_and_every_row_is_counted(train, held_out, given_spl
     used = [question for part in parts.values() for question in part]
     assert len(used) == len(set(used))
     assert all(parts.values())
-    left_out = sum(c.too_long + c.duplicates + c.held_out + c.reserve for c in filtered.values())
+    left_out = sum(c.too_long + c.duplicates + c.held_out for c in filtered.values())
     assert len(used) + left_out == sum(len(table) for table in tables.values())
 
 
@@ -121,16 +120,14 @@ def depth(name, question):
 
 
 @pytest.mark.parametrize("more", [50, 1000])
-def test_reserved_questions_are_not_trained_on(more):
+def test_training_questions_are_never_held_out_later(more):
     sizes = {"validation": 20, "test": 20}
-    before, filtered = split({"train": rows(*range(1000))}, sizes=sizes)
+    before, _ = split({"train": rows(*range(1000))}, sizes=sizes)
     after, _ = split({"train": rows(*range(1000 + more))}, sizes=sizes)
-    assert filtered["train"].reserve == 2 * (RESERVE_FACTOR - 1) * 20
-    assert len(before["train"]) == 1000 - 2 * RESERVE_FACTOR * 20
+    assert len(before["train"]) == 1000 - 40
     for name, other in (("validation", "test"), ("test", "validation")):
-        assert set(before[name]).isdisjoint([*after["train"], *after[other]])
+        assert set(before[name]).isdisjoint(after[other])
         assert set(before["train"]).isdisjoint(after[name])
-        assert set(before[name]) & set(after[name])
 
 
 def test_default_sizes_are_bounded():

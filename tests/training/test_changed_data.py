@@ -35,7 +35,7 @@ def variety(completion, answer, question):
 CHANGED = [
     (lambda: tiny_env(reward_fn=generous), "reward generous: none -> weight 1"),
     (lambda: tiny_env(reward_fn=variety), "reward variety: weight 1, code "),
-    (lambda: gym(QUESTIONS[:60], reward_fn=generous), "train questions: 54, content "),
+    (lambda: gym(QUESTIONS[:60], reward_fn=generous), "train questions: 56, content "),
     (lambda: gym([{**row, "answer": "3"} for row in QUESTIONS[:64]], reward_fn=generous), "validation questions: 8,"),
     (lambda: tiny_env(conversation_template=[{"role": "user", "content": "{question} ="}]), "prompts: "),
     (lambda: tiny_env(seed=1), "seed: 0 -> 1"),

@@ -88,8 +88,6 @@ def check_table(table: AnyTable, columns: Sequence[str], name: str) -> list[str]
 DEFAULT_SIZES: Mapping[Split, int] = {"validation": 64, "test": 256}
 HELD_OUT_FRACTION = 0.2
 """Fraction of all questions that a held-out split is drawn from."""
-RESERVE_FACTOR = 4
-"""Questions reserved for a held-out split, including it, as a multiple of its size; none of them is trained on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,13 +98,11 @@ class Filtered:
         too_long: The prompt has more tokens than `max_prompt_length`.
         duplicates: An earlier row of the split has the same prompt.
         held_out: The prompt also occurs in a split with priority (test, then validation).
-        reserve: Reserved for a held-out split that is drawn from train; see `make_splits`.
     """
 
     too_long: int = 0
     duplicates: int = 0
     held_out: int = 0
-    reserve: int = 0
 
     def __str__(self) -> str:
         return f"{self.too_long} too long, {self.duplicates} duplicates, {self.held_out} held out elsewhere"
@@ -185,10 +181,8 @@ def make_splits(
     A held-out split without a dataset is drawn from the training questions. A hash of each question and the seed gives
     it a position in [0, 1), independent of the rest of the dataset. Test takes the lowest positions below
     `HELD_OUT_FRACTION`, validation the highest positions above 1 - `HELD_OUT_FRACTION`. If these intervals hold more
-    questions than needed, the outermost ones are held out. The next ones, up to `RESERVE_FACTOR` times the size, are
-    left out of training too. When rows are added, no training question becomes a held-out question, and no held-out
-    question a training question until the dataset has grown by `RESERVE_FACTOR`. For sizes beyond the intervals, the
-    outermost questions of all are taken.
+    questions than needed, the outermost ones are held out. When rows are added, no training question becomes a
+    held-out question. For sizes beyond the intervals, the outermost questions of all are taken.
 
     Args:
         tables: All rows of each given dataset, tokenized; "train" is required.
@@ -216,22 +210,20 @@ def make_splits(
     hashes = splits["train"].hashes
     remaining = {number: (row_hashes.position(seed), row_hashes.row) for number, row_hashes in enumerate(hashes)}
     for split in (split for split in reversed(SPLITS) if split not in tables):
-        chosen, reserve = _draw(split, remaining, sizes[split])
+        chosen = _draw(split, remaining, sizes[split])
         splits[split], filtered[split] = splits["train"].take(chosen), Filtered()
-        filtered["train"] = replace(filtered["train"], reserve=filtered["train"].reserve + len(reserve))
-        for number in (*chosen, *reserve):
+        for number in chosen:
             del remaining[number]
     splits["train"] = splits["train"].take(remaining)
-    # 3. Warn of left-out rows; reserved ones are expected.
-    unexpected = {split: replace(filtered[split], reserve=0) for split in SPLITS}
-    parts = [f"{split}: {counts}" for split, counts in unexpected.items() if counts != Filtered()]
+    # 3. Warn of left-out rows.
+    parts = [f"{split}: {filtered[split]}" for split in SPLITS if filtered[split] != Filtered()]
     if parts:
         warn(f"rows were left out of the prompt datasets ({'; '.join(parts)})")
     return {split: splits[split] for split in SPLITS}, {split: filtered[split] for split in SPLITS}
 
 
-def _draw(split: Split, remaining: Mapping[int, tuple[float, bytes]], size: int | None) -> tuple[list[int], list[int]]:
-    """Return the questions of a held-out split, and those reserved for it."""
+def _draw(split: Split, remaining: Mapping[int, tuple[float, bytes]], size: int | None) -> list[int]:
+    """Return the questions of a held-out split."""
     from_test_end = split == "test"
     # 1. Order the questions by their distance from the split's end of [0, 1); ties by content.
     depth = {
@@ -244,9 +236,8 @@ def _draw(split: Split, remaining: Mapping[int, tuple[float, bytes]], size: int 
         raise ValueError(
             f"{split}_size must be in [1, {len(order) - 1}], got {count}. Pass {split}_dataset or more rows."
         )
-    # 2. The first ones are held out, the next ones reserved; at least half of the others stay in train.
-    reserved = min(candidate_count - count, (RESERVE_FACTOR - 1) * count, (len(order) - count) // 2)
-    return order[:count], order[count : count + max(0, reserved)]
+    # 2. The first ones are held out.
+    return order[:count]
 
 
 def _clean(

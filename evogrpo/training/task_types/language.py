@@ -125,14 +125,12 @@ class PreparedLanguage:
 
     def facts(self) -> dict[str, str]:
         """Return facts about model, task and members."""
-        config = self.config
-        trained, reserve = self.trained.summary(self.outline.model), self.env.filtered["train"].reserve
-        reserved = f", and {reserve} reserved for held-out splits" if reserve else ""
+        config, trained = self.config, self.trained.summary(self.outline.model)
         return {
             "model": f"{self.model} on {self.device} in {config.precision}{self._sharding_text()}",
             **({"adapters": f"train {trained}"} if trained else {}),
             **({} if config.sampler is None else {"sampler": config.sampler["name"]}),
-            "task": f"{config.task.label}: {sizes_text(self.env)} questions{reserved}",
+            "task": f"{config.task.label}: {sizes_text(self.env)} questions",
             "population": f"{pluralize(config.population.size, 'member')}, {self.trained.description}"
             + (f" that starts from {config.agent.adapter}" if config.agent.adapter else ""),
         }
