@@ -24,13 +24,14 @@ from tests.docs.test_links import PAGES, ROOT
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 QUESTIONS = {"task": {"dataset": {"train": "sums.jsonl"}, "reward": "mine.py:f", "form": "agilerl"}}
+SHORT = "steps_per_generation=1, samples_per_step=8, validation_questions=4, test_questions=4"
 _BLOCK = re.compile(r"(?:^<!-- (not run: [^\n]+?) -->\n)?^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _SMALLER = {
     r'load_base\("smollm2-135m"\)': 'load_base("tiny")',
     r'GymnasiumGroups\("CartPole-v1"\)': 'GymnasiumGroups("CartPole-v1", max_episode_steps=20, **QUICK)',
     r'env_kwargs=\{"N": 3, "max_cycles": 25\}': 'env_kwargs={"N": 3, "max_cycles": 5}, **QUICK',
     r"learn\(total_timesteps=[\d_]+": "learn(total_timesteps=500",
-    r"total_timesteps=[\d_]+_000": "total_timesteps=300, size=2, test_questions=4, validation_questions=4",
+    r"total_timesteps=[\d_]+_000": f"total_timesteps=300, size=2, {SHORT}",
     r'GRPO.load\("runs/mine/best"': 'GRPO.load("runs/mine/best", actor_network=base.model',
     r"(generate\(\[.+?\])(, n=4.*)?\)(?=  #)": r"\1, base.tokenizer\2)",
     r"eval_freq=[\d_]+": "eval_freq=100",
@@ -42,7 +43,6 @@ _SMALLER = {
     r'render_mode="human"\), episodes=3': 'render_mode="human", max_episode_steps=20), episodes=1',
     r"range\(2, 60\)": "range(2, 12)",
 }
-SHORT = "steps_per_generation=1, samples_per_step=8, validation_questions=4, test_questions=4"
 LANGUAGE = """
 import evogrpo
 from evogrpo import *
