@@ -19,6 +19,8 @@ Split = Literal["train", "validation", "test"]
 """Use of a prompt or reset seed: training, fitness, or the final report."""
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 """All splits, in this order."""
+VALIDATION_SIZE, TEST_SIZE = 64, 256
+"""Default sizes of the held-out splits: questions, or starts of episodes."""
 REPLY = ">>> "
 """Prefix of the lines of environment replies in `Scores.completions`."""
 

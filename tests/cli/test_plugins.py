@@ -16,10 +16,13 @@ from pathlib import Path
 
 import gymnasium
 
-from evogrpo.envs.text.tasks import number_sequences as sequences
+from evogrpo.envs.text.tasks import TASKS
 from evogrpo.evolution.strategies import Tournament
 
 Path("imported").touch()
+
+
+sequences = TASKS["number_sequences"].build
 
 
 class Strict(Tournament):

@@ -24,7 +24,7 @@ from evogrpo.envs.control.seeded_groups import (
 )
 from evogrpo.envs.control.vector_env import GymnasiumVectorEnv, ProcessVectorEnv, ReseededNoise, VectorEnv
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
-from evogrpo.envs.protocol import Split
+from evogrpo.envs.protocol import TEST_SIZE, VALIDATION_SIZE, Split
 from evogrpo.spaces import check_action_space, leaf_spaces
 from evogrpo.validation import names_unknown
 
@@ -102,8 +102,8 @@ class GymnasiumGroups(SeededGroups):
         reseed_noise: bool | None = None,
         recreate_env: bool | None = None,
         train_size: int = 100_000,
-        validation_size: int = 64,
-        test_size: int = 256,
+        validation_size: int = VALIDATION_SIZE,
+        test_size: int = TEST_SIZE,
         seed: int = 0,
     ) -> None:
         sizes: dict[Split, int] = {"train": train_size, "validation": validation_size, "test": test_size}

@@ -17,7 +17,7 @@ from evogrpo.envs.control.rollout import EpisodeRequest, Episodes
 from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, SeededGroups, declared_limit, make_example
 from evogrpo.envs.control.vector_env import PolicyInput, SerialVectorEnv, VectorEnv, VectorStep
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
-from evogrpo.envs.protocol import Split
+from evogrpo.envs.protocol import TEST_SIZE, VALIDATION_SIZE, Split
 from evogrpo.extras import require
 from evogrpo.validation import names_unknown, whole_between
 
@@ -366,8 +366,8 @@ class PettingZooGroups(SeededGroups):
         score: Score = "sum",
         recreate_env: bool | None = None,
         train_size: int = 100_000,
-        validation_size: int = 64,
-        test_size: int = 256,
+        validation_size: int = VALIDATION_SIZE,
+        test_size: int = TEST_SIZE,
         seed: int = 0,
     ) -> None:
         if not callable(env):

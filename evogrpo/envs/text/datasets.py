@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from evogrpo.envs.fingerprint import canonical
-from evogrpo.envs.protocol import SPLITS, Split
+from evogrpo.envs.protocol import SPLITS, TEST_SIZE, VALIDATION_SIZE, Split
 from evogrpo.warnings import warn
 
 AnyTable = Any
@@ -85,7 +85,7 @@ def check_table(table: AnyTable, columns: Sequence[str], name: str) -> list[str]
     return present
 
 
-DEFAULT_SIZES: Mapping[Split, int] = {"validation": 64, "test": 256}
+DEFAULT_SIZES: Mapping[Split, int] = {"validation": VALIDATION_SIZE, "test": TEST_SIZE}
 HELD_OUT_FRACTION = 0.2
 """Fraction of all questions that a held-out split is drawn from."""
 
@@ -187,8 +187,8 @@ def make_splits(
     Args:
         tables: All rows of each given dataset, tokenized; "train" is required.
         max_prompt_length: Maximum number of prompt tokens; None = no limit.
-        sizes: Number of questions to draw for a held-out split without a dataset; None means 64 for validation and 256
-            for test, or the number in the split's interval if that is fewer, but at least one.
+        sizes: Number of questions to draw for a held-out split without a dataset; None means `DEFAULT_SIZES`, or the
+            number in the split's interval if that is fewer, but at least one.
         seed: Seed of the draw.
 
     Returns:
@@ -261,8 +261,6 @@ def _clean(
 
 
 # ---- tasks of reasoning-gym (optional extra `reasoning`)
-
-REASONING_SIZES: Mapping[Split, int] = {"train": 2000, "validation": 64, "test": 256}
 
 
 @dataclass(frozen=True, kw_only=True)

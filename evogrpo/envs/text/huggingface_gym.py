@@ -17,7 +17,7 @@ from evogrpo.data import single_turn_conversations
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import SPLITS, Split, deal_starts
 from evogrpo.envs.text.datasets import (
-    REASONING_SIZES,
+    DEFAULT_SIZES,
     AnyTable,
     PromptSplit,
     ReasoningReward,
@@ -78,8 +78,9 @@ class PromptOptions(TypedDict, total=False):
 
     Attributes:
         validation_dataset: Questions for fitness; by default they are drawn from the training dataset.
-        validation_size: Number of questions to draw; by default 64, or a fifth of the training questions if fewer.
-        test_size: Number of questions to draw; by default 256, or a fifth of the training questions if fewer.
+        validation_size: Number of questions to draw; by default `VALIDATION_SIZE`, or a fifth of the training questions
+            if fewer.
+        test_size: Number of questions to draw; by default `TEST_SIZE`, or a fifth of the training questions if fewer.
         chat_template_kwargs: Keyword arguments of the tokenizer's chat template, such as {"enable_thinking": False}. A
             column of this name overrides them for its row.
         max_prompt_length: Maximum number of prompt tokens: the model's context minus the longest completion. Longer
@@ -433,8 +434,8 @@ class HuggingFaceGym(PromptEnvironment):
         Args:
             name: Name of the task, e.g. "chain_sum".
             tokenizer: A transformers tokenizer with a chat template.
-            sizes: Questions generated per split, before duplicates are left out; by default 2000 for train, 64 for
-                validation and 256 for test.
+            sizes: Questions generated per split, before duplicates are left out; by default
+                2000 for train, and `DEFAULT_SIZES`.
             seed: Seed of the questions and of the training order.
             system_prompt: System message before each question.
             answer_tag: Score the last <tag>...</tag> of a completion; None = the whole completion, stripped.
@@ -448,7 +449,7 @@ class HuggingFaceGym(PromptEnvironment):
         require(f"Task {name!r}", "reasoning_gym")
         refuse_unknown("split in sizes", sizes or {}, SPLITS)
         refuse_unknown("reasoning-gym task", [name], import_module("reasoning_gym.factory").DATASETS)
-        counts = {**REASONING_SIZES, **(sizes or {})}
+        counts = {"train": 2000, **DEFAULT_SIZES, **(sizes or {})}
         try:
             task = import_module("reasoning_gym").create_dataset(
                 name, size=sum(counts.values()), seed=seed, **task_options

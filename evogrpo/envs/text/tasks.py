@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from evogrpo.envs.protocol import SPLITS, Split
+from evogrpo.envs.protocol import SPLITS, TEST_SIZE, VALIDATION_SIZE, Split
 from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
 from evogrpo.envs.text.templates import Tokenizer
 from evogrpo.randomness import generator
@@ -42,7 +42,7 @@ def accuracy(completion: str, answer: str, question: str) -> float:
 
 
 def two_digit_questions(seed: int, validation_size: int, test_size: int) -> dict[Split, list[dict[str, str]]]:
-    """Return all questions of `two_digit_sums`, split at random.
+    """Return all questions of the task two_digit_sums, split at random.
 
     Each unordered pair of numbers from 10 to 99 occurs once as a sum and once as a difference, in random order. No
     held-out question is a training question with exchanged terms.
@@ -73,7 +73,7 @@ def two_digit_questions(seed: int, validation_size: int, test_size: int) -> dict
 
 
 def sequence_questions(seed: int, validation_size: int, test_size: int) -> dict[Split, list[dict[str, str]]]:
-    """Return all questions of `number_sequences`, split at random.
+    """Return all questions of the task number_sequences, split at random.
 
     A sequence has four numbers with equal differences, and the fifth is the answer. Every first number from 1 to 99
     occurs once with every difference from 2 to 12.
@@ -107,52 +107,48 @@ def _split(rows: list[dict[str, str]], validation_size: int, test_size: int) -> 
     return dict(zip(SPLITS, (rows[: ends[0]], rows[ends[0] : ends[1]], rows[ends[1] :]), strict=True))
 
 
-def two_digit_sums(
-    tokenizer: Tokenizer, *, validation_size: int = 64, test_size: int = 256, seed: int = 0, **gym_options: Any
-) -> HuggingFaceGym:
-    """Return an environment of two-digit sums and differences, with the reward `accuracy`.
-
-    Args:
-        tokenizer: A transformers tokenizer.
-        validation_size: Questions for fitness.
-        test_size: Questions for the final report.
-        seed: Seed of the split and of the training order.
-        gym_options: Other arguments of HuggingFaceGym, e.g. conversation_template or data_batch_size.
-    """
-    tables = two_digit_questions(seed, validation_size, test_size)
-    return HuggingFaceGym(tables, tokenizer=tokenizer, reward_fn=accuracy, seed=seed, **gym_options)
-
-
-def number_sequences(
-    tokenizer: Tokenizer, *, validation_size: int = 64, test_size: int = 256, seed: int = 0, **gym_options: Any
-) -> HuggingFaceGym:
-    """Return an environment of number sequences, with the reward and arguments of `two_digit_sums`."""
-    tables = sequence_questions(seed, validation_size, test_size)
-    return HuggingFaceGym(tables, tokenizer=tokenizer, reward_fn=accuracy, seed=seed, **gym_options)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A built-in task.
+    """A built-in task with the reward `accuracy`.
 
     Attributes:
         description: Question and reward, in one line.
-        build: `build(tokenizer, *, seed, **options)` returns the environment. Options are the task's, then
-            HuggingFaceGym's.
+        questions: `questions(seed, validation_size, test_size)` returns the questions by split.
     """
 
     description: str
-    build: Callable[..., HuggingFaceGym]
+    questions: Callable[[int, int, int], dict[Split, list[dict[str, str]]]]
+
+    def build(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        validation_size: int = VALIDATION_SIZE,
+        test_size: int = TEST_SIZE,
+        seed: int = 0,
+        **gym_options: Any,
+    ) -> HuggingFaceGym:
+        """Return the environment of the task.
+
+        Args:
+            tokenizer: A transformers tokenizer.
+            validation_size: Questions for fitness.
+            test_size: Questions for the final report.
+            seed: Seed of the split and of the training order.
+            gym_options: Other arguments of HuggingFaceGym, e.g. conversation_template or data_batch_size.
+        """
+        tables = self.questions(seed, validation_size, test_size)
+        return HuggingFaceGym(tables, tokenizer=tokenizer, reward_fn=accuracy, seed=seed, **gym_options)
 
 
 TASKS: Mapping[str, Task] = {
     "two_digit_sums": Task(
         description="sums and differences of two two-digit numbers; reward 1 if the last number is right",
-        build=two_digit_sums,
+        questions=two_digit_questions,
     ),
     "number_sequences": Task(
         description="next number after four with equal differences; reward 1 if the last number is right",
-        build=number_sequences,
+        questions=sequence_questions,
     ),
 }
 """Built-in tasks by name."""

@@ -15,6 +15,7 @@ from evogrpo.config.objective import Objective
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups, Vectorization, Wrap, check_wrapper, env_spec
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import Policies
+from evogrpo.envs.protocol import TEST_SIZE, VALIDATION_SIZE
 from evogrpo.extras import require
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.safe_parsing import load_yaml
@@ -77,8 +78,8 @@ class StartsTask:
     env_kwargs: Mapping[str, Any] | None = None
     recreate_env: Flag | None = None
     train_size: PositiveInt = 100_000
-    validation_size: PositiveInt = 64
-    test_size: PositiveInt = 256
+    validation_size: PositiveInt = VALIDATION_SIZE
+    test_size: PositiveInt = TEST_SIZE
     seed: Seed | None = None
 
 

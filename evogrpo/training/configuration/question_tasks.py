@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from evogrpo.algorithms.policies.settings import LanguageSettings
 from evogrpo.config.hyperparameters import Optimizer
 from evogrpo.config.objective import Objective
-from evogrpo.envs.protocol import SPLITS, Split
+from evogrpo.envs.protocol import SPLITS, TEST_SIZE, VALIDATION_SIZE, Split
 from evogrpo.envs.text.environment_gym import (
     DEFAULT_ENVIRONMENT_TIMEOUT,
     DEFAULT_ENVIRONMENT_WORKERS,
@@ -184,8 +184,8 @@ class BuiltinTask(QuestionTask):
     description: ClassVar[str] = "a built-in task"
 
     name: Text
-    validation_size: PositiveInt = 64
-    test_size: PositiveInt = 256
+    validation_size: PositiveInt = VALIDATION_SIZE
+    test_size: PositiveInt = TEST_SIZE
     system_prompt: Text | None = None
 
     def __post_init__(self) -> None:
