@@ -141,7 +141,7 @@ def read_agent(agent: "Agent", path: str | Path) -> None:
             raise CheckpointError(
                 f"{path} must hold an agent of kind {members.kind!r}, got kind {stored!r}. Load it with {made_by}.load."
             )
-        own = members.record()
+        own = members.checkpoint_record()
         for name in members.identity:
             if record.shared[name] != own[name]:
                 raise CheckpointError(
@@ -286,7 +286,7 @@ def _members_record(members: "PolicySet") -> dict[str, Any]:
         "kind": members.kind,
         "settings": dump(members.settings),
         "hp_config": None if members.hp_config is None else members.hp_config.to_json(),
-        **members.record(),
+        **members.checkpoint_record(),
     }
 
 

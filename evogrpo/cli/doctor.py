@@ -250,4 +250,6 @@ def tasks(args: argparse.Namespace) -> int:
     console.print()
     dataset = "   task: {dataset: {train: FILE}, reward: FILE.py:FUNCTION, form: agilerl}"
     console.print(Text.assemble(("Your own", "bold"), dataset))
+    console.print(Text("  FILE has columns question and answer; FUNCTION(completion, answer, question)"))
+    console.print(Text("  returns a number. See docs/own_task.md."))
     return OK

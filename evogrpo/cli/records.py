@@ -23,9 +23,8 @@ from evogrpo.reporting.lineage import (
 )
 from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.report import report as run_report
-from evogrpo.reporting.summary import RunSummary, summarise
+from evogrpo.reporting.summary import RunSummary, read_summary
 from evogrpo.safe_parsing import read_yaml_file
-from evogrpo.storage.journal import read_journal
 from evogrpo.text import count_text, duration_text, number_text, pluralize, printable, score_text, shorten
 from evogrpo.training.configuration.sections import CONFIG_FILE
 from evogrpo.training.console import command, make_console, print_rows, show_command, working
@@ -36,7 +35,7 @@ _MAX_VALUE_WIDTH = 60
 
 def lineage(args: argparse.Namespace) -> int:
     """Print the tree of a run's members."""
-    console, summary = make_console(), summarise(read_journal(args.run_dir / "journal.jsonl"))
+    console, summary = make_console(), read_summary(args.run_dir)
     winner, results = best_member(summary.generations), reports_by_member(summary.generations)
     path = {report.index for report in ancestors(summary, winner)}
     for indent, birth in tree_lines(summary.births, path):
@@ -57,7 +56,7 @@ def lineage(args: argparse.Namespace) -> int:
 
 def best(args: argparse.Namespace) -> int:
     """Print a run's best member: fitness, test and hyperparameters."""
-    console, summary = make_console(), summarise(read_journal(args.run_dir / "journal.jsonl"))
+    console, summary = make_console(), read_summary(args.run_dir)
     schedule = best_schedule(summary)
     member, stages, stored = schedule.member, schedule.stages, args.run_dir / "best"
     values = member.hyperparameters.to_json()
@@ -151,7 +150,7 @@ def video(args: argparse.Namespace) -> int:
 
         config = load_config(args.run_dir / CONFIG_FILE)
         try:
-            episodes = task_type_of(config.task).record(config, args.run_dir / "best", folder, args.episodes)
+            episodes = task_type_of(config.task).record_videos(config, args.run_dir / "best", folder, args.episodes)
         except ImportError as error:
             raise ValueError(str(error)) from error
     for episode in episodes:

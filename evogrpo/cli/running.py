@@ -1,4 +1,4 @@
-"""Commands that train: the plan, the run, its end, and the way to resume it."""
+"""What `train`, `demo`, `replay` and `resume` do once torch is imported: show plan and cost, train, show the end."""
 
 import argparse
 import dataclasses
@@ -28,7 +28,7 @@ from evogrpo.models.devices import single_threaded
 from evogrpo.reporting.lineage import ancestors, best_member, birth_text
 from evogrpo.reporting.records import terms_of
 from evogrpo.reporting.report import report
-from evogrpo.reporting.summary import RunSummary, summarise
+from evogrpo.reporting.summary import RunSummary, read_summary
 from evogrpo.storage.checkpoint import latest_checkpoint
 from evogrpo.storage.journal import read_journal
 from evogrpo.text import (
@@ -395,7 +395,7 @@ def show_ending(console: Console, run_dir: Path, generations: int, schedule: Sch
         schedule: Schedule of the run; the printed command removes its other limits.
     """
     run_dir = Path(relative_path(run_dir))
-    summary = summarise(read_journal(run_dir / "journal.jsonl"))
+    summary = read_summary(run_dir)
     show_lineage(console, summary)
     show_files(console, run_dir, summary.facts.get("kind"))
     if generations:

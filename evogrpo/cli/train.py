@@ -1,4 +1,4 @@
-"""Commands `demo`, `train`, `replay` and `resume`: configuration errors are raised before torch is imported."""
+"""Commands `demo`, `train`, `replay` and `resume`: configuration errors precede torch; `running.py` does the work."""
 
 import argparse
 import dataclasses

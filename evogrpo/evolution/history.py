@@ -141,7 +141,8 @@ class Generation:
         """
         healthy = [(record.member, record.fitness) for record in self.slots if record.member and record.fitness]
         if not healthy:
-            raise ValueError("All members failed. Resume from the last generation with a lower lr or max_grad_norm.")
+            remedy = "Start a new run with a lower lr, max_grad_norm or temperature."
+            raise ValueError(f"All members failed, so none can be cloned. {remedy}")
         return tuple(sorted(healthy, key=lambda pair: (-pair[1].mean, pair[0].index, pair[0].slot)))
 
     @property

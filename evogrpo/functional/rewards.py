@@ -203,7 +203,7 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
     Source: DAPO (arXiv:2503.14476), equation 13.
     """
     if not 1 <= buffer <= max_length:
-        raise ValueError(f"overlong_buffer must be in [1, {max_length}], the maximum length, got {buffer}.")
+        raise ValueError(f"overlong_buffer must be from 1 to the maximum length ({max_length}), got {buffer}.")
     return -((lengths.float() - (max_length - buffer)) / buffer).clamp(0.0, 1.0)
 
 

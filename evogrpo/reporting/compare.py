@@ -9,8 +9,7 @@ from typing import Any
 from evogrpo.evolution.fitness import Fitness, paired_difference
 from evogrpo.reporting.lineage import best_member
 from evogrpo.reporting.records import Estimate, MemberReport
-from evogrpo.reporting.summary import RunSummary, summarise
-from evogrpo.storage.journal import read_journal
+from evogrpo.reporting.summary import RunSummary, read_summary
 from evogrpo.validation import flat
 
 CONFIDENT = 1.96
@@ -96,7 +95,7 @@ def compare_runs(folders: Sequence[Path], configurations: Sequence[Mapping[str, 
     if len(folders) < 2 or len({folder.resolve() for folder in folders}) != len(folders):
         names = ", ".join(map(str, folders))
         raise ValueError(f"compare needs at least two different run directories, got {names}.")
-    summaries = [summarise(read_journal(folder / "journal.jsonl")) for folder in folders]
+    summaries = [read_summary(folder) for folder in folders]
     # Compare configurations. If one run has none, compare the facts of all run events: their names of settings differ.
     configured = [values for values in configurations if values is not None]
     settings_of_runs = configured if len(configured) == len(folders) else [summary.facts for summary in summaries]

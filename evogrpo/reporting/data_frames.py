@@ -11,8 +11,7 @@ from evogrpo.evolution.history import MemberRecord
 from evogrpo.extras import require
 from evogrpo.reporting.lineage import best_member, lineage_of, member_histories, reports_by_member
 from evogrpo.reporting.records import Estimate
-from evogrpo.reporting.summary import RunSummary, summarise
-from evogrpo.storage.journal import read_journal
+from evogrpo.reporting.summary import RunSummary, read_summary
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -133,7 +132,7 @@ def read_run(run_dir: str | Path) -> RunFrames:
     require("read_run", "pandas")
     import pandas as pd
 
-    summary = summarise(read_journal(Path(run_dir) / "journal.jsonl"))
+    summary = read_summary(run_dir)
     rows = {
         "members": _members(summary),
         "steps": _steps(summary),

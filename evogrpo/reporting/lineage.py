@@ -9,8 +9,7 @@ from evogrpo.evolution.fitness import GREEDY, SAMPLED
 from evogrpo.evolution.history import NETWORK, MemberRecord
 from evogrpo.evolution.strategies import ScheduleStage
 from evogrpo.reporting.records import Estimate, GenerationReport, MemberReport
-from evogrpo.reporting.summary import RunSummary, summarise
-from evogrpo.storage.journal import read_journal
+from evogrpo.reporting.summary import RunSummary, read_summary
 from evogrpo.text import number_text, origin_text
 
 
@@ -153,7 +152,7 @@ def best_hyperparameters(run_dir: str | Path) -> tuple[Hyperparameters, ...]:
     Raises:
         ValueError: If there is no run, no member was evaluated, or a journal value is invalid.
     """
-    generations = summarise(read_journal(Path(run_dir) / "journal.jsonl")).generations
+    generations = read_summary(run_dir).generations
     best = best_member(generations)
     if best is None:
         raise ValueError(f"{run_dir} has no evaluated member yet. Wait for its first generation, or give another run.")

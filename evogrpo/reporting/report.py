@@ -16,9 +16,8 @@ from evogrpo.reporting.charts import BASE, BEST, Chart, Line, RunCharts, run_cha
 from evogrpo.reporting.figure import figure_png, run_figure
 from evogrpo.reporting.lineage import ancestors, best_member, fitness_estimate
 from evogrpo.reporting.records import Estimate, Example, GenerationReport, MemberReport, processed, verdict
-from evogrpo.reporting.summary import MEASURES, RunSummary, changed_budgets, retired_members, summarise
+from evogrpo.reporting.summary import MEASURES, RunSummary, changed_budgets, read_summary, retired_members
 from evogrpo.storage.atomic_files import replace_file
-from evogrpo.storage.journal import read_journal
 from evogrpo.text import (
     changes_text,
     count_text,
@@ -92,8 +91,7 @@ def report(run_dir: str | Path) -> RunReport:
     Raises:
         ValueError: If there is no journal, or it is invalid.
     """
-    run_dir = Path(run_dir)
-    return RunReport(run_dir, summarise(read_journal(run_dir / "journal.jsonl")))
+    return RunReport(Path(run_dir), read_summary(run_dir))
 
 
 def html_page(summary: RunSummary) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
@@ -17,7 +18,7 @@ from evogrpo.reporting.records import (
     TestReport,
     terms_of,
 )
-from evogrpo.storage.journal import latest_generations
+from evogrpo.storage.journal import latest_generations, read_journal
 from evogrpo.validation import Record, refuse_unknown, validate
 
 
@@ -124,26 +125,37 @@ class RunSummary:
         return " · ".join(str(self.facts[name]) for name in ("task", "model") if self.facts.get(name)) or "run"
 
 
+def read_summary(run_dir: str | Path) -> RunSummary:
+    """Summarise a run from the journal in its directory; see `summarise`. The run may still be active.
+
+    Raises:
+        ValueError: If there is no journal, its start is missing, or a value is invalid.
+    """
+    path = Path(run_dir) / "journal.jsonl"
+    events = read_journal(path)
+    if all(event["event"] != "run" for event in events):
+        raise ValueError(
+            f"{path} does not contain the start of the run: it was stopped too early, or lines were removed. Start the "
+            f"run again. If its best member was saved, GRPO.load({str(path.parent / 'best')!r}) loads it."
+        )
+    return summarise(events)
+
+
 def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
     """Summarise a run from its journal.
 
     Args:
-        events: Result of `read_journal`; untrusted input.
+        events: Result of `read_journal` with the start of the run; untrusted input.
 
     Returns:
         The run, with its generations (see `latest_generations`).
 
     Raises:
-        ValueError: If the run event is missing, or a value is invalid.
+        ValueError: If a value is invalid.
     """
     last = {event["event"]: event for event in events}
-    runs = [event for event in events if event["event"] == "run"]
-    if not runs:
-        raise ValueError(
-            "The journal has no run event. If RUN_DIR/checkpoints is not empty, `evogrpo resume RUN_DIR` continues the "
-            "run and GRPO.load('RUN_DIR/best') loads the best member."
-        )
-    run = validate(_RunRecord, runs[0], "journal, run event")
+    started = next(event for event in events if event["event"] == "run")
+    run = validate(_RunRecord, started, "journal, run event")
     refuse_unknown("hyperparameter in evolvable of the run event", run.evolvable, HYPERPARAMETER_NAMES)
     # A test and an end are of the whole run only if the run did not go on.
     names = [event["event"] for event in events]
@@ -168,7 +180,7 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
         births += () if generation.plan is None else generation.plan.children
     by_index = {birth.index: birth for birth in reversed(births)}
     return RunSummary(
-        facts={name: value for name, value in runs[0].items() if name != "event"},
+        facts={name: value for name, value in started.items() if name != "event"},
         evolvable=run.evolvable,
         baseline=BaselineReport.from_json(last["baseline"]) if "baseline" in last else None,
         generations=generations,

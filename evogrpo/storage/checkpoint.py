@@ -258,7 +258,10 @@ def _serialise(tensors: dict[str, Tensor]) -> bytes:
     try:
         return save_tensors(tensors)
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
-        raise ValueError(f"The tensors cannot be saved as safetensors: {error}") from error
+        raise ValueError(
+            f"safetensors cannot store these tensors ({min(tensors)} to {max(tensors)}): {error}. "
+            "Convert them to a dtype it supports, or leave them out."
+        ) from error
 
 
 def _check_overwrite(folder: Path, *, kind: Kind, replace: bool, written: Set[str]) -> None:

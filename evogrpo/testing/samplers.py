@@ -317,14 +317,14 @@ class SamplerTestCase(ABC):
         bank = self.make_bank()
         sampler, rows = self.make_sampler(bank), self.rows()
         before = sampler.sample(self.rows(greedy=True))
-        bank.inherit([2, 1, 1])
+        bank.inherit([2, 1, 1])  # slots 0 and 2 change, 1 does not
         sampler.sync([0, 2])
         rollout = sampler.sample(rows)
         self.assert_scored(bank, as_batch(rows, rollout), rollout)
         after = sampler.sample(self.rows(greedy=True))
-        mine = rows.member_ids == 1
-        assert torch.equal(after.actions[mine], before.actions[mine])
-        assert not torch.equal(after.actions[~mine], before.actions[~mine])
+        unchanged = rows.member_ids == 1
+        assert torch.equal(after.actions[unchanged], before.actions[unchanged])
+        assert not torch.equal(after.actions[~unchanged], before.actions[~unchanged])
 
     # ---- further turns
 

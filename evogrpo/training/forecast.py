@@ -113,16 +113,16 @@ def check_memory(need: Need, *, allowed: bool = False, remedy: str = "skip_memor
     Raises:
         ValueError: If the run needs more memory than is available, unless `allowed`.
     """
-    there, what = device_memory(need.device)
-    if there is None:
-        return f"the amount of {what} is unknown"
-    found = f"{gigabytes(there)} of {what}"
-    if need.total > there and not allowed:
-        together = need.processes > 1
-        each = f" ({need.processes} processes, each with its own base and members)" if together else ""
+    available, kind = device_memory(need.device)
+    if available is None:
+        return f"the amount of {kind} is unknown"
+    found = f"{gigabytes(available)} of {kind}"
+    if need.total > available and not allowed:
+        several = need.processes > 1
+        each = f" ({need.processes} processes, each with its own base and members)" if several else ""
         raise ValueError(
             f"The run needs about {gigabytes(need.total)}{each}, but only {found} is available. Lower {need.savings}, "
-            f"{'start fewer processes, ' if together else ''}or set {remedy} if the estimate is too high."
+            f"{'start fewer processes, ' if several else ''}or set {remedy} if the estimate is too high."
         )
     return found
 

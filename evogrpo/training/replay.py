@@ -14,17 +14,15 @@ from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.strategies import Replay, ScheduleStage
 from evogrpo.reporting.lineage import best_schedule, fitness_estimate
-from evogrpo.reporting.summary import summarise
+from evogrpo.reporting.summary import read_summary
 from evogrpo.safe_parsing import read_yaml_file
 from evogrpo.storage.atomic_files import make_folder, write_synced
-from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import override, parse_config
 from evogrpo.training.configuration.sections import CONFIG_FILE, Config
 from evogrpo.training.console import console_for
 from evogrpo.training.evolve import Run, evolve
 from evogrpo.training.forecast import check_memory
 from evogrpo.training.launch import make_trainer, start
-from evogrpo.training.run_dir import JOURNAL
 from evogrpo.training.schedule import LIMITS
 from evogrpo.training.task_types import task_type_of
 from evogrpo.validation import build, dump, validate
@@ -84,9 +82,8 @@ class HyperparameterSchedule:
         path = Path(source)
         if not path.is_dir():
             return validate(cls, read_yaml_file(path), str(path), extra="forbid")
-        events = read_journal(path / JOURNAL)
-        schedule = best_schedule(summarise(events))
-        run_event = next(event for event in events if event["event"] == "run")
+        summary = read_summary(path)
+        schedule = best_schedule(summary)
         member, fitness = schedule.member, fitness_estimate(schedule.member)
         if schedule.networks:
             warn(
@@ -95,11 +92,11 @@ class HyperparameterSchedule:
             )
         config = path / CONFIG_FILE
         values = read_yaml_file(config) if config.is_file() else None
-        tokens = run_event.get("micro_batch_tokens")  # the default depends on the device
+        tokens = summary.facts.get("micro_batch_tokens")  # the default depends on the device
         if values is not None and tokens is not None:
             values["agent"] = {**(values.get("agent") or {}), "micro_batch_tokens": tokens}
         names = ("run_id", "version", "task", "model", "seed")
-        facts = {name: run_event[name] for name in names if run_event.get(name) is not None}
+        facts = {name: summary.facts[name] for name in names if summary.facts.get(name) is not None}
         facts |= {"member": member.index, "generation": member.generation}
         return cls(
             stages=schedule.stages,

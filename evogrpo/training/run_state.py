@@ -127,7 +127,7 @@ class RunState:
     history: Annotated[list[Generation], Field(exclude=True)] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        if not self.member_tokens:
+        if not self.member_tokens:  # a new run; one from a checkpoint has them
             self.slot_tokens = [0] * self.members
             self.start_generation()
         for name in ("slot_tokens", "member_tokens", "member_seconds", "metrics", "rollouts", "samples"):

@@ -40,20 +40,20 @@ def test_all_list_types_are_accepted():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "name"),
+    ("arguments", "words"),
     [
-        (([1.0], []), "positions"),
-        (([1.0], [0], "word"), "unit"),
-        (([float("nan")], [0]), "values"),
-        ((["1"], [0]), "values"),
-        (([1.0], [-1]), "positions"),
-        (([1.0], [0.5]), "positions"),
-        ((1.0, [0]), "values"),
-        (([1.0], "0"), "positions"),
+        (([1.0], []), "one position per value"),
+        (([1.0], [0], "word"), "unit of StepRewards"),
+        (([float("nan")], [0]), "values of StepRewards"),
+        ((["1"], [0]), "values of StepRewards"),
+        (([1.0], [-1]), "positions of StepRewards"),
+        (([1.0], [0.5]), "positions of StepRewards"),
+        ((1.0, [0]), "values of StepRewards"),
+        (([1.0], "0"), "positions of StepRewards"),
     ],
 )
-def test_invalid_step_rewards_are_refused(arguments, name):
-    with pytest.raises(ValueError, match=f"{name} of StepRewards"):
+def test_invalid_step_rewards_are_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
         StepRewards(*arguments)
 
 

@@ -92,11 +92,6 @@ def test_invalid_values_are_refused_with_their_place(event, words):
         summarise([RUN, event])
 
 
-def test_a_journal_without_a_run_event_is_refused():
-    with pytest.raises(ValueError, match="no run event"):
-        summarise([generation(1)])
-
-
 def test_changes_may_be_names_networks_or_none():
     changes = {"loss_type": ["grpo", "dapo"], "advantage_clip": [None, 2.0], "network": ["64 tanh", "64-64 tanh"]}
     (result,) = summarise([RUN, generation(1, member(0, 0, changes=changes))]).generations[0].members

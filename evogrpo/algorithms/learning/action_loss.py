@@ -1,8 +1,7 @@
 """Loss of one optimizer step: each row by the loss type and hyperparameters of its own member."""
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -57,15 +56,13 @@ class RowHyperparameters:
             kl_factors: `[p]` factors on beta, by slot.
             member_ids: `[n]` slots, all of them in `learners`.
         """
-        values = torch.zeros(6, len(kl_factors))
+        names = [field.name for field in fields(cls) if field.name not in ("loss_types", "advantages")]
+        values = torch.zeros(len(names), len(kl_factors), dtype=torch.float64)
         for slot, learner in learners.items():
-            h = learner.hyperparameters
-            beta_of_member = h.beta * float(kl_factors[slot]) if h.beta else 0.0
-            bound = math.inf if h.advantage_clip is None else h.advantage_clip
-            own = (*h.clip_bounds, beta_of_member, h.entropy_coef, h.gamma, bound)
-            values[:, slot] = torch.tensor(own, dtype=values.dtype)
-        columns = values.to(member_ids.device).index_select(1, member_ids)[:, :, None]
-        clip_low, clip_high, beta, entropy_coef, gamma, advantage_clip = columns
+            values[:, slot] = torch.tensor([learner.hyperparameters.number(name) for name in names], dtype=values.dtype)
+        beta = values[names.index("beta")]
+        beta *= torch.where(beta > 0, kl_factors, 1.0)
+        columns = values.float().to(member_ids.device).index_select(1, member_ids)[:, :, None]
 
         def masks(names: Mapping[int, str]) -> dict[str, Tensor]:
             found = {}
@@ -75,12 +72,7 @@ class RowHyperparameters:
             return found
 
         return cls(
-            clip_low=clip_low,
-            clip_high=clip_high,
-            beta=beta,
-            entropy_coef=entropy_coef,
-            gamma=gamma,
-            advantage_clip=advantage_clip,
+            **dict(zip(names, columns, strict=True)),
             loss_types=masks({slot: own.loss_type for slot, own in objectives.items()}),
             advantages=masks({slot: own.advantage for slot, own in objectives.items()}),
         )
@@ -111,7 +103,7 @@ class ActionLosses:
     kl_in_loss: bool
 
     def __call__(
-        self, rows: Tensor, log_probs: Tensor, old: Tensor, kept: Tensor, divergences: Tensor | None = None
+        self, rows: Tensor, log_probs: Tensor, old: Tensor, in_policy_loss: Tensor, divergences: Tensor | None = None
     ) -> Tensor:
         """Return losses `[k, t]` without the entropy bonus.
 
@@ -119,7 +111,7 @@ class ActionLosses:
             rows: `[k]` row indices.
             log_probs: `[k, t]` of the current policy.
             old: `[k, t]` of the behaviour policy.
-            kept: `[k, t]` actions that the policy loss is taken of.
+            in_policy_loss: `[k, t]` actions that the policy loss is taken of.
             divergences: `[k, t]` exact KL to the reference distributions; None = estimate KL from log-probabilities.
         """
         batch, shared = self.training_rows.outcomes, self.objective
@@ -144,7 +136,7 @@ class ActionLosses:
                 cispo_clip_low=objective.cispo_clip_low,
             )
 
-        losses = torch.where(kept, self.by_loss_type(rows, typed_loss), 0.0)
+        losses = torch.where(in_policy_loss, self.by_loss_type(rows, typed_loss), 0.0)
         # 2. Importance correction for samplers whose log-probabilities differ from the trainer's.
         if shared.importance_correction is not None and batch.sampler_log_probs is not None:
             sampler = select_rows(batch.sampler_log_probs, rows)

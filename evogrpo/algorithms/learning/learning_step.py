@@ -239,34 +239,40 @@ class _LearningStep:
                 name, self._losses.objectives[name].aggregation, mask[own], member_ids[own], self._settings.max_actions
             ),
         )
-        kept = mask  # actions that the policy loss is taken of
+        in_policy_loss = mask  # actions that the policy loss is taken of
         if objective.top_entropy_quantile != 1.0:
-            entropies = self._bank.entropies(self._training_rows.select_for_pass(rows))
-            kept = high_entropy_mask(entropies, mask, member_ids, objective.top_entropy_quantile)
+            row_entropies = self._bank.entropies(self._training_rows.select_for_pass(rows))
+            in_policy_loss = high_entropy_mask(row_entropies, mask, member_ids, objective.top_entropy_quantile)
         reduced = weights
         if objective.entropy_reduction == "mean":
-            reduced = loss_weights("dapo", "token-mean", kept, member_ids, 1)
+            reduced = loss_weights("dapo", "token-mean", in_policy_loss, member_ids, 1)
         entropy_weights = select_rows(self._losses.per_row.entropy_coef, rows) * reduced
 
         # 2. Run only the rows that can have a gradient.
-        run, needed = rows, select_rows(self._has_gradient, rows)
+        computed_rows, needed = rows, select_rows(self._has_gradient, rows)
         if not bool(needed.all()):
-            run, weights, kept, entropy_weights = rows[needed], weights[needed], kept[needed], entropy_weights[needed]
+            computed_rows, weights, in_policy_loss, entropy_weights = (
+                part[needed] for part in (rows, weights, in_policy_loss, entropy_weights)
+            )
 
         def loss_fn(chosen: Tensor, log_probs: Tensor, entropies: Tensor, divergences: Tensor | None = None) -> Tensor:
-            own = select_rows(run, chosen)
-            old = self._training_rows.old_log_probs(own, log_probs if first else None)
-            losses = self._losses(own, log_probs, old, select_rows(kept, chosen), divergences)
+            """Return each chosen row's loss: weighted policy loss minus weighted entropy.
+
+            `chosen` counts within `computed_rows`.
+            """
+            row_numbers = select_rows(computed_rows, chosen)
+            old = self._training_rows.old_log_probs(row_numbers, log_probs if first else None)
+            losses = self._losses(row_numbers, log_probs, old, select_rows(in_policy_loss, chosen), divergences)
             return (select_rows(weights, chosen) * losses - select_rows(entropy_weights, chosen) * entropies).sum(1)
 
         # 3. Forward, backward and AdamW in the bank.
-        part = self._training_rows.select_for_pass(run)
+        part = self._training_rows.select_for_pass(computed_rows)
         hyperparameters = {slot: self.step_sizes.hyperparameters[slot] for slot in steps}
         bonus = any(h.entropy_coef > 0 for h in hyperparameters.values())
         exact_kl: dict[str, Any] = {}
         if self._training_rows.distributions is not None:
-            reverse = objective.kl_estimator == "full_reversed"
-            exact_kl = {"reference_distributions": self._training_rows.distributions[run], "reverse_kl": reverse}
+            exact_kl["reference_distributions"] = self._training_rows.distributions[computed_rows]
+            exact_kl["reverse_kl"] = objective.kl_estimator == "full_reversed"
         update = self._bank.update(part, loss_fn, hyperparameters, entropy_gradient=bonus, **exact_kl)
 
         # 4. Move own references towards the policy every `reference_sync_steps` optimizer steps.
@@ -278,8 +284,8 @@ class _LearningStep:
 
         # 5. Store old log-probabilities for later steps, and add up what the report needs.
         if first:
-            self._training_rows.store_old(run, update.log_probs)
-        sums = self._losses.measure(run, update)
+            self._training_rows.store_old(computed_rows, update.log_probs)
+        sums = self._losses.measure(computed_rows, update)
         self._sums.index_add_(0, part.member_ids.cpu(), sums.cpu())
         self._action_counts.index_add_(0, member_ids.cpu(), mask.sum(1).double().cpu())
 

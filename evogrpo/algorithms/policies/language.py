@@ -434,7 +434,7 @@ class LanguagePolicySet:
 
     # ---- checkpoints
 
-    def record(self) -> dict[str, Any]:
+    def checkpoint_record(self) -> dict[str, Any]:
         """Return the source and fingerprint of the base, and the adapters' settings, if members are adapters."""
         return {
             "lora_config": lora_to_json(self.bank.lora_config),

@@ -277,8 +277,8 @@ def as_step_batch(experiences: StepExperiences, learner: Learner, networks: Stac
     # 1. Check masks and rewards.
     if len(experiences) not in (4, 5):
         raise ValueError(
-            "experiences are (observations, actions, action_masks, rewards), and the legal actions where not all were, "
-            f"got {len(experiences)} parts"
+            "experiences must be (observations, actions, action_masks, rewards), and fifth the masks that get_action "
+            f"was given, if any; got {len(experiences)} parts."
         )
     observations, actions, masks, rewards, *further = experiences
     taken, earned = np.asarray(masks, dtype=np.bool_), np.asarray(rewards, dtype=np.float64)
@@ -337,10 +337,14 @@ def as_step_batch(experiences: StepExperiences, learner: Learner, networks: Stac
 def _legal(given: Any, chosen: NDArray[Any], taken: NDArray[np.bool_], space: spaces.Space[Any]) -> NDArray[np.bool_]:
     """Return legal actions `[n, t, k]`; all are legal where no step was taken."""
     sizes, flags = mask_sizes(space), np.asarray(given, dtype=np.bool_)
-    if not sizes or flags.shape != (*taken.shape, sum(sizes)):
+    if not sizes:
         raise ValueError(
-            f"the legal actions must be [{', '.join(map(str, taken.shape))}, {sum(sizes)}] booleans of a Discrete or "
-            f"MultiDiscrete space, got {flags.shape} for {space}"
+            f"experiences[4] (action masks) needs a Discrete or MultiDiscrete action space, got {space}. Leave it out."
+        )
+    shape = (*taken.shape, sum(sizes))
+    if flags.shape != shape:
+        raise ValueError(
+            f"experiences[4], the action masks that get_action was given, must have shape {shape}, got {flags.shape}."
         )
     rows, steps = flags.reshape(-1, sum(sizes)), taken.reshape(-1)
     legal = legal_actions(space, [row if step else None for row, step in zip(rows, steps, strict=True)])

@@ -357,8 +357,11 @@ class NetworkPolicySet:
 
     # ---- checkpoints
 
-    def record(self) -> dict[str, Any]:
-        """Return the spaces, as pairs because the order of agents is that of policies, and the user's module."""
+    def checkpoint_record(self) -> dict[str, Any]:
+        """Return what a checkpoint records: the spaces and the name of the user's module class.
+
+        Spaces are lists of pairs to keep the order of agents, which policies follow.
+        """
         module = self._module
         pairs = {
             name: [[agent, space_to_json(space)] for agent, space in getattr(self.mapping, name).items()]

@@ -600,7 +600,9 @@ class EnvironmentGym(PromptEnvironment):
                 if isinstance(outcome, BaseException):
                     raise ValueError(f"reset for row {number} of {where} {_reason(outcome)}") from outcome
                 if outcome is not None and not isinstance(outcome, str):
-                    raise ValueError(f"reset must return text or None, got {outcome!r:.80} for row {number}.")
+                    raise ValueError(
+                        f"reset for row {number} of {where} must return text or None, got {outcome!r:.80}."
+                    )
             observations = outcomes
         return ObservedTable(table=table, observations=observations)
 

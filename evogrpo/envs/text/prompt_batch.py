@@ -212,9 +212,9 @@ class SingleTurnBatch:
         """Return the `[n, t]` reward at each sampled token; rewards of whole completions are at the last one."""
         table = np.full((len(inputs.texts), max(1, *map(len, inputs.token_ids))), np.nan)
         for row, transcript in enumerate(transcripts):
-            if np.isnan(result.rewards[row]):
-                continue
             ids, sampled = inputs.token_ids[row], transcript.sampled
+            if np.isnan(result.rewards[row]) or not ids:  # a user's own loop may give a completion without tokens
+                continue
             # Rewards at tokens of a reply belong to the last sampled token before it.
             last_sampled = np.maximum.accumulate(np.where(sampled, np.arange(len(sampled)), 0))
             for reward in self.rewards:
@@ -223,7 +223,7 @@ class SingleTurnBatch:
                 if np.isnan(value):
                     continue
                 if steps is None:  # a reward of the whole completion
-                    parts = [(last_sampled[-1] if ids else -1, value)]
+                    parts = [(last_sampled[-1], value)]
                 else:
                     positions = token_positions(steps, ids, inputs.texts[row], self._text)
                     parts = [(last_sampled[at], part) for at, part in zip(positions, steps.values, strict=True)]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, Literal, TextIO, get_args
 
 from evogrpo.interruption import NEVER, Interrupted, Stop
-from evogrpo.text import printable
+from evogrpo.text import pluralize, printable
 from evogrpo.validation import FLOAT32_LIMIT, finite_number, whole_between
 
 MAX_LINE_LENGTH = 2**16  # characters of another process's output that are kept in memory
@@ -236,7 +236,8 @@ class StepRewards:
         if self.unit not in get_args(Unit):
             raise ValueError(f'unit of StepRewards must be "token" or "character", got {self.unit!r:.80}.')
         if len(values) != len(positions):
-            raise ValueError(f"positions of StepRewards must be {len(values)}, one per value, got {len(positions)}.")
+            found = f"{pluralize(len(values), 'value')} and {pluralize(len(positions), 'position')}"
+            raise ValueError(f"StepRewards needs one position per value: got {found}.")
         whole = tuple(whole_between("positions of StepRewards", position, 0) for position in positions)
         object.__setattr__(self, "values", tuple(finite_number("values of StepRewards", value) for value in values))
         if max(map(abs, self.values), default=0.0) > FLOAT32_LIMIT:

@@ -186,7 +186,8 @@ def check_tool_template(tokenizer: Tokenizer, options: Options, schemas: Sequenc
         if parse_completion(tokenizer, call, (), ()).calls != ((name, {}),):
             raise ValueError(
                 "The tokenizer has no response_template, and its chat_template does not write tool calls as JSON in "
-                "<tool_call> tags. Set tokenizer.response_template, which parses them."
+                "<tool_call> tags. Set task.response_template to a JSON file (in Python tokenizer.response_template); "
+                "trl.chat_template_utils.add_response_schema(tokenizer) sets one for known models."
             )
 
 

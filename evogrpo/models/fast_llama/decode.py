@@ -120,7 +120,7 @@ class FastDecoding:
         if order is not None:
             self._prompts = [(keys[:, order], values[:, order]) for keys, values in self._prompts]
         counts = torch.tensor(runs, device=rows.device)
-        self._rows = torch.repeat_interleave(torch.arange(len(counts), device=rows.device), counts)
+        self._prompt_of_row = torch.repeat_interleave(torch.arange(len(counts), device=rows.device), counts)
         self._shared = list[list[KeyValues]]()  # by layer, for each run of prompts with equally many rows
         for keys, values in self._prompts:
             past, d = keys.shape[2:]
@@ -231,7 +231,7 @@ class FastDecoding:
         """Keep these rows only, or several copies of some."""
         self._reallocate(rows, self._own[0][0].shape[2])
         self._mask, self._slots = self._mask[rows], self._slots[rows]
-        self._set_prompts(self._rows[rows])
+        self._set_prompts(self._prompt_of_row[rows])
 
     def _reallocate(self, rows: Tensor | None, room: int) -> None:
         """Move keys and values of some or all rows to zeroed storage of `room` tokens, one by one to save memory."""
@@ -243,12 +243,12 @@ class FastDecoding:
                 storage[:, :, : self._length] = filled if rows is None else filled[:, rows]
                 parts[number] = storage
 
-    def save_cache(self, rows: Tensor, real: Tensor) -> KVCache:
-        """Return the KV cache of some rows, with padding masked."""
+    def copy_cache(self, rows: Tensor, real: Tensor) -> KVCache:
+        """Return the KV cache of `rows`: their prompts, then their own tokens."""
         mask = torch.cat([self._mask[rows], real], dim=1)
         layers = tuple(
             tuple(
-                torch.cat([past[:, self._rows[rows]], own[:, rows, : self._length]], 2).transpose(0, 1)
+                torch.cat([past[:, self._prompt_of_row[rows]], own[:, rows, : self._length]], 2).transpose(0, 1)
                 for past, own in zip(prompts, parts, strict=True)
             )
             for prompts, parts in zip(self._prompts, self._own, strict=True)
@@ -333,9 +333,9 @@ class _SharedDecoding:
         else:
             self._of = self._of[rows]
 
-    def save_cache(self, rows: Tensor, real: Tensor) -> Any:
-        """Return the KV cache of some rows."""
-        return self._decoding.save_cache(rows if self._of is None else self._of[rows], real)
+    def copy_cache(self, rows: Tensor, real: Tensor) -> Any:
+        """Return the KV cache of `rows`."""
+        return self._decoding.copy_cache(rows if self._of is None else self._of[rows], real)
 
     def _each(self, hidden: Tensor) -> Tensor:
         return hidden if self._of is None else hidden[self._of]

@@ -234,19 +234,19 @@ class AdapterBank(AdapterSampler):
                 yield self._forward(batch, part, policy)
             return
 
-        def share() -> dict[int, list[Tensor]]:
+        def score_own_part() -> dict[int, list[Tensor]]:
             with self.base.in_lockstep():
                 return {
                     number: [values.cpu() for values in self._forward(batch, parts[number], policy)]
-                    for number, _ in self._dealt(len(parts))
+                    for number, _ in self._own_parts(len(parts))
                 }
 
-        scores = {number: each for shared in self.processes.run_section(share) for number, each in shared.items()}
+        scores = {number: each for own in self.processes.run_section(score_own_part) for number, each in own.items()}
         for number in range(len(parts)):
             log_probs, entropies = scores[number]
             yield log_probs.to(batch.actions.device), entropies.to(batch.actions.device)
 
-    def _dealt(self, parts: int) -> list[tuple[int, bool]]:
+    def _own_parts(self, parts: int) -> list[tuple[int, bool]]:
         """Return the numbers of this rank's micro-batches, dealt round robin.
 
         In lockstep, a rank without a micro-batch in the last round repeats the last one, marked with False.
@@ -287,23 +287,27 @@ class AdapterBank(AdapterSampler):
             torch.OutOfMemoryError: If a micro-batch of several rows is out of memory.
         """
         parts = self._plan(batch, self.micro_batch_tokens, "weights", slots)
-        dealt = self._dealt(len(parts))
-        factors = [(parts[number], 1.0 if is_mine else 0.0) for number, is_mine in dealt]
-        here = self._gradients_here(batch, slots, factors, loss_fn, scores, entropy_gradient=entropy_gradient)
+        own_parts = self._own_parts(len(parts))
+        factors = [(parts[number], 1.0 if is_mine else 0.0) for number, is_mine in own_parts]
+        own_gradients = self._own_gradients(batch, slots, factors, loss_fn, scores, entropy_gradient=entropy_gradient)
         if self.processes.size == 1:
-            yield from here
+            yield from own_gradients
             return
         gradients = dict[int, Tensor]()
 
-        def share() -> tuple[dict[int, list[Tensor]], dict[int, float]]:
+        def compute_own_part() -> tuple[dict[int, list[Tensor]], dict[int, float]]:
+            """Compute this rank's gradients into `gradients`; return its micro-batches' scores and its losses.
+
+            Repeated micro-batches are left out.
+            """
             losses = {}
             with self.base.in_lockstep():
-                for slot, gradient, loss in here:
+                for slot, gradient, loss in own_gradients:
                     gradients[slot], losses[slot] = gradient, loss
-            mine = [number for number, is_mine in dealt if is_mine]
-            return {number: [values[parts[number].rows].cpu() for values in scores] for number in mine}, losses
+            own_numbers = [number for number, is_mine in own_parts if is_mine]
+            return {number: [values[parts[number].rows].cpu() for values in scores] for number in own_numbers}, losses
 
-        shares = self.processes.run_section(share)
+        shares = self.processes.run_section(compute_own_part)
         totals = {slot: self.processes.all_reduce(gradients.pop(slot)) for slot in slots}
         for scores_of_part, _ in shares:
             for number, computed in scores_of_part.items():
@@ -312,7 +316,7 @@ class AdapterBank(AdapterSampler):
         for slot, gradient in totals.items():
             yield slot, gradient, sum(losses[slot] for _, losses in shares)
 
-    def _gradients_here(
+    def _own_gradients(
         self,
         batch: Batch,
         slots: Sequence[int],

@@ -82,7 +82,7 @@ class CausalModel:
         self._changed = {name: model.get_submodule(name) for name in changed}
         self._adapter_hook: LoraHook | None = None
         self._working = False
-        self._fast: FastLlama | None = None
+        self._active_fast_llama: FastLlama | None = None  # used now, inside `working`
         self._sharded_layers = sharded_layers(model)
         self.lockstep = self._sharded_layers is not None
         self.decoder = find_decoder(model)
@@ -101,7 +101,7 @@ class CausalModel:
                 explicit_positions=explicit_positions,
             )
             self.shares_prefix, self._shortest_root = self._check_prefix(), SHORTEST_ROOT
-            self._fast_llama = self._checked_fast_llama()
+            self._usable_fast_llama = self._checked_fast_llama()  # passed its check
         if not self.shares_prefix:
             warn(
                 f"The KV cache of {type(model).__name__} cannot be shared between completions. Sampling is slow: "
@@ -114,17 +114,18 @@ class CausalModel:
         other.model, other.decoder = model, find_decoder(model)
         with torch.no_grad():
             other.head = find_head(model, other.decoder)
-        layout = None if self._fast_llama is None else find_weight_layout(model, other.decoder)
-        other._fast_llama = None if layout is None else FastLlama(layout)
+        layout = None if self._usable_fast_llama is None else find_weight_layout(model, other.decoder)
+        other._usable_fast_llama = None if layout is None else FastLlama(layout)
         return other
 
-    def following(self, base: "CausalModel") -> "CausalModel":
-        """Take over the current settings of the base, and return the model.
+    def with_settings_of(self, base: "CausalModel") -> "CausalModel":
+        """Copy the current settings of `base` into this model, and return this model.
 
         fast_llama computes no gradients of weights, so passes with gradients use the model's own `forward`.
         """
         self.autocast, self.shares_prefix = base.autocast, base.shares_prefix
-        self._fast = None if base._fast is None or torch.is_grad_enabled() else self._fast_llama
+        use_fast_llama = base.uses_fast_llama and not torch.is_grad_enabled()
+        self._active_fast_llama = self._usable_fast_llama if use_fast_llama else None
         return self
 
     def _checked_fast_llama(self) -> FastLlama | None:
@@ -159,7 +160,7 @@ class CausalModel:
     @property
     def uses_fast_llama(self) -> bool:
         """True inside `working` if fast_llama computes the passes instead of the model's own `forward`."""
-        return self._fast is not None
+        return self._active_fast_llama is not None
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -172,12 +173,12 @@ class CausalModel:
             self._working = True
             with frozen_model(self.model), grouped_attention(self.device):
                 mixed = self.autocast is not nullcontext or torch.is_autocast_enabled(self.device.type)
-                self._fast = None if mixed or not is_unmodified(self.decoder) else self._fast_llama
-                changed = self._changed if self._fast is None else {}
+                self._active_fast_llama = None if mixed or not is_unmodified(self.decoder) else self._usable_fast_llama
+                changed = self._changed if self._active_fast_llama is None else {}
                 handles.extend(module.register_forward_hook(self._hook(name)) for name, module in changed.items())
                 yield
         finally:
-            self._working, self._fast = False, None
+            self._working, self._active_fast_llama = False, None
             if self._sharded_layers is not None:
                 self._sharded_layers.reshard()
             for handle in handles:
@@ -202,8 +203,8 @@ class CausalModel:
             cache: KV cache of earlier tokens, if any.
             hook: Adapter hook; None = base only.
         """
-        if self._fast is not None:
-            return self._fast.run(ids, mask, cache, hook)
+        if self._active_fast_llama is not None:
+            return self._active_fast_llama.run(ids, mask, cache, hook)
         positions = {}
         if self.explicit_positions:
             positions["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
@@ -279,14 +280,14 @@ class CausalModel:
         """
         hook = make_hook(members)
         # 1. fast_llama: one pass for prompts and rows; only the root runs before.
-        if self._fast is not None and ids.shape[1]:
+        if self._active_fast_llama is not None and ids.shape[1]:
             root, root_rows, rest = self._run_root(prompts, slots, make_hook)
             prompt_ids, mask, layers = self._prepare(root, root_rows, rest)
             prompt_hook = make_hook(torch.tensor(slots))
             if prompt_hook is not None and hook is not None:
                 hook = prompt_hook.followed(prompt_ids.shape[1], ids.shape[1], hook)
             prepared = prompt_ids, mask, Cache(layers=list(layers))
-            last, hidden = self._fast.run_with_prompts(prepared, rows, ids, present, hook)
+            last, hidden = self._active_fast_llama.run_with_prompts(prepared, rows, ids, present, hook)
             return torch.cat([last[rows][:, None], hidden], dim=1)
         # 2. Without a cache that can be shared: whole sequences.
         prefix = self.prefix(prompts, slots, make_hook)
@@ -324,7 +325,7 @@ class CausalModel:
         """Run new tokens on top of saved caches.
 
         Args:
-            parts: Results of `Decoding.save_cache`.
+            parts: Results of `Decoding.copy_cache`.
             part_of: `[n]` index into `parts` of each row.
             row_of: `[n]` row within that part.
             tokens: New tokens of each row, at least one.
@@ -382,8 +383,8 @@ class CausalModel:
         """
         if isinstance(prefix, Prompts):
             return PlainDecoding(self.run, prefix, prompt_of, slots, make_hook)
-        if self._fast is not None:
-            passes = self._fast
+        if self._active_fast_llama is not None:
+            passes = self._active_fast_llama
 
             def begin(some: Tensor) -> Decoding:
                 return FastDecoding(passes, prefix, prompt_of[some], slots[some], room, make_hook)
@@ -402,4 +403,4 @@ class CausalModel:
 
     def head_matrix(self, hidden: Tensor) -> Tensor | None:
         """Return the vocabulary matrix `[v, h]` if fast_llama is in use and the head is nothing but this product."""
-        return None if self._fast is None else head_matrix(self.head, hidden)
+        return None if self._active_fast_llama is None else head_matrix(self.head, hidden)

@@ -144,8 +144,10 @@ class Decoding(Protocol):
     def keep(self, rows: Tensor) -> None:
         """Keep these rows only, in this order; a repeated row is copied."""
 
-    def save_cache(self, rows: Tensor, real: Tensor) -> Any:
-        """Return the KV cache of some rows for `CausalModel.resume`, or None if the model has none.
+    def copy_cache(self, rows: Tensor, real: Tensor) -> Any:
+        """Return the KV cache (prompt, then own tokens) of `rows`, so that the next turn continues from it.
+
+        None if the model has no cache; see `CausalModel.resume`.
 
         Args:
             rows: Row numbers `[k]`.
@@ -190,8 +192,8 @@ class CachedDecoding:
         self._mask, self._slots = self._mask[rows], self._slots[rows]
         self._adapter_hook = self._make_hook(self._slots)
 
-    def save_cache(self, rows: Tensor, real: Tensor) -> KVCache:
-        """Return the KV cache of some rows, with padding masked."""
+    def copy_cache(self, rows: Tensor, real: Tensor) -> KVCache:
+        """Return the KV cache of `rows`: their prompts, then their own tokens."""
         mask = torch.cat([self._mask[rows, : self._prompt_width], real], dim=1)
         layers = tuple((layer.keys[rows], layer.values[rows]) for layer in self._layers)  # type: ignore[index]
         return KVCache(layers=layers, mask=mask).left_padded()
@@ -228,5 +230,5 @@ class PlainDecoding:
         self._ids, self._mask, self._slots = self._ids[rows], self._mask[rows], self._slots[rows]
         self._adapter_hook = self._make_hook(self._slots)
 
-    def save_cache(self, rows: Tensor, real: Tensor) -> None:
+    def copy_cache(self, rows: Tensor, real: Tensor) -> None:
         """Return None: there is no cache."""

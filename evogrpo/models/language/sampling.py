@@ -84,7 +84,7 @@ class AdapterSampler(AdapterStates):
     def model_of(self, policy: PolicyVersion, slot: int) -> CausalModel:
         """Return the model that computes a member's rows: the base with hooks, or the member's own."""
         own = self._own_passes.get(policy)
-        return self.base if own is None else own[slot].following(self.base)
+        return self.base if own is None else own[slot].with_settings_of(self.base)
 
     def sync(self, slots: Sequence[int]) -> None:
         """Do nothing: the bank samples with the weights it trains."""
@@ -154,7 +154,7 @@ class AdapterSampler(AdapterStates):
 
 
 def rows_at_once(width: int, device: str) -> int:
-    """Return the maximum rows of a wave.
+    """Return how many rows are sampled at once (a wave).
 
     Args:
         width: Maximum tokens of a row, prompt included.
@@ -273,14 +273,14 @@ class _Sampler:
         Args:
             decoding: The rows after prefill.
             numbers: Their numbers.
-            keep: Save their caches.
+            keep: Copy their caches for the next turn.
         """
         model, width = self._model, self._rows.max_new_tokens
         check_every = 8 if model.lockstep else CHECK_EVERY.get(model.device.type, 8)
 
         def save(local: Tensor, fed: int) -> None:
             # The last token of a row may not have been fed. Dropping it makes all rows equal.
-            cache = decoding.save_cache(local, self._present[numbers[local], 1 : fed + 1]) if keep else None
+            cache = decoding.copy_cache(local, self._present[numbers[local], 1 : fed + 1]) if keep else None
             if cache is not None:
                 self._caches.append((numbers[local], cache))
 

@@ -90,7 +90,7 @@ class StackedBank(StackedTrainStates):
                     features = np.asarray(observations, dtype=np.float32).reshape(len(member_ids), -1)
                     whole = layout.in_order and layout.index.size == len(member_ids)
                     features = features.reshape(*layout.index.shape, -1) if whole else features[layout.index]
-                    outputs = stack.act("weights", layout.rows, features)
+                    outputs = stack.outputs_in_numpy(layout.rows, features)
                 else:
                     laid_out = map_tensors(to_tensors(observations), itemgetter(torch.from_numpy(layout.index)))
                     outputs = stack.outputs("weights", layout.rows, laid_out).cpu().numpy()

@@ -106,7 +106,7 @@ class Stack:
     Attributes:
         tensors: `[q, k]` by name, rows padded with zeros.
         gradient: `[q, k]`, padded in the same way.
-        reads_features: An observation is an array of features, so that `act` can be used.
+        reads_features: An observation is an array of features, so that `outputs_in_numpy` can be used.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Stack:
         self._length = next(iter(tensors.values())).shape[1]
         # With whole vector registers, the rounding of a row does not depend on the rows after it.
         self.tensors = {name: pad(matrix, (0, -self._length % ROW_MULTIPLE)) for name, matrix in tensors.items()}
-        self._free = list(distribution.free_parameters)
+        self._free_names = list(distribution.free_parameters)
         self.gradient = torch.zeros_like(self.tensors["weights"])
         self._gradients = split(self.gradient, self.shapes)
         self._views = {name: split(matrix, self.shapes) for name, matrix in self.tensors.items()}
@@ -150,7 +150,7 @@ class Stack:
             part = self.gradient if all_members else torch.zeros_like(self.gradient[: len(rows)])
             gradients, width = self._gradients if all_members else split(part, self.shapes), outputs.shape[2]
             add_gradients(grad[..., :width], gradients)
-            for name in self._free:
+            for name in self._free_names:
                 shape = self.shapes[name]
                 count = prod(shape)
                 # The rounding of a product does not depend on the number of members, that of a sum does.
@@ -163,16 +163,16 @@ class Stack:
 
         return self._with_free(outputs, parameters), backward
 
-    def act(self, name: str, rows: IntArray, features: FloatArray) -> FloatArray:
-        """Return distribution parameters `[q, w, o]` for features `[q, w, f]`, in numpy."""
+    def outputs_in_numpy(self, rows: IntArray, features: FloatArray) -> FloatArray:
+        """Return `outputs` under the weights, faster on a CPU: features `[q, w, f]` of `rows` of this stack."""
         assert isinstance(self.network, DefaultNetwork)  # see reads_features
-        arrays = self._arrays[name]
+        arrays = self._arrays
         if len(rows) != len(self.slots):
             arrays = {key: value[rows] for key, value in arrays.items()}
-        outputs = self.network.act(arrays, features)
-        free = [arrays[key].reshape(len(rows), 1, -1) for key in self._free]
-        spread = [np.broadcast_to(values, (*outputs.shape[:2], values.shape[2])) for values in free]
-        return np.concatenate([outputs, *spread], axis=2) if spread else outputs
+        outputs = self.network.outputs_in_numpy(arrays, features)
+        free_parameters = [arrays[key].reshape(len(rows), 1, -1) for key in self._free_names]
+        repeated = [np.broadcast_to(values, (*outputs.shape[:2], values.shape[2])) for values in free_parameters]
+        return np.concatenate([outputs, *repeated], axis=2) if repeated else outputs
 
     def _parameters(self, name: str, rows: IntArray) -> Parameters:
         """Return the parameters `[q, ...]` of some members: views of all, copies of fewer."""
@@ -182,12 +182,13 @@ class Stack:
         return split(matrix[torch.from_numpy(rows).to(matrix.device)], self.shapes)
 
     def _with_free(self, outputs: Tensor, parameters: Parameters) -> Tensor:
-        free = [parameters[name].flatten(1)[:, None].expand(*outputs.shape[:2], -1) for name in self._free]
+        free = [parameters[name].flatten(1)[:, None].expand(*outputs.shape[:2], -1) for name in self._free_names]
         return torch.cat([outputs, *free], dim=2) if free else outputs
 
     @cached_property
-    def _arrays(self) -> dict[str, dict[str, FloatArray]]:
-        return {name: {key: value.numpy() for key, value in views.items()} for name, views in self._views.items()}
+    def _arrays(self) -> dict[str, FloatArray]:
+        """Views of the weights in numpy, by parameter."""
+        return {key: value.numpy() for key, value in self._views["weights"].items()}
 
     def step(self, taken: Mapping[int, tuple[int, float, float]], settings: Optimizer) -> None:
         """Take AdamW steps (number, lr, factor on the gradient) by row; overwrites `gradient`.

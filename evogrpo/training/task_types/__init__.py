@@ -82,7 +82,7 @@ class LanguageTask:
 
         return need(population, env, schedule)
 
-    def record(self, config: Config, best: Path, folder: Path, episodes: int) -> tuple[RecordedEpisode, ...]:
+    def record_videos(self, config: Config, best: Path, folder: Path, episodes: int) -> tuple[RecordedEpisode, ...]:
         """Raise ValueError: language models have no videos."""
         raise ValueError("Language models have no videos.")
 

@@ -198,7 +198,7 @@ class NetworkTask:
         parameters = _parameters(members.banks.state(0))
         return _need(members.mapping, env, schedule, len(population), parameters, experience)
 
-    def record(self, config: Config, best: Path, folder: Path, episodes: int) -> tuple[RecordedEpisode, ...]:
+    def record_videos(self, config: Config, best: Path, folder: Path, episodes: int) -> tuple[RecordedEpisode, ...]:
         """Record videos of the best member on the first test episodes."""
         with closing(config.task.environment(seed=config.task_seed)) as env:
             seeds = [env.reset_seed("test", start) for start in range(min(episodes, env.size("test")))]
