@@ -31,7 +31,7 @@ from nbclient.exceptions import CellExecutionError
 HERE = Path(__file__).resolve().parent
 TUTORIALS = sorted(HERE.glob("[0-9][0-9]_*.py"))
 LARGEST_FIGURE = 200_000  # characters of base64, about 150 KB
-CELL_SECONDS = 1800
+CELL_SECONDS = 3600
 # An absolute path below one of the usual roots of Linux, macOS or Windows.
 MACHINE_PATH = re.compile(
     r"(?<![\w./~-])(?:/(?:home|root|Users|tmp|var|opt|usr|mnt|work|private"
