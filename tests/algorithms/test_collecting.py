@@ -193,11 +193,11 @@ def test_resampling_is_bounded_and_counted_and_the_rest_stays():
     for agent in population:
         groups, more = 16 // agent.group_size, refilled.tokens[agent.slot] - plain.tokens[agent.slot]
         assert 2 * (groups * prompt + 16) < more <= 2 * (groups * prompt + 16 * LENGTH)
-    lengths = gathered(population_of(), env, 1).experience["default"]
+    lengths = gathered(population_of(), env).experience["default"]
     scored.clear()
     alike = equal(replace(lengths, rewards=lengths.present.sum(1).float()))
     assert 0 < int(alike.sum()) < 48
-    gathered(population_of(overlong_buffer=6, dynamic_sampling=1), env, 1)
+    gathered(population_of(overlong_buffer=6, dynamic_sampling=1), env)
     assert scored == [48, int(alike.sum())]  # a penalty gives equal rewards a signal
 
 
