@@ -39,7 +39,7 @@ def timeout_minutes() -> float:
     except ValueError:
         minutes = 0.0
     if not 0 < minutes < 1e6:
-        raise ValueError(f"EVOGRPO_TIMEOUT_MINUTES must be a number of minutes above 0, got {given!r:.40}")
+        raise ValueError(f"EVOGRPO_TIMEOUT_MINUTES must be a number of minutes above 0, got {given!r:.40}.")
     return minutes
 
 

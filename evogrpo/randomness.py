@@ -27,7 +27,7 @@ def generator(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
     Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
     """
     if min(seed, *numbers, 0) < 0:
-        raise ValueError(f"seed and numbers must be at least 0, got seed {seed} and numbers {numbers}")
+        raise ValueError(f"seed and numbers must be at least 0, got seed {seed} and numbers {numbers}.")
     # Hash as text: numpy pads and concatenates lists of numbers, so (0,), (0, 0) and (0, 2**32) would collide.
     name = f"{int(seed)} {[int(number) for number in numbers]} {purpose}"
     entropy = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "little")

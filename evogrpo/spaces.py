@@ -51,7 +51,7 @@ def _part(space: spaces.Dict, observation: Any, key: str) -> Any:
         return observation[key]
     except (KeyError, IndexError, TypeError) as error:
         held = sorted(map(str, observation)) if isinstance(observation, Mapping) else type(observation).__name__
-        raise ValueError(f"observation must have the keys {sorted(space.spaces)}, got {held}") from error
+        raise ValueError(f"observation must have the keys {sorted(space.spaces)}, got {held}.") from error
 
 
 def unflatten(space: spaces.Space[Any], leaves: Iterable[Any]) -> Any:
@@ -152,13 +152,13 @@ def preprocess_observation(
         case spaces.Dict():
             if not isinstance(observation, Mapping) or set(observation) != set(space.spaces):
                 got = sorted(observation) if isinstance(observation, Mapping) else type(observation).__name__
-                raise ValueError(f"observation must have the keys {sorted(space.spaces)}, got {got}")
+                raise ValueError(f"observation must have the keys {sorted(space.spaces)}, got {got}.")
             return {
                 str(key): preprocess_observation(observation[key], part, device) for key, part in space.spaces.items()
             }
         case spaces.Tuple():
             if not isinstance(observation, Sequence) or len(observation) != len(space):
-                raise ValueError(f"observation must be a sequence of {len(space)} parts, got {observation!r:.80}")
+                raise ValueError(f"observation must be a sequence of {len(space)} parts, got {observation!r:.80}.")
             parts = zip(observation, space.spaces, strict=True)
             return tuple(preprocess_observation(value, part, device) for value, part in parts)
         case spaces.Box():
@@ -178,7 +178,7 @@ def _batched(observation: Any, shape: tuple[int, ...], device: torch.device | st
     if tuple(tensor.shape) == shape:
         tensor = tensor[None]
     if tuple(tensor.shape[1:]) != shape or tensor.ndim != len(shape) + 1:
-        raise ValueError(f"observation must have shape {shape} or (batch, *{shape}), got {tuple(tensor.shape)}")
+        raise ValueError(f"observation must have shape {shape} or (batch, *{shape}), got {tuple(tensor.shape)}.")
     return tensor.to(device)
 
 
@@ -187,7 +187,7 @@ def _one_hot(values: Tensor, counts: Sequence[int], starts: Sequence[int]) -> Te
     codes = []
     for column, count, start in zip(values.long().unbind(1), counts, starts, strict=True):
         if column.numel() and not (start <= int(column.min()) and int(column.max()) < start + count):
-            raise ValueError(f"observation must be in [{start}, {start + count - 1}], got {column.tolist()}")
+            raise ValueError(f"observation must be in [{start}, {start + count - 1}], got {column.tolist()}.")
         codes.append(torch.nn.functional.one_hot(column - start, count))
     return torch.cat(codes, dim=1).to(torch.float32)
 

@@ -329,11 +329,11 @@ def finite_number(what: str, value: object) -> float:
     try:
         number = _real(value)
     except PydanticKnownError:
-        raise ValueError(f"{what} must be a number, got {value!r:.80} ({type(value).__name__})") from None
+        raise ValueError(f"{what} must be a number, got {value!r:.80} ({type(value).__name__}).") from None
     if isinstance(number, int):
         return whole_number(what, number)
     if not math.isfinite(number):
-        raise ValueError(f"{what} must be finite, got {value}")
+        raise ValueError(f"{what} must be finite, got {value}.")
     return number
 
 
@@ -342,9 +342,9 @@ def whole_number(what: str, value: object) -> int:
     try:
         number = _whole(value)
     except PydanticKnownError:
-        raise ValueError(f"{what} must be an integer, got {value!r:.80} ({type(value).__name__})") from None
+        raise ValueError(f"{what} must be an integer, got {value!r:.80} ({type(value).__name__}).") from None
     if abs(number) > _MAX_WHOLE:
-        raise ValueError(f"{what} must be at most 10**300 in size, got {number.bit_length()} bits")
+        raise ValueError(f"{what} must be at most 10**300 in size, got {number.bit_length()} bits.")
     return number
 
 
@@ -355,16 +355,16 @@ def whole_between(what: str, value: object, low: int, high: int = MAX_COUNT) -> 
     """
     number = whole_number(what, value)
     if number < low:
-        raise ValueError(f"{what} must be at least {low}, got {number}")
+        raise ValueError(f"{what} must be at least {low}, got {number}.")
     if number > high:
-        raise ValueError(f"{what} must be at most {high:,}, got {number:,}")
+        raise ValueError(f"{what} must be at most {high:,}, got {number:,}.")
     return number
 
 
 def flag(what: str, value: object) -> bool:
     """Return `value`, or raise ValueError if it is neither True nor False."""
     if not isinstance(value, bool):
-        raise ValueError(f"{what} must be True or False, got {value!r:.80}")
+        raise ValueError(f"{what} must be True or False, got {value!r:.80}.")
     return value
 
 
@@ -374,7 +374,7 @@ def instance(what: str, value: object, kind: type[T], example: str) -> T:
         title = getattr(kind, "__name__", str(kind))
         article = "an" if title[0] in "AEIOU" else "a"
         raise ValueError(
-            f"{what} must be {article} {title}, such as {example}, got {value!r:.80} ({type(value).__name__})"
+            f"{what} must be {article} {title}, such as {example}, got {value!r:.80} ({type(value).__name__})."
         )
     return value
 

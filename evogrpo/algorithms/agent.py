@@ -85,7 +85,7 @@ class Agent(HyperparameterAttributes):
     @hyperparameters.setter
     def hyperparameters(self, record: Hyperparameters) -> None:
         if not isinstance(record, Hyperparameters):
-            raise ValueError(f"hyperparameters must be a Hyperparameters record, got {record!r:.80}")
+            raise ValueError(f"hyperparameters must be a Hyperparameters record, got {record!r:.80}.")
         members = self.members
         per_action = members.kind != "language"
         check_hyperparameters(members.settings.objective, record, members.hp_config, per_action=per_action)

@@ -287,7 +287,7 @@ def build_joint_policy_set(
     refuse_unknown("argument", options, [*MultiAgentOptions.__annotations__, "observation_spaces", "action_spaces"])
     for name, by_agent in (("observation_spaces", observation_spaces), ("action_spaces", action_spaces)):
         if not isinstance(by_agent, Mapping) or not by_agent:
-            raise ValueError(f"{name} must be spaces by agent, such as env.{name}, got {by_agent!r:.80}")
+            raise ValueError(f"{name} must be spaces by agent, such as env.{name}, got {by_agent!r:.80}.")
     assert observation_spaces is not None and action_spaces is not None
     chosen = {name: options[name] for name in JointSettings.__dataclass_fields__ if name in options}
     settings = JointSettings(**chosen)

@@ -352,7 +352,7 @@ class EvolvableAlgorithm(Agent):
                 a population that is divided among ranks.
         """
         if loop < 1:
-            raise ValueError(f"loop must be at least 1, got {loop}")
+            raise ValueError(f"loop must be at least 1, got {loop}.")
         refuse_unknown("split", [split], SPLITS)
         self.check_single_rank("test")
         base = self._evaluated_network == "base"

@@ -59,9 +59,9 @@ class Population(Sequence[Any]):
         self._handed_out: list[Any] = list(agents)
         if wrapper_cls is not None:
             if not callable(wrapper_cls):
-                raise ValueError(f"wrapper_cls must be a class that takes an agent, got {wrapper_cls!r:.80}")
+                raise ValueError(f"wrapper_cls must be a class that takes an agent, got {wrapper_cls!r:.80}.")
             if wrapper_kwargs is not None and not isinstance(wrapper_kwargs, Mapping):
-                raise ValueError(f"wrapper_kwargs must be a mapping of keyword arguments, got {wrapper_kwargs!r:.80}")
+                raise ValueError(f"wrapper_kwargs must be a mapping of keyword arguments, got {wrapper_kwargs!r:.80}.")
             self._handed_out = [wrapper_cls(agent, **(wrapper_kwargs or {})) for agent in agents]
 
     def __len__(self) -> int:

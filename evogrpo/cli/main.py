@@ -305,7 +305,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
 
 def _exit_code(text: str) -> int:
     if not re.fullmatch(r"\d{1,3}", text) or int(text) > MAX_EXIT_CODE:
-        raise argparse.ArgumentTypeError(f"must be an integer from 0 to {MAX_EXIT_CODE}, got {text!r:.40}")
+        raise argparse.ArgumentTypeError(f"must be an integer from 0 to {MAX_EXIT_CODE}, got {text!r:.40}.")
     return int(text)
 
 

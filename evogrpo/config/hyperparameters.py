@@ -105,7 +105,7 @@ class Hyperparameters:
             ValueError: If `name` is unknown or not numeric.
         """
         if is_categorical(name):
-            raise ValueError(f"{name} is a name, not a number")
+            raise ValueError(f"{name} is a name, not a number.")
         value = getattr(self, name)
         if value is not None:
             return float(value) if isinstance(value, float) else int(value)

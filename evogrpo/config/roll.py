@@ -143,7 +143,7 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> SettingsReader:
     values = load_yaml(source, "ROLL's configuration") if isinstance(source, str) else source
     if not isinstance(values, Mapping):
         raise ValueError(
-            f"source must be a mapping of ROLL keys, the path of a YAML file or YAML text, got {values!r:.80}"
+            f"source must be a mapping of ROLL keys, the path of a YAML file or YAML text, got {values!r:.80}."
         )
     settings = {str(name): value for name, value in values.items() if name not in ("actor_train", "actor_infer")}
     table, ignored, refused = dict(KEYS), dict(IGNORED), []

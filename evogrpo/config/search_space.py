@@ -69,17 +69,19 @@ class RLParameter:
                 raise ValueError("min, max, scale, factor and founders describe a range. Remove them, or choices.")
             distinct = tuple(dict.fromkeys(self.choices)) if self.names else tuple(sorted(set(self.numbers)))
             if len(distinct) < 2 or len(distinct) != len(self.choices):
-                raise ValueError(f"choices must be at least two distinct values, got {list(self.choices)}")
+                raise ValueError(f"choices must be at least two distinct values, got {list(self.choices)}.")
             object.__setattr__(self, "choices", distinct)
             return
         if self.min is None or self.max is None:
-            raise ValueError(f"min and max must be given, or choices, got min={self.min}, max={self.max}, choices=None")
+            raise ValueError(
+                f"min and max must be given, or choices, got min={self.min}, max={self.max}, choices=None."
+            )
         if not self.min < self.max:
             raise ValueError(f"min must be below max, got {self.min} and {self.max}. To fix a value, remove it.")
         if self.scale == "log" and self.min <= 0:
             raise ValueError(f'min must be above 0 with scale="log", got {self.min}. Use choices to include 0.')
         if self.founders is not None and not self.min <= self.founders[0] < self.founders[1] <= self.max:
-            raise ValueError(f"founders must be ascending in [{self.min}, {self.max}], got {list(self.founders)}")
+            raise ValueError(f"founders must be ascending in [{self.min}, {self.max}], got {list(self.founders)}.")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -95,7 +97,7 @@ class RLParameter:
     def bounds(self) -> tuple[float, float]:
         """Smallest and largest number; raises ValueError for names, which have no order."""
         if self.names:
-            raise ValueError(f"names have no bounds, got choices {list(self.names)}")
+            raise ValueError(f"names have no bounds, got choices {list(self.names)}.")
         if self.numbers:
             return self.numbers[0], self.numbers[-1]
         assert self.min is not None and self.max is not None
@@ -192,7 +194,7 @@ def _parameter(value: Any, default_scale: Scale) -> RLParameter:
         return RLParameter(choices=value)
     if isinstance(value, tuple) and len(value) == 2:
         return RLParameter(min=value[0], max=value[1], scale=default_scale)
-    raise ValueError(f"expected an RLParameter, a pair (min, max) or a list of choices, got {value!r:.80}")
+    raise ValueError(f"expected an RLParameter, a pair (min, max) or a list of choices, got {value!r:.80}.")
 
 
 class HyperparameterConfig(Mapping[str, RLParameter]):

@@ -26,7 +26,7 @@ from evogrpo.validation import finite_number, flag, whole_number
 
 def _weights(what: str, value: Any) -> list[float]:
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise ValueError(f"{what} must be a list of numbers, got {value!r:.80}")
+        raise ValueError(f"{what} must be a list of numbers, got {value!r:.80}.")
     return [finite_number(what, weight) for weight in value]
 
 
@@ -38,7 +38,7 @@ def _text(what: str, value: Any) -> str:
 def _adamw(what: str, value: Any) -> str:
     name = _text(what, value)
     if not name.startswith("adamw"):
-        raise ValueError(f"{what} is not supported, got {name!r:.80}: the optimizer is AdamW")
+        raise ValueError(f"{what} is not supported, got {name!r:.80}: the optimizer is AdamW.")
     return name
 
 
@@ -48,7 +48,7 @@ def _arguments(what: str, value: Any) -> Mapping[str, Any]:
         with suppress(json.JSONDecodeError):  # refused below
             value = json.loads(value)
     if not isinstance(value, Mapping):
-        raise ValueError(f"{what} must be a mapping, got {value!r:.80}")
+        raise ValueError(f"{what} must be a mapping, got {value!r:.80}.")
     return {name: finite_number(f"{what}: {name}", each) for name, each in value.items() if each is not None}
 
 
@@ -230,7 +230,7 @@ def _given_fields(source: object) -> dict[str, Any]:
     if isinstance(source, Mapping):
         return dict(source)
     if not dataclasses.is_dataclass(source) or isinstance(source, type):
-        raise ValueError(f"source must be a TRL GRPOConfig or a mapping of its fields, got {type(source).__name__}")
+        raise ValueError(f"source must be a TRL GRPOConfig or a mapping of its fields, got {type(source).__name__}.")
     values = {}
     for field in dataclasses.fields(source):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

@@ -44,7 +44,7 @@ class Fitness:
         if self.keys is not None and not len(set(self.keys)) == len(self.keys) == len(self.scores):
             raise ValueError(
                 f"keys must be distinct, one per score, got {len(set(self.keys))} distinct of {len(self.keys)} for "
-                f"{len(self.scores)} scores"
+                f"{len(self.scores)} scores."
             )
 
     @classmethod
@@ -161,7 +161,7 @@ class FitnessConfig:
         if not isinstance(value, str):
             raise ValueError(
                 f"fitness must be one of {', '.join(get_args(FitnessBy))}, a mapping of settings or a FitnessConfig, "
-                f"got {value!r:.80}"
+                f"got {value!r:.80}."
             )
         return cls(by=value)  # type: ignore[arg-type]  # __post_init__ checks the name
 

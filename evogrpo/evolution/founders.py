@@ -47,7 +47,7 @@ def spread_founders(
     Source: McKay, Beckman and Conover, Technometrics 21 (1979), for the Latin hypercube.
     """
     if whole_number("size", size) < 1:
-        raise ValueError(f"size must be at least 1, got {size}")
+        raise ValueError(f"size must be at least 1, got {size}.")
     space = space.for_samples_per_step(samples_per_step)
     check_group_size(defaults.group_size, samples_per_step)
     first = tuple(given)[:size] or (defaults,)

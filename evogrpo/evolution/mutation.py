@@ -259,7 +259,7 @@ def last_steps(member: MemberRecord, space: HyperparameterConfig) -> dict[str, f
 def _checked_perturbation(value: Any) -> Perturbation:
     """Return the value; raise ValueError unless it is a perturbation."""
     if isinstance(value, type) or not callable(value):
-        raise ValueError(f"must be Mutation(...) or a function of (hyperparameters, space, rng), got {value!r:.80}")
+        raise ValueError(f"must be Mutation(...) or a function of (hyperparameters, space, rng), got {value!r:.80}.")
     perturbation: Perturbation = value
     return perturbation
 
@@ -339,7 +339,7 @@ def _call_custom(
         raise ValueError(f"{name} must return Hyperparameters, got {child!r:.80}. Use dataclasses.replace.")
     for changed, (_, value) in changes_between(parent, child).items():
         if changed not in space:
-            raise ValueError(f"{name} may only change {', '.join(space)}, got {changed}={value!r}")
+            raise ValueError(f"{name} may only change {', '.join(space)}, got {changed}={value!r}.")
         if value is None or space[changed].closest(value) != value:
             raise ValueError(f"{name}: {changed} must be in its {space[changed].extent}, got {value!r}. Clip it.")
     return child

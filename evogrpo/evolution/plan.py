@@ -72,23 +72,23 @@ class Plan:
         slots = range(len(self.parents))
         born = {child.slot: child for child in self.children}
         if len(self.reasons) != len(slots):
-            raise ValueError(f"reasons must have one entry per slot, got {len(self.reasons)} for {len(slots)} slots")
+            raise ValueError(f"reasons must have one entry per slot, got {len(self.reasons)} for {len(slots)} slots.")
         if any(slot is not None and slot not in slots for slot in (*self.parents, *born)):
             raise ValueError(
-                f"slots must be in [0, {len(slots) - 1}], got parents {self.parents} and children in {list(born)}"
+                f"slots must be in [0, {len(slots) - 1}], got parents {self.parents} and children in {list(born)}."
             )
         if len(born) != len(self.children) or len({child.index for child in self.children}) != len(born):
             raise ValueError(
-                f"children must have distinct slots and indices, got {[(c.slot, c.index) for c in self.children]}"
+                f"children must have distinct slots and indices, got {[(c.slot, c.index) for c in self.children]}."
             )
         without_child = [slot for slot in slots if self.parents[slot] not in (slot, None) and slot not in born]
         if without_child:
-            raise ValueError(f"slots {without_child} copy another slot, so each needs an entry in children")
+            raise ValueError(f"slots {without_child} copy another slot, so each needs an entry in children.")
         mixed = [slot for slot, child in born.items() if (child.parent is None) != (self.parents[slot] is None)]
         if mixed:
-            raise ValueError(f"parents must be None exactly for founders, got another value in slots {mixed}")
+            raise ValueError(f"parents must be None exactly for founders, got another value in slots {mixed}.")
         if len(self.vacant) == len(slots):
-            raise ValueError("a plan must keep at least one member, got one that retires all members")
+            raise ValueError("a plan must keep at least one member, got one that retires all members.")
 
     @classmethod
     def from_choices(
@@ -199,7 +199,7 @@ class Plan:
         if (len(self.parents), self.generation) != (history.capacity, last.number):
             raise ValueError(
                 f"expected a plan for {history.capacity} slots after generation {last.number}, got one for "
-                f"{len(self.parents)} slots after generation {self.generation}"
+                f"{len(self.parents)} slots after generation {self.generation}."
             )
         healthy = sorted(last.ranked)
         if not {None, *healthy}.issuperset(self.parents):
@@ -209,22 +209,22 @@ class Plan:
             )
         indices = [child.index for child in self.children]
         if indices != list(range(history.next_index, history.next_index + len(indices))):
-            raise ValueError(f"children must have consecutive indices from {history.next_index}, got {indices}")
+            raise ValueError(f"children must have consecutive indices from {history.next_index}, got {indices}.")
         samples = last.samples_per_step if self.samples_per_step is None else self.samples_per_step
         if self.steps_per_generation is not None and self.steps_per_generation < 1:
-            raise ValueError(f"steps_per_generation must be at least 1, got {self.steps_per_generation}")
+            raise ValueError(f"steps_per_generation must be at least 1, got {self.steps_per_generation}.")
         history.space.for_samples_per_step(samples)  # raises if the space has no valid group size
         born = {child.slot: child for child in self.children}
         budget = samples * (len(self.parents) - len(self.vacant))
         if self.samples is not None and not self._are_counts(self.samples):
             raise ValueError(
                 "samples must have one non-negative integer for each slot, 0 for empty slots and not all 0, got "
-                f"{self.samples} for {len(self.parents)} slots"
+                f"{self.samples} for {len(self.parents)} slots."
             )
         if self.samples is not None and sum(self.samples) > budget:
             raise ValueError(
                 f"the sum of samples must be at most {budget}, samples_per_step={samples} for each member, got "
-                f"{sum(self.samples)}: {self.samples}"
+                f"{sum(self.samples)}: {self.samples}."
             )
         # A slot's next member is its child, or the member that it keeps; empty slots have neither.
         for slot, parent in enumerate(self.parents):
@@ -241,7 +241,7 @@ class Plan:
             check_group_size(group_size, samples, owner=owner)
             if self.samples is not None and self.samples[slot] % group_size:
                 raise ValueError(
-                    f"samples must be whole groups, got {self.samples[slot]} for {owner} with group_size={group_size}"
+                    f"samples must be whole groups, got {self.samples[slot]} for {owner} with group_size={group_size}."
                 )
 
     def _are_counts(self, samples: Sequence[int]) -> bool:

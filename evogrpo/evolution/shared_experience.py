@@ -64,7 +64,7 @@ def shared_experience(value: object) -> SharedExperience | None:
     if isinstance(value, Mapping):
         return SharedExperience(**value)
     if not isinstance(value, str):
-        raise ValueError(f"experience must be 'own', 'shared' or settings of SharedExperience, got {value!r:.80}")
+        raise ValueError(f"experience must be 'own', 'shared' or settings of SharedExperience, got {value!r:.80}.")
     if value not in ("own", "shared"):
         raise unknown_name_error("value of experience:", value, ("own", "shared"))
     return SharedExperience() if value == "shared" else None

@@ -121,7 +121,7 @@ def with_robust_uniforms(sampler: Sampler, rows: SamplingBatch, *, base: bool = 
         if not len(left):
             return replace(rows, uniforms=uniforms)
         uniforms[left] = (uniforms[left] + 0.37) % 1.0
-    raise AssertionError("no uniforms are far from all boundaries")
+    raise AssertionError("no uniforms are far from all boundaries.")
 
 
 def as_batch(rows: SamplingBatch, rollout: Rollout) -> Batch:

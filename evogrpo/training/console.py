@@ -62,7 +62,7 @@ def console_for(progress: bool | None) -> Console | None:
         ValueError: If it is neither True, False nor None.
     """
     if progress not in (None, True, False):
-        raise ValueError(f"progress must be True, False or None (shown on a terminal), got {progress!r}")
+        raise ValueError(f"progress must be True, False or None (shown on a terminal), got {progress!r}.")
     if progress is False or sys.stdout is None or not processes().is_rank_zero:
         return None
     notebook = VisibleConsole(width=None if "JUPYTER_COLUMNS" in os.environ else NOTEBOOK_WIDTH)

@@ -175,7 +175,7 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
         elif keys in (("model",), ("device",), ("base_parts",)):
             rest.append(text)
         elif counterpart(name, LIMITS) is not None:
-            raise ValueError(f"unknown limit {name!r}: it is called {counterpart(name, LIMITS)!r} here")
+            raise ValueError(f"unknown limit {name!r}: it is called {counterpart(name, LIMITS)!r} here.")
         else:
             raise ValueError(
                 f"A resumed run may only change {', '.join(LIMITS)}, model, device and base_parts, got "

@@ -188,10 +188,10 @@ def replay(
     """
     schedule = HyperparameterSchedule.read(source)
     if (population is None) != (env is None):
-        raise ValueError("population and env must be given together, or neither for a run with a configuration")
+        raise ValueError("population and env must be given together, or neither for a run with a configuration.")
     if population is not None and env is not None:
         if overrides:
-            raise ValueError(f"overrides change a configuration and cannot be used with population, got {overrides!r}")
+            raise ValueError(f"overrides change a configuration and cannot be used with population, got {overrides!r}.")
         for agent in population.agents:
             agent.hyperparameters = schedule.stages[0].hyperparameters
         return evolve(

@@ -195,7 +195,7 @@ class RunDir:
         saved: int = 0,
     ) -> None:
         if not isinstance(path, str | PathLike):
-            raise ValueError(f"run_dir must be the path of a folder, got {path!r:.80} ({type(path).__name__})")
+            raise ValueError(f"run_dir must be the path of a folder, got {path!r:.80} ({type(path).__name__}).")
         self.path = Path(path).absolute()  # the program may change its working directory
         self.run_id = run_id or uuid.uuid4().hex
         self._lock, self._config, self._saved = lock, config, saved

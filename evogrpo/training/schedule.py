@@ -74,7 +74,7 @@ class Schedule:
         if all(limit is None for limit in (self.generations, self.max_timesteps, self.max_tokens, self.max_seconds)):
             raise ValueError("A run needs a limit: set generations, max_timesteps, max_tokens or max_seconds.")
         if self.test_questions == 1:
-            raise ValueError("test_questions must be 0 or at least 2, got 1: one question gives no standard error")
+            raise ValueError("test_questions must be 0 or at least 2, got 1: one question gives no standard error.")
         if self.count_evaluations and self.max_tokens is None and self.max_timesteps is None:
             raise ValueError("count_evaluations needs max_tokens or max_timesteps. Set one of them, or leave it out.")
 
@@ -119,7 +119,7 @@ class Schedule:
         """
         if self.max_timesteps is not None and not plays:
             raise ValueError(
-                f"language models take no environment steps, got max_timesteps={self.max_timesteps}: use max_tokens"
+                f"language models take no environment steps, got max_timesteps={self.max_timesteps}: use max_tokens."
             )
 
     def check_held_out(self, env: "GroupEnvironment") -> None:

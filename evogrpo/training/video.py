@@ -169,7 +169,7 @@ def record_video(
     # 1. Check the arguments and that videos can be written.
     seeds, path = _seeds(env, episodes, seeds), Path(path)
     if path.suffix != ".mp4":
-        raise ValueError(f"path must end in .mp4, got {str(path)!r}")
+        raise ValueError(f"path must end in .mp4, got {str(path)!r}.")
     several = [path.with_name(f"{path.stem}-{number}.mp4") for number in range(len(seeds))]
     targets = several if len(seeds) > 1 else [path]
     for target in targets:
@@ -220,10 +220,10 @@ def _seeds(env: object, episodes: int, seeds: Sequence[int] | None) -> list[int]
     """Return the reset seed of each episode."""
     if seeds is not None:
         if not len(seeds) or episodes not in (1, len(seeds)):
-            raise ValueError(f"seeds must have one entry per episode, got {len(seeds)} for {episodes} episodes")
+            raise ValueError(f"seeds must have one entry per episode, got {len(seeds)} for {episodes} episodes.")
         return [int(seed) for seed in seeds]
     if episodes < 1:
-        raise ValueError(f"episodes must be at least 1, got {episodes}")
+        raise ValueError(f"episodes must be at least 1, got {episodes}.")
     if isinstance(env, SeededGroups):
         return [env.reset_seed("validation", start) for start in range(episodes)]
     return list(range(episodes))

@@ -49,16 +49,16 @@ def prompt_rows(
         ValueError: If a prompt is missing, empty or of another shape.
     """
     if not states:
-        raise ValueError("get_action needs at least one prompt, got none")
+        raise ValueError("get_action needs at least one prompt, got none.")
     prompts = list[tuple[int, ...]]()
     for number, state in enumerate(states):
         if not isinstance(state, Mapping) or "input_ids" not in state:
-            raise ValueError(f"prompt {number} must be a mapping with input_ids [1, P], got {type(state).__name__}")
+            raise ValueError(f"prompt {number} must be a mapping with input_ids [1, P], got {type(state).__name__}.")
         ids = torch.as_tensor(state["input_ids"]).reshape(-1)
         mask = torch.as_tensor(state.get("attention_mask", torch.ones_like(ids))).reshape(-1).bool()
         if mask.shape != ids.shape:
             raise ValueError(
-                f"prompt {number}: attention_mask must be as long as input_ids, got {len(mask)} and {len(ids)}"
+                f"prompt {number}: attention_mask must be as long as input_ids, got {len(mask)} and {len(ids)}."
             )
         prompts.append(tuple(ids[mask].tolist()))
         if not prompts[-1]:
@@ -119,15 +119,15 @@ def as_batch(
         ValueError: If the three parts do not fit together, or a prompt has no counted action.
     """
     if len(experiences) != 3:
-        raise ValueError(f"experiences are (completion_ids, action_masks, rewards), got {len(experiences)} parts")
+        raise ValueError(f"experiences are (completion_ids, action_masks, rewards), got {len(experiences)} parts.")
     completion_ids, action_masks, reward_values = experiences
     for name, parts in (("completion_ids", completion_ids), ("action_masks", action_masks)):
         if not isinstance(parts, Sequence | Tensor) or not all(isinstance(part, Tensor) for part in parts):
-            raise ValueError(f"{name} must be a list of tensors, one per prompt, got {parts!r:.80}")
+            raise ValueError(f"{name} must be a list of tensors, one per prompt, got {parts!r:.80}.")
     try:
         rewards = torch.as_tensor(reward_values, dtype=torch.float32)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"rewards must be numbers [prompts, group_size], got {reward_values!r:.80}") from error
+        raise ValueError(f"rewards must be numbers [prompts, group_size], got {reward_values!r:.80}.") from error
     if not len(completion_ids) == len(action_masks) == len(rewards) or rewards.dim() != 2:
         raise ValueError(
             "completion_ids, action_masks and rewards must have one entry per prompt, got "
@@ -141,14 +141,14 @@ def as_batch(
         if ids.dim() != 2 or mask.shape != (ids.shape[0], ids.shape[1] - 1) or len(ids) != rewards.shape[1]:
             raise ValueError(
                 f"prompt {number}: completion_ids must be [{rewards.shape[1]}, P + C] and action_masks one token "
-                f"shorter, got {tuple(ids.shape)} and {tuple(mask.shape)}"
+                f"shorter, got {tuple(ids.shape)} and {tuple(mask.shape)}."
             )
         if not bool(mask.any()):
             raise ValueError(f"Prompt {number} has no True value in its action mask.")
         start = int(mask.any(0).nonzero()[0]) + 1
         prompts.append(tuple(ids[0, :start].tolist()))
         if not bool((ids[:, :start] == ids[:1, :start]).all()):
-            raise ValueError(f"prompt {number}: the rows of completion_ids must begin with the same prompt")
+            raise ValueError(f"prompt {number}: the rows of completion_ids must begin with the same prompt.")
         rows.extend(zip(ids[:, start:], mask[:, start - 1 :], strict=True))
     # Pad all rows to the longest.
     width, device = max(len(ids) for ids, _ in rows), torch.device(device)

@@ -227,10 +227,10 @@ def check_observations(space: spaces.Space[Any], observation: Any) -> tuple[Any,
     try:
         given = flatten(space, observation)
     except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"an observation must have the form of {space}, got {type(observation).__name__}") from error
+        raise ValueError(f"an observation must have the form of {space}, got {type(observation).__name__}.") from error
     reset = isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], Mapping)
     if reset and not isinstance(space, spaces.Tuple):
-        raise ValueError("an observation must be given without info. Unpack it: observation, info = env.reset()")
+        raise ValueError("an observation must be given without info. Unpack it: observation, info = env.reset().")
     leaves, counts = [], set[int | None]()
     for leaf, value in zip(leaf_spaces(space), given, strict=True):
         array = _array(value)
@@ -238,20 +238,22 @@ def check_observations(space: spaces.Space[Any], observation: Any) -> tuple[Any,
         if array.shape != shape and array.shape[1:] != shape:
             raise ValueError(
                 f"an observation must have the shape {shape}, or [batch, ...] of it, got "
-                f"{f'the shape {array.shape}' if array.ndim else f'{observation!r:.80}'}"
+                f"{f'the shape {array.shape}' if array.ndim else f'{observation!r:.80}'}."
             )
         single = array.shape == shape
         counts.add(None if single else len(array))
         if array.dtype.kind == "f" and not fits_float32(array).all():
-            raise ValueError(f"an observation must be of finite numbers that float32 holds, got {array.tolist()!r:.80}")
+            raise ValueError(
+                f"an observation must be of finite numbers that float32 holds, got {array.tolist()!r:.80}."
+            )
         leaves.append((array[None] if single else array).astype(leaf.dtype, copy=False))
     if len(counts) != 1:
         raise ValueError(
-            f"all parts of an observation must have the same batch size, got {counts} (None = a single observation)"
+            f"all parts of an observation must have the same batch size, got {counts} (None = a single observation)."
         )
     count = counts.pop()
     if count == 0:
-        raise ValueError("a batch of observations must hold at least one, got none")
+        raise ValueError("a batch of observations must hold at least one, got none.")
     return unflatten(space, leaves), count
 
 
@@ -285,16 +287,16 @@ def as_step_batch(experiences: StepExperiences, learner: Learner, networks: Stac
     if taken.ndim != 3 or earned.shape != taken.shape or taken.shape[1] < 2:
         raise ValueError(
             "action_masks and rewards must both be [starts, group_size, steps] with groups of at least 2, got "
-            f"{taken.shape} and {earned.shape}"
+            f"{taken.shape} and {earned.shape}."
         )
     if not taken.any(2).all() or (np.diff(taken.astype(np.int8), axis=2) > 0).any():
-        raise ValueError("action_masks must be True for the first steps of every episode, at least one, then False")
+        raise ValueError("action_masks must be True for the first steps of every episode, at least one, then False.")
     # 2. Check actions; discrete ones are numbered from 0.
     starts, size, steps = taken.shape
     lead, space = (starts * size, steps), networks.action_space
     chosen = np.asarray(actions)
     if chosen.shape != (*taken.shape, *(space.shape or ())):
-        raise ValueError(f"actions must be [{starts}, {size}, {steps}, ...] of {space}, got {chosen.shape}")
+        raise ValueError(f"actions must be [{starts}, {size}, {steps}, ...] of {space}, got {chosen.shape}.")
     chosen = chosen.reshape(*lead, *chosen.shape[3:])
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         chosen = np.where(taken.reshape(*lead, *[1] * (chosen.ndim - 2)), chosen - space.start, 0)

@@ -429,7 +429,7 @@ def _rows_of(action_mask: Any, count: int) -> list[Any]:
         return list(zip(*action_mask, strict=True))
     rows = list(np.asarray(action_mask))
     if len(rows) != count:
-        raise ValueError(f"action_mask must have one row per observation, got {len(rows)} for {count}")
+        raise ValueError(f"action_mask must have one row per observation, got {len(rows)} for {count}.")
     return rows
 
 

@@ -186,7 +186,7 @@ class LanguageSettings:
         if not 0 <= self.min_output_tokens <= self.max_output_tokens:
             raise ValueError(
                 f"min_output_tokens must be in [0, max_output_tokens = {self.max_output_tokens}], "
-                f"got {self.min_output_tokens}"
+                f"got {self.min_output_tokens}."
             )
         if self.max_episode_tokens is not None and self.max_episode_tokens < self.max_output_tokens:
             raise ValueError(
@@ -201,7 +201,7 @@ class LanguageSettings:
         buffer = self.objective.overlong_buffer
         if buffer is not None and buffer > self.max_output_tokens:
             raise ValueError(
-                f"overlong_buffer must be at most max_output_tokens = {self.max_output_tokens}, got {buffer}"
+                f"overlong_buffer must be at most max_output_tokens = {self.max_output_tokens}, got {buffer}."
             )
         _ = self.sampling_options  # refuses what is out of range
 

@@ -109,7 +109,7 @@ def to_environment(space: spaces.Space[Any], actions: Array) -> Array:
 
 def _check_range(actions: Array, count: Any) -> None:
     if ((actions < 0) | (actions >= count)).any():
-        raise ValueError(f"discrete actions must be in [0, {count}), got {actions.tolist()}")
+        raise ValueError(f"discrete actions must be in [0, {count}), got {actions.tolist()}.")
 
 
 def mask_sizes(space: spaces.Space[Any]) -> tuple[int, ...]:
@@ -174,7 +174,7 @@ def stack(parts: list[spaces.Space[Any]], observations: list[list[Any]]) -> Leav
         for row, observation in enumerate(observations):
             value = observation[number]
             if np.shape(value) != shape:
-                raise ValueError(f"observation must have shape {shape} as in observation_space, got {np.shape(value)}")
+                raise ValueError(f"observation must have shape {shape} as in observation_space, got {np.shape(value)}.")
             array[row] = value
             if array.dtype.kind != "f":
                 given = np.asarray(value)
@@ -197,7 +197,7 @@ def scalars(values: Sequence[Any], dtype: type[np.generic], name: str) -> Array:
     except ValueError:  # numbers beside arrays
         array = np.array([np.asarray(value).item() for value in values])
     if array.dtype.kind not in "biuf" or array.size != len(values):
-        raise ValueError(f"{name} must be one number per step, got {values!r:.80}")
+        raise ValueError(f"{name} must be one number per step, got {values!r:.80}.")
     return array.reshape(-1).astype(dtype)
 
 

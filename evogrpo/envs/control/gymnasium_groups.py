@@ -109,7 +109,7 @@ class GymnasiumGroups(SeededGroups):
         sizes: dict[Split, int] = {"train": train_size, "validation": validation_size, "test": test_size}
         super().__init__(seed, sizes, env_kwargs, {"max_episode_steps": max_episode_steps, "num_envs": num_envs})
         if vectorization not in ("auto", "native", "serial", "processes"):
-            raise ValueError(f'vectorization must be "auto", "native", "serial" or "processes", got {vectorization!r}')
+            raise ValueError(f'vectorization must be "auto", "native", "serial" or "processes", got {vectorization!r}.')
         if isinstance(wrappers, str) or not isinstance(wrappers, Sequence):
             raise ValueError(f"wrappers must be a list, got {wrappers!r:.80}.")
         for wrap in wrappers:
@@ -215,12 +215,12 @@ def check_env(env: object) -> None:
         raise ValueError(f"env must create a single environment, got a vector of several ({name}). Set num_envs.")
     if not isinstance(env, gymnasium.Env):
         raise ValueError(
-            f"env must create a gymnasium.Env, got {name} (old Gym: shimmy; several agents: PettingZooGroups)"
+            f"env must create a gymnasium.Env, got {name} (old Gym: shimmy; several agents: PettingZooGroups)."
         )
     for kind in ("observation_space", "action_space"):
         space = getattr(env, kind, None)
         if not isinstance(space, gymnasium.Space):
-            raise ValueError(f"{name}.{kind} must be a space of gymnasium.spaces, got {type(space).__name__}")
+            raise ValueError(f"{name}.{kind} must be a space of gymnasium.spaces, got {type(space).__name__}.")
 
 
 def env_spec(env: str) -> EnvSpec:

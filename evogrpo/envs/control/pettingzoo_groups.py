@@ -371,7 +371,7 @@ class PettingZooGroups(SeededGroups):
         seed: int = 0,
     ) -> None:
         if not callable(env):
-            raise ValueError(f"env must be a callable such as a module's parallel_env, got {type(env).__name__}")
+            raise ValueError(f"env must be a callable such as a module's parallel_env, got {type(env).__name__}.")
         require("PettingZooGroups", "pettingzoo")
         sizes: dict[Split, int] = {"train": train_size, "validation": validation_size, "test": test_size}
         super().__init__(seed, sizes, env_kwargs, {"max_episode_steps": max_episode_steps})
@@ -441,7 +441,7 @@ class PettingZooGroups(SeededGroups):
         values = np.array([self.score(returns) for returns in played.returns], dtype=np.float64)
         if not np.isfinite(values).all():
             place = int(np.flatnonzero(~np.isfinite(values))[0])
-            raise ValueError(f"score must be finite, got {values[place]} for {dict(played.returns[place])}")
+            raise ValueError(f"score must be finite, got {values[place]} for {dict(played.returns[place])}.")
         return values
 
     def gym_env(self, **env_kwargs: Any) -> JointGymEnv:

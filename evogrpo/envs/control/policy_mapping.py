@@ -133,11 +133,11 @@ def map_policies(
         ValueError: If the names differ, agents of one policy differ in their spaces, or a space is not supported.
     """
     if policies not in get_args(Policies):
-        raise ValueError(f"policies must be one of {list(get_args(Policies))}, got {policies!r}")
+        raise ValueError(f"policies must be one of {list(get_args(Policies))}, got {policies!r}.")
     if not observation_spaces or set(observation_spaces) != set(action_spaces):
         raise ValueError(
             "observation_spaces and action_spaces must have the same agents, at least one, got "
-            f"{sorted(observation_spaces)} and {sorted(action_spaces)}"
+            f"{sorted(observation_spaces)} and {sorted(action_spaces)}."
         )
     groups: dict[str, list[str]] = {}
     for agent in observation_spaces:

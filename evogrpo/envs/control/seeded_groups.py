@@ -120,7 +120,7 @@ class SeededGroups(ABC):
     def size(self, split: Split) -> int:
         """Return the number of distinct starts of a split."""
         if split not in SPLITS:
-            raise ValueError(f"split must be one of {list(SPLITS)}, got {split!r}")
+            raise ValueError(f"split must be one of {list(SPLITS)}, got {split!r}.")
         return self._sizes[split]
 
     def reset_seed(self, split: Split, start: int) -> int:
@@ -135,7 +135,7 @@ class SeededGroups(ABC):
         """Return the reset seeds of starts of a split, each in [0, size(split))."""
         size = self.size(split)
         if not all(0 <= start < size for start in starts):
-            raise ValueError(f"starts of {split} must be in [0, {size - 1}], got {list(starts)}")
+            raise ValueError(f"starts of {split} must be in [0, {size - 1}], got {list(starts)}.")
         # An odd multiplier permutes the range: no seed repeats, and a larger split keeps the smaller one's seeds.
         factor, shift = generator(self.seed, "reset seeds", SPLITS.index(split)).integers(SEEDS_PER_SPLIT, size=2)
         base, odd = SPLITS.index(split) * SEEDS_PER_SPLIT, int(factor) | 1

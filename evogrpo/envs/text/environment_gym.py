@@ -326,7 +326,7 @@ class EnvironmentBatch(SingleTurnBatch):
             if observation != expected:
                 raise ValueError(
                     f"reset must return the same text for the same row, got {observation!r:.80} after "
-                    f"{expected!r:.80}. Draw random numbers from the column seed"
+                    f"{expected!r:.80}. Draw random numbers from the column seed."
                 )
         except BaseException:
             close_environment(environment)
@@ -407,7 +407,7 @@ def _reward_value(value: Any, transcript: Conversation) -> Any:
     if not isinstance(value, list | tuple):
         return finite_number("get_reward", value)
     if len(value) > len(transcript.completions):
-        raise ValueError(f"get_reward returned {len(value)} numbers for {len(transcript.completions)} completions")
+        raise ValueError(f"get_reward returned {len(value)} numbers for {len(transcript.completions)} completions.")
     lengths = np.cumsum([len(part) for part in transcript.turns])
     return StepRewards(value, [max(0, int(end) - 1) for end in lengths[::2][: len(value)]])
 

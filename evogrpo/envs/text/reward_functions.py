@@ -241,7 +241,7 @@ class StepRewards:
         whole = tuple(whole_between("positions of StepRewards", position, 0) for position in positions)
         object.__setattr__(self, "values", tuple(finite_number("values of StepRewards", value) for value in values))
         if max(map(abs, self.values), default=0.0) > FLOAT32_LIMIT:
-            raise ValueError(f"values of StepRewards must be at most {FLOAT32_LIMIT:g}, got {self.values!r:.80}")
+            raise ValueError(f"values of StepRewards must be at most {FLOAT32_LIMIT:g}, got {self.values!r:.80}.")
         object.__setattr__(self, "positions", whole)
 
     @property

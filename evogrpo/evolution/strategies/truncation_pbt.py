@@ -51,7 +51,7 @@ class TruncationPBT(Stateless):
 
     def __post_init__(self) -> None:
         if not min(self.factors) < 1 < max(self.factors):
-            raise ValueError(f"factors must be one above 1 and one between 0 and 1, got {list(self.factors)}")
+            raise ValueError(f"factors must be one above 1 and one between 0 and 1, got {list(self.factors)}.")
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Replace the worst and all failed members; an empty slot stays empty."""

@@ -222,7 +222,7 @@ class AdapterStates:
         start: StoredAdapter | None = None,
     ) -> None:
         if size < 1:
-            raise ValueError(f"size must be at least 1, got {size}")
+            raise ValueError(f"size must be at least 1, got {size}.")
         # 1. Warn once per model about layers left out.
         self.lora_config, self.trained = lora_config, trained
         if (summary := self.trained.summary(model)) and model not in _WARNED:

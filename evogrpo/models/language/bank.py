@@ -92,9 +92,9 @@ class AdapterBank(AdapterSampler):
         if start is not None and lora_config not in (None, start.lora_config):
             raise ValueError("An adapter brings its own lora_config. Leave lora_config out.")
         if not eos_token_ids:
-            raise ValueError("eos_token_ids must contain at least one token, got none")
+            raise ValueError("eos_token_ids must contain at least one token, got none.")
         if micro_batch_tokens < 1:
-            raise ValueError(f"micro_batch_tokens must be at least 1, got {micro_batch_tokens}")
+            raise ValueError(f"micro_batch_tokens must be at least 1, got {micro_batch_tokens}.")
         check_causal_class(model)
         check_token_ids(model, [pad_token_id], "pad_token_id")
         check_token_ids(model, eos_token_ids, "eos_token_ids")

@@ -118,7 +118,7 @@ def check_supported(config: LoraConfig) -> None:
             f"lora_config supports {', '.join(sorted(SUPPORTED))}; got {values}. Leave these at their defaults."
         )
     if not isinstance(config.r, int) or config.r < 1:
-        raise ValueError(f"lora_config.r must be a whole number of at least 1, got {config.r!r}")
+        raise ValueError(f"lora_config.r must be a whole number of at least 1, got {config.r!r}.")
     if not isinstance(config.lora_alpha, int | float) or not 0 < config.lora_alpha < math.inf:
         raise ValueError(f"lora_config.lora_alpha must be a finite number above 0, got {config.lora_alpha!r}.")
     if config.target_modules is None:
@@ -537,7 +537,7 @@ def read_adapter(folder: str | Path) -> StoredAdapter:
 def _config(record: dict[str, Any]) -> LoraConfig:
     """Return the LoraConfig of adapter_config.json."""
     if record.get("peft_type") != "LORA":
-        raise ValueError(f"peft_type must be 'LORA', got {record.get('peft_type')!r}")
+        raise ValueError(f"peft_type must be 'LORA', got {record.get('peft_type')!r}.")
     values = {
         name: value for name, value in record.items() if name not in ("peft_type", "auto_mapping")
     } | TRAINING_FIELDS

@@ -110,9 +110,9 @@ class AdapterSampler(AdapterStates):
         """
         # 1. Validate; prompt and history become one prompt.
         if not len(rows):
-            raise ValueError("rows must contain at least one row, got none")
+            raise ValueError("rows must contain at least one row, got none.")
         if any(not prompt for prompt in rows.prompts):
-            raise ValueError("prompts must contain at least one token each, got an empty prompt")
+            raise ValueError("prompts must contain at least one token each, got an empty prompt.")
         if rows.history is not None:
             numbers: dict[tuple[int, ...], int] = {}
             ids = [

@@ -422,7 +422,7 @@ class ModuleNetwork:
             self._module, parameters, (preprocess_observation(observations, self._space, device),)
         )
         if not isinstance(outputs, Tensor):
-            raise TypeError(f"the module must return a tensor, got {type(outputs).__name__}")
+            raise TypeError(f"the module must return a tensor, got {type(outputs).__name__}.")
         return outputs.float()
 
 

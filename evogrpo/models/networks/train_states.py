@@ -319,7 +319,7 @@ class StackedTrainStates:
     def locate(self, slot: int) -> tuple[Stack, int]:
         """Return a member's stack and its row there."""
         if not 0 <= slot < self.size:
-            raise ValueError(f"slot must be one of 0 to {self.size - 1}, got {slot}")
+            raise ValueError(f"slot must be one of 0 to {self.size - 1}, got {slot}.")
         return self.stacks[self._stack_of[slot]], int(self._row_of[slot])
 
     def _rebuild_stacks(self, states: Sequence[_TrainState]) -> None:

@@ -260,7 +260,7 @@ class ParallelTask(StartsTask):
         if not callable(make):
             raise ValueError(
                 f"{self.parallel_env} has no function parallel_env: name a module that has one, such as "
-                'mpe2.simple_spread_v3, or "module:function"'
+                'mpe2.simple_spread_v3, or "module:function".'
             )
         return make  # type: ignore[no-any-return]  # callable, as just checked
 

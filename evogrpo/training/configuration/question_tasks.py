@@ -291,7 +291,7 @@ class DatasetFiles:
         if self.starts is not None and any(others):
             raise ValueError("starts replaces a dataset. Remove train, validation, test and hub, or starts.")
         if self.hub is None and self.train is None and self.starts is None:
-            raise ValueError("train must be given: a file, or hub with the id of a dataset")
+            raise ValueError("train must be given: a file, or hub with the id of a dataset.")
         if self.hub is None and (self.subset or self.revision):
             raise ValueError("subset and revision require hub. Remove them for files.")
 
@@ -362,15 +362,15 @@ class DatasetTask(QuestionTask):
         super().__post_init__()
         has_calls = self.environment_factory is not None or bool(self.tools)
         if has_calls and self.max_turns is None:
-            raise ValueError("environment_factory and tools require max_turns, such as max_turns: 4")
+            raise ValueError("environment_factory and tools require max_turns, such as max_turns: 4.")
         if not has_calls and self.max_turns is not None:
-            raise ValueError("max_turns requires environment_factory or tools")
+            raise ValueError("max_turns requires environment_factory or tools.")
         if has_calls and self.form == "agilerl":
-            raise ValueError("environment_factory and tools require form: trl")
+            raise ValueError("environment_factory and tools require form: trl.")
         if self.dataset.starts is not None and not isinstance(self.environment_factory, str):
-            raise ValueError("dataset.starts requires environment_factory with one class")
+            raise ValueError("dataset.starts requires environment_factory with one class.")
         if self.reward is None and self.environment_factory is None:
-            raise ValueError("reward must be given, or environment_factory with a class that has get_reward")
+            raise ValueError("reward must be given, or environment_factory with a class that has get_reward.")
         has_template = self.system_prompt is not None or self.conversation_template is not None
         if (self.form == "trl" or has_calls) and has_template:
             raise ValueError(
@@ -378,7 +378,7 @@ class DatasetTask(QuestionTask):
                 "column prompt."
             )
         if self.system_prompt is not None and self.conversation_template is not None:
-            raise ValueError("give system_prompt or conversation_template, not both")
+            raise ValueError("give system_prompt or conversation_template, not both.")
         if self.form == "agilerl" and (not isinstance(self.reward, str) or self.reward_weights is not None):
             raise ValueError(
                 "form: agilerl takes one reward function and no reward_weights. For several, use form: trl."
@@ -485,7 +485,7 @@ def read_rows(path: Path) -> Sequence[Any]:
                     _parse_json(line, f"line {number} of {path}") for number, line in enumerate(file, 1) if line.strip()
                 ]
     except OSError as error:
-        raise ValueError(f"cannot read the dataset {path} ({error.strerror or error})") from error
+        raise ValueError(f"cannot read the dataset {path} ({error.strerror or error}).") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not encoded in UTF-8 ({error}). Save it in UTF-8.") from error
     except csv.Error as error:

@@ -35,7 +35,7 @@ def _strategy(value: Any = "tournament") -> "Strategy":
     if isinstance(value, str):
         value = {"name": value}
     if not isinstance(value, Mapping):
-        raise ValueError(f"must be a name, or a mapping of name and settings, got {value!r:.80}")
+        raise ValueError(f"must be a name, or a mapping of name and settings, got {value!r:.80}.")
     return named_strategy({"name": "tournament", **value})
 
 
@@ -49,7 +49,7 @@ def _sampler(value: Any) -> Any:
     if isinstance(values, Mapping) and VLLM in values and "name" not in values:
         values = {"name": VLLM, "url": values[VLLM], **{key: each for key, each in values.items() if key != VLLM}}
     if not isinstance(values, Mapping) or not isinstance(values.get("name"), str):
-        raise ValueError(f"must be a name, or a mapping of name and settings, got {value!r:.80}")
+        raise ValueError(f"must be a name, or a mapping of name and settings, got {value!r:.80}.")
     if values["name"] == VLLM:  # checked here, because the sampler is made after the weights are loaded
         keys = {"name", "url", "adapters_dir", "timeout"}
         wrong = sorted(map(str, values.keys() - keys)) or sorted(keys - {"timeout"} - values.keys())

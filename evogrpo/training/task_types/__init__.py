@@ -122,12 +122,12 @@ def select_task(section: object) -> tuple[type[Any], TaskType]:
         ValueError: If the section names no task or several.
     """
     if not isinstance(section, Mapping):
-        raise ValueError(f"task must be a mapping with one of the keys {', '.join(_TASKS)}, got {section!r:.80}")
+        raise ValueError(f"task must be a mapping with one of the keys {', '.join(_TASKS)}, got {section!r:.80}.")
     chosen = [key for key in _TASKS if section.get(key) is not None]
     if len(chosen) != 1:
         known = {field.name for task in _TASKS.values() for field in fields(task)}
         refuse_unknown("key in task", section, sorted(known))
         named = " and ".join(chosen) or "none"
-        raise ValueError(f"task must have one of the keys {', '.join(_TASKS)}: exactly one of them, got {named}")
+        raise ValueError(f"task must have one of the keys {', '.join(_TASKS)}: exactly one of them, got {named}.")
     task = _TASKS[chosen[0]]
     return task, _KIND_OF[task]

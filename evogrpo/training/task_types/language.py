@@ -362,7 +362,7 @@ def prepare(config: Config) -> PreparedLanguage:
         if longest < 1:
             raise ValueError(
                 f"agent.max_output_tokens must be below the model's context of {context} tokens, got "
-                f"{config.agent.max_output_tokens}"
+                f"{config.agent.max_output_tokens}."
             )
     config.task.set_templates(outline.tokenizer)
     env = config.task.environment(outline.tokenizer, seed=config.task_seed, max_prompt_length=longest)

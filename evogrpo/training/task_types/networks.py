@@ -183,10 +183,10 @@ class NetworkTask:
             if getattr(config, name) != default:
                 raise ValueError(
                     f"{name} must be left out {key}, as small networks have no base model, got "
-                    f"{getattr(config, name)!r:.80}"
+                    f"{getattr(config, name)!r:.80}."
                 )
         if config.logging.completions:
-            raise ValueError(f"logging.completions must be 0 {key}, got {config.logging.completions}")
+            raise ValueError(f"logging.completions must be 0 {key}, got {config.logging.completions}.")
 
     def prepare(self, config: Config) -> PreparedNetworks:
         """Check a configuration against the environment and the device."""
