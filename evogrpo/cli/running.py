@@ -1,4 +1,4 @@
-"""What `train`, `demo`, `replay` and `resume` do once torch is imported: show plan and cost, train, show the end."""
+"""Commands `train`, `demo`, `replay` and `resume` once torch is imported: show plan and cost, train, show the end."""
 
 import argparse
 import dataclasses
