@@ -290,9 +290,24 @@ print("in two processes: the same members, and the same fitness")
 # holds the whole base model. `base_parts` divides a larger one among several
 # processes.
 #
-# Another engine can sample the completions. `evogrpo.VLLMSampler` uses [vLLM
-# servers](../docs/howto/vllm.md). For other engines, implement the two methods
-# of `evogrpo.models.bank.Sampler`.
+# ## vLLM as the sampler
+#
+# A [vLLM](../docs/howto/vllm.md) server on a second GPU can sample the
+# completions. Two lines of a configuration choose it:
+#
+# ```yaml
+# sampler: {vllm: "http://127.0.0.1:8000", adapters_dir: adapters}
+# agent: {objective: {importance_correction: token_truncate}}
+# ```
+#
+# `evogrpo vllm-command my.yaml` prints the command that starts the server. It
+# depends on the model, the LoRA rank and the number of members. `evogrpo train
+# my.yaml` then checks that the server has the same base model, writes the
+# changed adapters to the folder before each step, and lets the server sample
+# for all members. The log-probabilities of vLLM differ by rounding, for which
+# `importance_correction` corrects. In Python, call
+# `population.sample_with(VLLMSampler(url, adapters_dir="adapters"))`. For other
+# engines, implement the two methods of `evogrpo.models.bank.Sampler`.
 #
 # ## Three things to try
 #
