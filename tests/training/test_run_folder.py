@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from evogrpo import GRPO, evolve, resume
-from evogrpo.reporting.summary import summarise
+from evogrpo.reporting.summary import read_summary
 from evogrpo.storage.checkpoint import (
     MOST_TENSORS,
     CheckpointError,
@@ -107,7 +107,7 @@ def test_a_forked_copy_of_the_program_does_not_write(tmp_path):
 def test_an_empty_journal_names_the_remaining_files(copy):
     (copy / "journal.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"GRPO\.load"):
-        summarise(read_journal(copy / "journal.jsonl"))
+        read_summary(copy)
     assert GRPO.load(copy / "best").predict([0.0, 0.0, 0.0, 0.0])[0] in (0, 1)
     files = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file() and path.name != LOCK}
     with pytest.raises(JournalChangedError, match="members_only"):
