@@ -17,6 +17,7 @@ from rich.text import Text
 
 from evogrpo import cli
 from evogrpo.cli import running
+from evogrpo.text import pluralize
 
 WIDTH = 92
 _GENERATION = re.compile(r"Generation (\d+) of \d+")
@@ -40,7 +41,7 @@ def excerpt(lines: Sequence[Text]) -> list[Text]:
     steps = [number for number, line in enumerate(lines) if line.plain.startswith("step ")]
     last = min((number for number in steps if number > starts[-2]), default=starts[-1])
     after = next(number for number in range(starts[0], len(lines)) if not lines[number].plain.strip())
-    return [*lines[: after + 1], Text(f"… {len(starts) - 2} generations later\n", "dim"), *lines[last:]]
+    return [*lines[: after + 1], Text(f"… {pluralize(len(starts) - 2, 'generation')} later\n", "dim"), *lines[last:]]
 
 
 def picture(session: str, prompt: str) -> str:
