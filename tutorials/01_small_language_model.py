@@ -170,7 +170,8 @@ for generation in run:
 # %%
 members = read_run("runs/tutorial-01").members
 figure, axes = plt.subplots(1, 2, figsize=(11, 3.9), layout="constrained")
-columns = ("fitness", "mean/learning_rate")
+# In a short run no member may take a step.
+columns = ("fitness", "lr" if SHORT else "mean/learning_rate")
 circles = {"color": "none", "markeredgecolor": "black", "markersize": 11}
 lineage = members[members.in_best_lineage]
 for _, history in members.groupby("member"):
