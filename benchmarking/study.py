@@ -482,8 +482,8 @@ def main(words: Sequence[str] | None = None) -> None:
     if chosen.command == "run":
         run_missing(chosen)
     else:
-        kept = set(wanted(chosen))
-        print(tables([run for key, run in recorded(chosen.results).items() if key in kept or run["arm"] not in ARMS]))
+        runs = recorded(chosen.results).values()
+        print(tables([run for run in runs if run["task"] in chosen.tasks and run["seed"] in chosen.seeds]))
 
 
 if __name__ == "__main__":
