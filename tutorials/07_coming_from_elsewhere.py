@@ -357,7 +357,7 @@ for generation in run:
 # %% [markdown]
 # | Ray Tune | here |
 # |---|---|
-# | `PopulationBasedTraining` | `TruncationPBT` (the default is `Tournament`) |
+# | `PopulationBasedTraining` | `TruncationPBT` |
 # | `perturbation_interval` | `steps_per_generation` |
 # | `num_samples` | `size` of the population |
 # | `tune.report` and your own checkpoints | not needed |

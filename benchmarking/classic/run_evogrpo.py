@@ -125,6 +125,7 @@ def train_population(env: CountedGroups, population: Population, samples: int, r
     for _ in evolve(
         population,
         env,
+        strategy="tournament",
         progress=False,
         samples_per_step=samples,
         steps_per_generation=STEPS_PER_GENERATION,

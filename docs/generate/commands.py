@@ -7,7 +7,7 @@ import textwrap
 from evogrpo.cli.main import make_parser
 
 _EVERYWHERE = ("help", "traceback")
-"""What every command has, and the page says once."""
+"""Options of every command, described once."""
 
 
 def page(parser: argparse.ArgumentParser | None = None) -> str:

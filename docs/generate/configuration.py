@@ -19,7 +19,7 @@ from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.training.configuration.environment_tasks import NetworkAgent, WrapperSection
 from evogrpo.training.configuration.question_tasks import DatasetFiles, LanguageAgent, LoraSettings
-from evogrpo.training.configuration.reading import DEFAULT_SCHEDULE, SEARCH_SAMPLES, configuration_schema
+from evogrpo.training.configuration.reading import DEFAULT_SCHEDULE, configuration_schema
 from evogrpo.training.configuration.sections import Config, LoggingConfig, PopulationConfig
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types import TASK_TYPES
@@ -68,43 +68,43 @@ class Key:
     description: str
 
 
-SEARCH = (
-    "A configuration that says neither what evolves nor any of `strategy`, `experience` and `fitness` is searched by "
-    "narrowing, among members that share what they sample, with fitness by both."
+DEFAULTS = (
+    "Populations of small networks use `strategy: narrowing`, `experience: shared` and `fitness: {by: both, racing: "
+    "true, candidates: 3}` if they set none of these, language models `tournament`, `own` and `validation`. "
+    "`experience: own` is also the default beside a `strategy` other than `leader`."
 )
 
 
 def sections() -> list[Section]:
     """Return all sections, in the order of the page."""
     return [
-        Section(path="", title="The top", record=Config),
+        Section(path="", title="Top level", record=Config),
         *_tasks(),
-        Section(path="task.dataset", title="Where questions come from", record=DatasetFiles),
-        Section(path="task.wrappers[]", title="A wrapper with options", record=WrapperSection),
-        Section(path="hyperparameters", title="What the first member learns with", record=Hyperparameters,
-                lead="Any of these may be `auto`, which lets evolution find it. " + _other_defaults()),
-        Section(path="search_space.NAME", title="What evolves", record=RLParameter,
+        Section(path="task.dataset", title="Dataset", record=DatasetFiles),
+        Section(path="task.wrappers[]", title="Wrapper with options", record=WrapperSection),
+        Section(path="hyperparameters", title="Hyperparameters of the first member", record=Hyperparameters,
+                lead="Any of these may be `auto`: it then evolves, in the package's range. " + _other_defaults()),
+        Section(path="search_space.NAME", title="Search space", record=RLParameter,
                 lead="One mapping for each hyperparameter that evolves, `auto` for the package's own range, or `null` "
                 "to keep it as it is."),
-        Section(path="population", title="The population", record=PopulationConfig),
-        Section(path="schedule", title="How long, and at what cost", record=Schedule,
-                lead="Without this section: " + ", ".join(f"`{k}: {v}`" for k, v in DEFAULT_SCHEDULE.items()) + ". "
-                f"`samples_per_step` is {SEARCH_SAMPLES} where a search shares them. " + SEARCH),
-        Section(path="fitness", title="How fitness is measured", record=FitnessConfig,
-                lead="Or one of the names of `by`. " + SEARCH),
-        Section(path="experience", title="Who learns from whose samples", record=SharedExperience,
-                lead="Or `own` (the default), or `shared` for the defaults below. " + SEARCH),
+        Section(path="population", title="Population", record=PopulationConfig),
+        Section(path="schedule", title="Schedule", record=Schedule,
+                lead="Without this section: " + ", ".join(f"`{k}: {v}`" for k, v in DEFAULT_SCHEDULE.items()) + "."),
+        Section(path="fitness", title="Fitness", record=FitnessConfig,
+                lead="Or one of the names of `by`. " + DEFAULTS),
+        Section(path="experience", title="Shared experience", record=SharedExperience,
+                lead="Or `own`, or `shared` for the defaults below. " + DEFAULTS),
         *_strategies(),
-        Section(path="agent", title="What language models share", record=LanguageAgent,
+        Section(path="agent", title="Agent: language models", record=LanguageAgent,
                 others=(CommonOptions, Options)),
-        Section(path="agent.lora", title="The adapters of language models", record=LoraSettings),
-        Section(path="agent", title="What small networks share", record=NetworkAgent, others=(CommonOptions,)),
-        Section(path="agent.network", title="The network that members start with", record=NetworkConfig),
-        Section(path="agent.evolve_network", title="How networks may change", record=ArchitectureLimits),
-        Section(path="agent.objective", title="The loss", record=Objective,
+        Section(path="agent.lora", title="LoRA adapters", record=LoraSettings),
+        Section(path="agent", title="Agent: small networks", record=NetworkAgent, others=(CommonOptions,)),
+        Section(path="agent.network", title="Network architecture", record=NetworkConfig),
+        Section(path="agent.evolve_network", title="Evolving architectures", record=ArchitectureLimits),
+        Section(path="agent.objective", title="Objective", record=Objective,
                 lead="Switches that exclude each other are in [objective.md](/docs/objective.md)."),
-        Section(path="agent.optimizer", title="The optimizer", record=Optimizer),
-        Section(path="logging", title="What a run leaves behind", record=LoggingConfig),
+        Section(path="agent.optimizer", title="Optimizer", record=Optimizer),
+        Section(path="logging", title="Logging", record=LoggingConfig),
     ]  # fmt: skip
 
 
@@ -112,30 +112,30 @@ def _tasks() -> Iterator[Section]:
     for kind in TASK_TYPES.values():
         for task in kind.tasks:
             yield Section(
-                path="task", title=f"The task: {task.description}", record=task, lead=f"Named by `{task.key}`."
+                path="task", title=f"Task: {task.description}", record=task, lead=f"Selected by the key `{task.key}`."
             )
 
 
 def _strategies() -> Iterator[Section]:
-    lead = "`name` says which; [evolution.md](/docs/evolution.md) says which when."
+    lead = "Selected by `name`; see [evolution.md](/docs/evolution.md) for when to use which."
     for name, kind in BUILT_IN.items():
-        yield Section(path="strategy", title=f"Who decides: {name}", record=kind, lead=f"{summary(kind)} {lead}")
+        yield Section(path="strategy", title=f"Strategy: {name}", record=kind, lead=f"{summary(kind)} {lead}")
         lead = ""
-    yield Section(path="strategy.mutation", title="How a child differs from its parent", record=Mutation)
+    yield Section(path="strategy.mutation", title="Mutation", record=Mutation)
 
 
 def _other_defaults() -> str:
-    told = []
+    texts = []
     for kind in TASK_TYPES.values():
         if kind.hyperparameters:
             values = ", ".join(f"`{name}: {_written(value)}`" for name, value in kind.hyperparameters.items())
-            told.append(f"{kind.tasks[0].description} begins with {values}")
-    return f"Where nothing is said, {'; '.join(told)}." if told else ""
+            texts.append(f"{kind.tasks[0].description}: {values}")
+    return f"Other defaults for {'; '.join(texts)}." if texts else ""
 
 
 def keys(section: Section) -> list[Key]:
     """Return the keys of a section."""
-    told = {name: text for each in (*section.others, section.record) for name, text in attributes(each).items()}
+    descriptions = {name: text for each in (*section.others, section.record) for name, text in attributes(each).items()}
     schema = configuration_schema() if section.record is Config else json_schema(section.record)
     left_out = _SEPARATE if section.record is Config else ()
     found = []
@@ -148,7 +148,7 @@ def keys(section: Section) -> list[Key]:
                 path=f"{section.path}.{field.name}".removeprefix("."),
                 kind=_kind(schema["properties"][field.name]),
                 default=None if default is dataclasses.MISSING else _shown(default),
-                description=told.get(field.name, ""),
+                description=descriptions.get(field.name, ""),
             )
         )
     return found
@@ -168,7 +168,7 @@ def _shown(value: Any) -> str:
     own = {each.name: getattr(value, each.name) for each in dataclasses.fields(value) if each.init}
     other = {name: each for name, each in own.items() if each != getattr(plain, name)}
     if not other:
-        return "as below"
+        return "see below"
     return f"`{{{', '.join(f'{name}: {_written(each)}' for name, each in other.items())}}}`"
 
 

@@ -23,7 +23,7 @@ PACKAGES = (
     "evogrpo.storage.checkpoint",
     "evogrpo.cli",
 )
-"""The packages and modules with an `__all__`, in the order in which a name that several have is described."""
+"""The packages and modules with an `__all__`, in the order of the pages; a name is described on the first."""
 
 INTERFACES = {
     "evogrpo.training.evolve": ("Run",),
@@ -50,11 +50,11 @@ INTERFACES = {
     "evogrpo.algorithms.policies.language": ("LanguagePolicySet",),
     "evogrpo.algorithms.policies.networks": ("NetworkPolicySet",),
 }  # fmt: skip
-"""What is reached through public names, or plugged in by users, and has a home of its own."""
+"""Types that are reached through public names or implemented by users, by module."""
 
 
 _FOREIGN = ("Generic", "Protocol", "Mapping", "Sequence", "dict", "Iterator", "object", "Exception", "ValueError")
-"""Classes whose methods are not told again by those that extend them."""
+"""Base classes whose methods are not repeated in their subclasses."""
 
 
 def described(package: str) -> Iterator[tuple[str, str]]:
@@ -87,16 +87,16 @@ def _entry(name: str, home: str) -> str:
     value = getattr(import_module(home), name)
     full = f"{home}.{name}"
     if inspect.isclass(value):
-        # The fields of records are told in their docstrings.
+        # Docstrings of records describe their fields.
         inherited = "" if dataclasses.is_dataclass(value) else f"   :inherited-members: {', '.join(_FOREIGN)}\n"
         return f".. autoclass:: {full}\n   :members:\n{inherited}"
     if inspect.isfunction(value):
         return f".. autofunction:: {full}"
-    told = "\n".join(f"   {line}".rstrip() for line in as_markup(_told(name, home)))
-    return f".. py:data:: {full}\n\n{told}"
+    text = "\n".join(f"   {line}".rstrip() for line in as_markup(_text_below(name, home)))
+    return f".. py:data:: {full}\n\n{text}"
 
 
-def _told(name: str, home: str) -> Sequence[str]:
+def _text_below(name: str, home: str) -> Sequence[str]:
     """Return the text below an assignment, in the module or in the module that it is imported from."""
     while True:
         tree = ast.parse(Path(import_module(home).__file__ or "").read_text(encoding="utf-8"))

@@ -58,7 +58,7 @@ def picture(session: str, prompt: str) -> str:
 
 def main() -> None:
     """Record a session and draw it."""
-    parser = argparse.ArgumentParser(description="Draw what a command of evogrpo says.")
+    parser = argparse.ArgumentParser(description="Draw the output of a command of evogrpo.")
     parser.add_argument("svg", type=Path)
     parser.add_argument("--again", action="store_true", help="draw what was recorded before")
     parser.add_argument("--prompt", default="make demo", help="what is typed, in the picture")

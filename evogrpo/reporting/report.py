@@ -289,10 +289,10 @@ def _points(lines: Iterable[Line], chart: Chart, details: Mapping[tuple[int, int
     for line in lines:
         for point in line.points:
             value = chart.names[round(point.y)] if chart.names else number_text(point.y)
-            told = details.get((line.index, point.generation), f"{chart.title} {value}")
+            details_text = details.get((line.index, point.generation), f"{chart.title} {value}")
             x.append(point.x)
             y.append(float(f"{point.y:.5g}"))
-            texts.append(f"<b>#{line.index}</b> in generation {point.generation}<br>{told}")
+            texts.append(f"<b>#{line.index}</b> in generation {point.generation}<br>{details_text}")
         x.append(None)
         y.append(None)
         texts.append("")

@@ -19,8 +19,8 @@ from evogrpo.algorithms.population import Population
 from evogrpo.distributed import is_rank_zero
 from evogrpo.envs.protocol import GroupEnvironment, SupportsPreflight
 from evogrpo.evolution.fitness import FitnessBy, FitnessConfig
-from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
-from evogrpo.evolution.strategies import Strategy, Tournament, default_measures
+from evogrpo.evolution.shared_experience import SharedExperience
+from evogrpo.evolution.strategies import Strategy, with_defaults
 from evogrpo.interruption import STOPPED, stopping_on_signals
 from evogrpo.models.devices import single_threaded
 from evogrpo.reporting.records import GenerationReport, Result
@@ -32,7 +32,7 @@ from evogrpo.training.display import RunDisplay
 from evogrpo.training.forecast import check_memory
 from evogrpo.training.run_dir import RunDir, open_run
 from evogrpo.training.run_state import best_agent
-from evogrpo.training.schedule import LIMITS, Schedule
+from evogrpo.training.schedule import LIMITS, Schedule, why_not_shared
 from evogrpo.training.task_types import TASK_TYPES
 from evogrpo.training.trainer import Callback, Trainer
 from evogrpo.validation import lists_options, refuse_unknown, whole_between
@@ -220,12 +220,14 @@ def evolve(
         population: The members; changed in place.
         env: Environment they act in.
         strategy: Rule of selection and mutation: a strategy, its class, or the name of a built-in one such as
-            "narrowing"; `Tournament()` by default. With a `run_dir`, a custom class must be defined in an importable
-            module other than the program itself, so that the run can be resumed.
+            "tournament". None = `Narrowing()` for small networks, `Tournament()` for language models. With a
+            `run_dir`, a custom class must be defined in an importable module other than the program itself, so that
+            the run can be resumed.
         experience: "own" = every member learns from its own samples; "shared", or a `SharedExperience` with settings =
-            from those of others as well. None = "shared" for the strategy `Leader`, otherwise "own".
+            from those of others as well. None = "shared" for small networks without a `strategy` and for `Leader`,
+            otherwise "own".
         fitness: Measure of fitness: "validation", "rollouts" or "both", or a mapping of the settings of
-            `evogrpo.evolution.FitnessConfig`. None = "both" for the strategy `Leader`, otherwise "validation".
+            `evogrpo.evolution.FitnessConfig`. None = "both" with shared experience, otherwise "validation".
         run_dir: Directory for journal, checkpoints, the best member and TensorBoard logs; None = keep no records.
         keep_checkpoints: See `evogrpo.training.configuration.sections.LoggingConfig`.
         checkpoint_steps: See `LoggingConfig`.
@@ -245,6 +247,10 @@ def evolve(
     """
     if isinstance(env, Population):
         raise ValueError("evolve takes the population first: evolve(population, env, ...).")
+    if not isinstance(population, Population):
+        raise ValueError(
+            f"evolve needs a Population, got {type(population).__name__}. For one agent, make GRPO.population(1)."
+        )
     refuse_unknown("argument of evolve", schedule, signature(evolve).parameters)
     console = console_for(progress)
     logging = LoggingConfig(
@@ -253,10 +259,13 @@ def evolve(
         completions=completions,
     )
     planned = Schedule(**schedule)
-    chosen = Tournament() if strategy is None else chosen_strategy(strategy)
-    shared, measured = default_measures(chosen)
-    shared = shared if experience is None else shared_experience(experience)
-    measured = measured if fitness is None else FitnessConfig.of(fitness)
+    chosen, shared, measured = with_defaults(
+        None if strategy is None else chosen_strategy(strategy),
+        experience,
+        None if fitness is None else FitnessConfig.of(fitness),
+        can_share=population.plays and len(population) > 1 and why_not_shared(population) is None,
+        steps_per_generation=planned.steps_per_generation,
+    )
     _check_memory(population, env, planned, shared, allowed=skip_memory_check)
     if isinstance(env, SupportsPreflight):
         env.preflight()

@@ -184,6 +184,21 @@ class Schedule:
             warn(message)
 
 
+def why_not_shared(population: "Population") -> str | None:
+    """Return why the members cannot learn from each other's samples, as a message of an error; None if they can."""
+    if getattr(population.members.settings, "normalise_observations", False):
+        return (
+            "normalise_observations must be False with shared experience, as each member would normalise by its own "
+            "statistics. Set it to False, or experience='own'."
+        )
+    if "objective" in population.algorithm.unused_options:
+        return (
+            f"Shared experience needs the learning rule of GRPO, but {population.algorithm.__name__} has its own. Set "
+            "experience='own'."
+        )
+    return None
+
+
 def check_run(
     population: "Population",
     env: "GroupEnvironment",
@@ -201,16 +216,8 @@ def check_run(
     # 2. Shared experience.
     if experience is not None:
         experience.check_size(len(population))
-        if getattr(population.members.settings, "normalise_observations", False):
-            raise ValueError(
-                "normalise_observations must be False with shared experience, as each member would normalise by its "
-                "own statistics. Set it to False, or experience='own'."
-            )
-        if "objective" in population.algorithm.unused_options:
-            raise ValueError(
-                f"Shared experience needs the learning rule of GRPO, but {population.algorithm.__name__} has its own. "
-                "Set experience='own'."
-            )
+        if (reason := why_not_shared(population)) is not None:
+            raise ValueError(reason)
     # 3. Questions or training rewards that fitness is measured by.
     if fitness.selection_measure != ROLLOUTS:
         return

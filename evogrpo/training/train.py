@@ -11,7 +11,6 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.evolution.fitness import FitnessConfig
-from evogrpo.evolution.strategies import default_measures
 from evogrpo.text import reference_to
 from evogrpo.training.configuration.environment_tasks import (
     EnvironmentTask,
@@ -180,17 +179,8 @@ def _configured(
         values["experience"] = settings["experience"]
     if settings.get("fitness") is not None:
         values["fitness"] = plain(FitnessConfig.of(settings["fitness"]))
-    config = parse_config(values)
-    if settings.get("strategy") is None:
-        return config
-    strategy = chosen_strategy(settings["strategy"])
-    experience, fitness = default_measures(strategy)
-    return replace(
-        config,
-        strategy=strategy,
-        experience=experience if settings.get("experience") is None else config.experience,
-        fitness=fitness if settings.get("fitness") is None else config.fitness,
-    )
+    strategy = settings.get("strategy")
+    return parse_config(values, None if strategy is None else chosen_strategy(strategy))
 
 
 def _environment(

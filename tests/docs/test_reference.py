@@ -56,7 +56,7 @@ def test_every_public_name_is_described_once(package):
     for name, home in names.described(package):
         assert f":: {home}.{name}\n" in f"{page}\n"
         value = getattr(import_module(home), name)
-        assert inspect.getdoc(value) if names._is_code(value) else names._told(name, home), name
+        assert inspect.getdoc(value) if names._is_code(value) else names._text_below(name, home), name
     for name in names.elsewhere(package):
         assert f":: {package}.{name}\n" not in f"{page}\n"
 

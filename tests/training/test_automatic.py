@@ -4,10 +4,10 @@ import gymnasium
 import numpy as np
 import pytest
 
-from evogrpo import GRPO, Objective
+from evogrpo import GRPO, GymnasiumGroups, Objective, evolve
 from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, HYPERPARAMETER_NAMES
 from evogrpo.config.search_space import DEFAULT_SEARCHED, LANGUAGE_RANGES, NETWORK_RANGES
-from evogrpo.evolution import FitnessConfig, Narrowing, SharedExperience, Tournament, spread_founders
+from evogrpo.evolution import FitnessConfig, Narrowing, RandomSearch, SharedExperience, Tournament, spread_founders
 from evogrpo.training.configuration.reading import parse_config
 from tests.tiny_models import tiny_model
 
@@ -69,40 +69,56 @@ def test_the_search_space_defaults_to_auto_and_explicit_values_are_fixed(values)
     assert list(own.search_space) == ["beta"]
 
 
-@BOTH
-class TestHowASearchGoes:
-    """Without search space and strategy: the best search of the study."""
+BY_BOTH = FitnessConfig(by="both", racing=True, candidates=3)
+SEARCH, SEPARATE = (Narrowing(), SharedExperience(), BY_BOTH), (Tournament(), None, FitnessConfig())
 
-    def test_default_search_narrows_and_shares_experience(self, values):
-        config = parse_config({**values, "schedule": {"generations": 3}})
-        assert config.strategy == Narrowing()
-        assert config.experience == SharedExperience()
-        assert config.fitness == FitnessConfig(by="both", racing=True, candidates=3)
-        assert config.schedule.samples_per_step == 16
-        assert parse_config(config.to_json()) == config
+
+def evolution_of(values, **changes):
+    config = parse_config({**values, "schedule": {"generations": 3}, **changes})
+    assert parse_config(config.to_json()) == config
+    return config.strategy, config.experience, config.fitness
+
+
+class TestDefaultsOfEvolution:
+    @pytest.mark.parametrize("changes", [{}, {"search_space": {"clip_coef": "auto"}}], ids=["nothing", "search_space"])
+    def test_networks_narrow_and_share_and_language_models_do_not(self, changes):
+        assert evolution_of(PLAY, **changes) == SEARCH
+        assert evolution_of(QUESTIONS, **changes) == SEPARATE
 
     @pytest.mark.parametrize(
-        "said",
+        ("changes", "expected"),
         [
-            {"strategy": {"name": "random_search"}},
-            {"experience": "own"},
-            {"fitness": "validation"},
-            {"search_space": {"lr": "auto"}},
-            {"population": {"size": 1}},
+            ({"strategy": "random_search"}, (RandomSearch(), None, FitnessConfig())),
+            ({"strategy": "random_search", "experience": "shared"}, (RandomSearch(), SharedExperience(), BY_BOTH)),
+            ({"experience": "own"}, (Narrowing(), None, FitnessConfig())),
+            ({"fitness": "validation"}, (Narrowing(), SharedExperience(), FitnessConfig())),
+            ({"population": {"size": 1}}, SEPARATE),
+            ({"agent": {"normalise_observations": True}}, SEPARATE),
         ],
-        ids=lambda said: next(iter(said)),
+        ids=["strategy", "strategy and experience", "experience", "fitness", "one member", "statistics"],
     )
-    def test_a_partial_search_setting_gets_plain_defaults(self, values, said):
-        config = parse_config({**values, "schedule": {"generations": 3}, **said})
-        plain = {"strategy": Tournament(), "experience": None, "fitness": FitnessConfig()}
-        assert all(getattr(config, name) == default for name, default in plain.items() if name not in said)
-        assert config.schedule.samples_per_step == 64
+    def test_settings_keep_the_defaults_of_others(self, changes, expected):
+        assert evolution_of(PLAY, **changes) == expected
 
-    def test_a_single_step_per_generation_uses_validation_fitness(self, values):
-        schedule = {"generations": 3, "steps_per_generation": 1, "samples_per_step": 16}
-        assert parse_config({**values, "schedule": schedule}).fitness == FitnessConfig()
-        config = parse_config({**values, "schedule": schedule | {"steps_per_generation": 2}})
-        assert config.fitness.by == "both"
+    def test_language_models_may_share_experience(self):
+        assert evolution_of(QUESTIONS, experience="shared") == (Tournament(), SharedExperience(), BY_BOTH)
+
+    def test_a_single_step_per_generation_uses_validation_fitness(self):
+        schedule = {"generations": 3, "steps_per_generation": 1}
+        assert evolution_of(PLAY, schedule=schedule) == (Narrowing(), SharedExperience(), FitnessConfig())
+        assert evolution_of(PLAY, schedule=schedule | {"steps_per_generation": 2}) == SEARCH
+
+    def test_evolve_has_the_same_defaults(self):
+        env = GymnasiumGroups("CartPole-v1")
+
+        def defaults(size, **options):
+            trainer = evolve(
+                GRPO.population(size, *(env.observation_space, env.action_space), **options), env, generations=1
+            ).trainer
+            return trainer.strategy, trainer.experience, trainer.fitness
+
+        assert defaults(4) == SEARCH
+        assert defaults(1) == defaults(4, normalise_observations=True) == SEPARATE
 
 
 @pytest.mark.parametrize("section", ["hyperparameters", "search_space"])

@@ -7,7 +7,7 @@ from typing import Any
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.mutation import build_from_settings, perturbation_from_json
 from evogrpo.evolution.plan import Stateless, Strategy
-from evogrpo.evolution.shared_experience import SharedExperience
+from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
 from evogrpo.evolution.strategies.baselines import Fixed, MutationOnly, RandomSearch, SelectionOnly
 from evogrpo.evolution.strategies.leader import Leader
 from evogrpo.evolution.strategies.narrowing import Narrowing
@@ -20,7 +20,7 @@ from evogrpo.synonyms import unknown_name_error
 __all__ = [
     "BUILT_IN", "Fixed", "Leader", "MutationOnly", "Narrowing", "RandomSearch", "Replay",
     "ScheduleStage", "SelectionOnly", "Stateless", "Strategy", "SuccessiveHalving", "Tournament", "TruncationPBT",
-    "default_measures", "strategy_from_json",
+    "strategy_from_json", "with_defaults",
 ]  # fmt: skip
 
 BUILT_IN: Mapping[str, type[Strategy]] = {
@@ -64,8 +64,33 @@ def strategy_from_json(
     return build_from_settings(kind, name, settings)
 
 
-def default_measures(strategy: Strategy) -> tuple[SharedExperience | None, FitnessConfig]:
-    """Return experience and fitness for a strategy where the user gives none; see `evolve`."""
-    if isinstance(strategy, Leader):
-        return SharedExperience(), FitnessConfig(by="both")
-    return None, FitnessConfig()
+def with_defaults(
+    strategy: Strategy | None,
+    experience: object,
+    fitness: FitnessConfig | None,
+    *,
+    can_share: bool,
+    steps_per_generation: int,
+) -> tuple[Strategy, SharedExperience | None, FitnessConfig]:
+    """Return strategy, experience and fitness of a run, with defaults for those that are None.
+
+    Small networks narrow and share experience, which scores most in the study of docs/results.md. For language models
+    learning is as expensive as sampling, so that sharing costs more than it gives.
+
+    Args:
+        strategy: Rule of selection and mutation.
+        experience: Whose samples members learn from; see `shared_experience`.
+        fitness: Measure of fitness.
+        can_share: The members are networks that can learn from each other's samples.
+        steps_per_generation: Learning steps between selections. After a single one there are no samples that members
+            have not learned from, so that training rewards cannot compare members with shared experience.
+    """
+    if experience is None and (isinstance(strategy, Leader) or (strategy is None and can_share)):
+        experience = "shared"
+    shared = shared_experience(experience)
+    if strategy is None:
+        strategy = Narrowing() if can_share else Tournament()
+    if fitness is None:
+        by_rewards = shared is not None and steps_per_generation > 1
+        fitness = FitnessConfig(by="both", racing=True, candidates=3) if by_rewards else FitnessConfig()
+    return strategy, shared, fitness

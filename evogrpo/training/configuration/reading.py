@@ -1,7 +1,6 @@
 """Read configurations strictly from YAML, and write them with all defaults."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -24,36 +23,30 @@ from evogrpo.training.schedule import Schedule
 from evogrpo.validation import build, json_schema, plain
 
 if TYPE_CHECKING:
+    from evogrpo.evolution.strategies import Strategy
     from evogrpo.training.task_types import TaskType
 
 DEFAULT_SCHEDULE = {"generations": 10, "steps_per_generation": 4}
 """Schedule of a configuration without the section `schedule`."""
 AUTO, SEARCH_SPACE = "auto", "search_space"
-
-SEARCH_SAMPLES = 16
-"""Default samples per member and learning step of a search with shared experience."""
 T = TypeVar("T")
 
 
-def parse_config(values: Mapping[str, Any]) -> Config:
+def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) -> Config:
     """Build a configuration from plain values; sections that need no torch are checked before its import.
+
+    Args:
+        values: Plain values by section.
+        strategy: Takes the place of the section `strategy`.
 
     Raises:
         ValueError: With one line for each key that is unknown or missing and each invalid value, with its full path.
     """
     # 1. Sections that need no torch. A section that is null has its defaults.
     values, auto = _without_auto({name: value for name, value in values.items() if value is not None})
-    search = _is_search(values, auto)
     given = any(name in values for name in ("experience", "fitness"))
-    sections = build(
-        _sections_model(evolution=given), {**values, "schedule": _schedule(values, search=search)}, misplaced=_misplaced
-    )
+    sections = build(_sections_model(evolution=given), {"schedule": DEFAULT_SCHEDULE, **values}, misplaced=_misplaced)
     parsed = {name: getattr(sections, name) for name in sections.model_fields_set}
-    if "strategy" in parsed:
-        from evogrpo.evolution.strategies import default_measures
-
-        shared, fitness = default_measures(parsed["strategy"])
-        parsed = {"experience": shared, "fitness": fitness} | parsed
     # The defaults of these sections depend on the task type.
     set_values = values.get("hyperparameters", {})
     space = parsed.setdefault("search_space", HyperparameterConfig())
@@ -77,20 +70,22 @@ def parse_config(values: Mapping[str, Any]) -> Config:
     parsed["model"] = parsed.get("model") or kind.model
     parsed["logging"] = LoggingConfig(**{"completions": kind.completions, **values.get("logging", {})})
     parsed["hyperparameters"] = with_path("hyperparameters", lambda: space.first(kind.hyperparameters, set_values))
-    space = parsed["search_space"] = _complete_space(parsed, auto, kind, set_values, search=search)
+    from evogrpo.evolution.strategies import with_defaults
+
+    parsed["strategy"], parsed["experience"], parsed["fitness"] = with_defaults(
+        strategy or parsed.get("strategy"),
+        values.get("experience"),
+        parsed.get("fitness"),
+        can_share=(
+            kind.word != "language"
+            and parsed["population"].size > 1
+            and not parsed["agent"].normalise_observations  # each member would have its own statistics
+        ),
+        steps_per_generation=parsed["schedule"].steps_per_generation,
+    )
+    space = parsed["search_space"] = _complete_space(parsed, auto, kind, set_values)
     # Again, because the start of an evolving hyperparameter must be in its range.
     parsed["hyperparameters"] = with_path("hyperparameters", lambda: space.first(kind.hyperparameters, set_values))
-    if search:
-        # The best strategy of the study in docs/results.md. Selection uses training rewards, and the best member is
-        # chosen on the validation set. With a single learning step there are no samples that members have not learnt
-        # from, so both use the validation set.
-        from evogrpo.evolution.fitness import FitnessConfig
-        from evogrpo.evolution.shared_experience import SharedExperience
-        from evogrpo.evolution.strategies import Narrowing
-
-        parsed |= {"strategy": Narrowing(), "experience": SharedExperience()}
-        if parsed["schedule"].steps_per_generation > 1:
-            parsed["fitness"] = FitnessConfig(by="both", racing=True, candidates=3)
     from evogrpo.evolution.founders import warm_start_founders
 
     # 3. The configuration, with the first founder's hyperparameters, and checks across sections.
@@ -223,37 +218,8 @@ def _without_auto(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[
     return result, frozenset(names)
 
 
-def _is_search(values: Mapping[str, Any], auto: frozenset[str]) -> bool:
-    """Return True if a configuration sets neither search space nor strategy, and members can share experience.
-
-    Such a configuration has defaults of its own for strategy, experience and fitness.
-
-    Args:
-        values: The configuration without values that are `auto`.
-        auto: Names of these; `search_space` if no search space is set.
-    """
-    agent, population = (values.get(name) for name in ("agent", "population"))
-    # Members with their own observation statistics cannot learn from each other's samples.
-    own_statistics = isinstance(agent, Mapping) and agent.get("normalise_observations")
-    # One member, the default, has no others to learn from.
-    single_member = not isinstance(population, Mapping) or population.get("size", 1) == 1
-    strategy_set = any(values.get(name) is not None for name in ("strategy", "experience", "fitness"))
-    return SEARCH_SPACE in auto and not (strategy_set or own_statistics or single_member)
-
-
-def _schedule(values: Mapping[str, Any], *, search: bool) -> Any:
-    """Return the values of the section, with defaults of a search."""
-    schedule = DEFAULT_SCHEDULE if values.get("schedule") is None else values["schedule"]
-    if not search or not isinstance(schedule, Mapping):
-        return schedule
-    hyperparameters = values.get("hyperparameters")
-    group_size = hyperparameters.get("group_size") if isinstance(hyperparameters, Mapping) else None
-    size = group_size if isinstance(group_size, int) and group_size > 0 else 1  # invalid values are reported elsewhere
-    return {"samples_per_step": math.ceil(SEARCH_SAMPLES / size) * size, **schedule}  # whole groups
-
-
 def _complete_space(
-    parsed: Mapping[str, Any], auto: frozenset[str], kind: "TaskType", set_values: Mapping[str, Any], *, search: bool
+    parsed: Mapping[str, Any], auto: frozenset[str], kind: "TaskType", set_values: Mapping[str, Any]
 ) -> HyperparameterConfig:
     """Return the search space of the configuration, with default ranges for `auto` hyperparameters.
 
@@ -262,7 +228,6 @@ def _complete_space(
         auto: Names of `auto` values; see `_without_auto`.
         kind: Task type, with default ranges.
         set_values: Hyperparameters that the configuration sets.
-        search: The configuration sets neither search space nor strategy; see `_is_search`.
     """
     from evogrpo.config.objective import default_space
 
@@ -276,7 +241,7 @@ def _complete_space(
             fixed=set_values,
             samples_per_step=parsed["schedule"].samples_per_step,
             rows_are_samples=kind.rows_are_samples,
-            shared=search or parsed.get("experience") is not None,
+            shared=parsed["experience"] is not None,
         )
     return HyperparameterConfig(**{**space, **ranges})
 

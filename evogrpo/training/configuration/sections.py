@@ -142,15 +142,16 @@ class Config:
         search_space: Hyperparameters that may evolve, with their ranges.
         population: Number of members and their start.
         strategy: Rule of selection and mutation, with its settings: a name in `evogrpo.evolution.strategies`, or a
-            class as "path.py:Class" or "module:Class", or a plugin. Default: "tournament". Without search space and
-            strategy it is "narrowing", with shared experience and `fitness: both`.
+            class as "path.py:Class" or "module:Class", or a plugin. Default: "narrowing" for small networks,
+            "tournament" for language models.
         experience: "own" if each member learns from its own samples, "shared", or settings of
-            `evogrpo.evolution.SharedExperience`. Default: "shared" for the strategy "leader", otherwise "own".
+            `evogrpo.evolution.SharedExperience`. Default: "shared" for small networks without a `strategy` and for the
+            strategy "leader", otherwise "own".
         sampler: Another engine that samples completions, with its settings. `{vllm: URL, adapters_dir: FOLDER}` uses
             vLLM servers (see `evogrpo.VLLMSampler`). Others are a function as "path.py:function" or "module:function",
             or a plugin, called as `function(population, **settings)` at the start and on resume; null = the bank.
-        fitness: "validation", "rollouts" or "both", or settings of `FitnessConfig`. Default: "both" for the strategy
-            "leader", otherwise "validation".
+        fitness: "validation", "rollouts" or "both", or settings of `FitnessConfig`. Default: "both" with shared
+            experience, otherwise "validation".
         agent: Settings that all members share.
         logging: Records besides the journal.
         run_id: Id of the run in whose folder this configuration was written; a new run gets a new id.
