@@ -397,8 +397,7 @@ def _costs(summary: RunSummary) -> str:
         name: math.fsum(step.phases.get(name) or 0.0 for step in steps) for name in ("sampling", "scoring", "learning")
     }
     learning = math.fsum(seconds.values())
-    # Environment steps, where counted, are comparable with those of evaluations; tokens include updates.
-    tokens = {"learning": last.tokens if last.timesteps is None else last.timesteps}
+    tokens = {"learning": last.tokens} if last.timesteps is None else {"sampling": last.timesteps}
     for name, cost in {"evaluations": last.evaluation, **({"test": test.cost} if test else {})}.items():
         seconds[name], tokens[name] = cost.seconds, cost.tokens
     whole = math.fsum(seconds.values()) or 1.0
