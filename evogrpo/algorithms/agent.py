@@ -69,9 +69,9 @@ class Agent(HyperparameterAttributes):
         self._evaluated_network = "actor"  # the network that `test`, `predict` and `get_policy` use
 
     def __repr__(self) -> str:
-        usual, own = Hyperparameters().to_json(), self.hyperparameters.to_json()
-        names = [name for name in own if name in ("lr", "clip_coef", "group_size") or own[name] != usual[name]]
-        values = ", ".join(f"{name}={own[name]}" for name in names)
+        defaults, record = Hyperparameters().to_json(), self.hyperparameters.to_json()
+        names = [name for name in record if name in ("lr", "clip_coef", "group_size") or record[name] != defaults[name]]
+        values = ", ".join(f"{name}={record[name]}" for name in names)
         fitness = "" if self.fitness is None else f", fitness={self.fitness.mean:.3g}"
         return f"{type(self).__name__}(index={self.index}, slot={self.slot}, {values}{fitness})"
 
@@ -154,17 +154,17 @@ class Agent(HyperparameterAttributes):
 
         Args:
             index: Identity of the copy; this agent's own by default.
-            wrap: Keep the precision of the accelerator.
+            wrap: Keep the accelerator's mixed precision.
         """
         return self.copy_with_state(self.state(), index=index, wrap=wrap)
 
     def copy_with_state(self, state: Mapping[str, Tensor], *, index: int | None = None, wrap: bool = True) -> Self:
-        """Return an independent copy of this agent with another train state."""
+        """Return an independent copy of this agent with another train state; arguments as in `clone`."""
         members = self.members.new_member(wrap=wrap)
-        twin = type(self)._member(members, 0, self.index if index is None else index, self.hyperparameters)
-        twin.load_state(state)
-        type(self).copy_attributes(self, twin)
-        return twin
+        clone = type(self)._member(members, 0, self.index if index is None else index, self.hyperparameters)
+        clone.load_state(state)
+        type(self).copy_attributes(self, clone)
+        return clone
 
     @classmethod
     def options_of_class(cls, options: Mapping[str, Any]) -> dict[str, Any]:

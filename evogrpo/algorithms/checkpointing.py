@@ -141,12 +141,12 @@ def read_agent(agent: "Agent", path: str | Path) -> None:
             raise CheckpointError(
                 f"{path} must hold an agent of kind {members.kind!r}, got kind {stored!r}. Load it with {made_by}.load."
             )
-        own = members.checkpoint_record()
+        expected = members.checkpoint_record()
         for name in members.identity:
-            if record.shared[name] != own[name]:
+            if record.shared[name] != expected[name]:
                 raise CheckpointError(
-                    f"{path} holds an agent with {name} {record.shared[name]}, but this one has {own[name]}. Load it "
-                    f"with {type(agent).__name__}.load."
+                    f"{path} holds an agent with {name} {record.shared[name]}, but this one has {expected[name]}. "
+                    f"Load it with {type(agent).__name__}.load."
                 )
         shared, stored_shared = members.shared_tensors(), split_shared(tensors)[0]
         if shared.keys() != stored_shared.keys() or any(
@@ -210,10 +210,10 @@ def restore_population(
         agents = []
         for slot, member in enumerate(stored):
             agent = kind._member(members, slot, member.index, Hyperparameters())
-            own = {
+            state = {
                 name.removeprefix(f"{slot}."): value for name, value in tensors.items() if name.startswith(f"{slot}.")
             }
-            _restore(agent, member, own)
+            _restore(agent, member, state)
             if lineage is None:
                 agent.parent, agent.born = None, 0
             agents.append(agent)

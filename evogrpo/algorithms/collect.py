@@ -47,10 +47,10 @@ def sample_groups(
         stop: Checked between tokens or steps, and between reward calls.
     """
     # 1. Open the starts, and number the rows. Groups are numbered by member and start, so no two share a number.
-    starts = env.deal(learners[0].step, max(own.stop for own in groups), block)
-    sizes = [learner.hyperparameters.group_size for learner in learners]
-    start_ids = torch.cat([torch.tensor(own).repeat_interleave(size) for own, size in zip(groups, sizes, strict=True)])
-    counts = tuple(len(own) * size for own, size in zip(groups, sizes, strict=True))
+    starts = env.deal(learners[0].step, max(span.stop for span in groups), block)
+    spans = [(span, learner.hyperparameters.group_size) for span, learner in zip(groups, learners, strict=True)]
+    start_ids = torch.cat([torch.tensor(span).repeat_interleave(group_size) for span, group_size in spans])
+    counts = tuple(len(span) * group_size for span, group_size in spans)
 
     def per_row(values: Sequence[float]) -> Tensor:
         return torch.tensor(values).repeat_interleave(torch.tensor(counts))
@@ -146,7 +146,7 @@ def resample_groups(
             for slot in used if distinct_starts else [each.slot]:
                 used[slot] = groups[-1].stop
         drawn = sample_groups(members, env, acting, groups, block=block, purpose="refill", number=number, stop=stop)
-        # 2. Replace old groups by new ones with signal; `order` gives the row that takes each row's place.
+        # 2. Replace old groups by new ones with signal: `order[i]` is the row, old or new, that becomes row i.
         new_batch = drawn.experience[policy]
         useless = groups_without_signal(new_batch, kinds)
         order = torch.arange(len(batch), device=batch.group_ids.device)
@@ -187,15 +187,15 @@ def groups_without_signal(batch: Batch, kinds: Mapping[int, str]) -> dict[int, l
         kinds: Advantage type by slot.
     """
     idle: dict[int, list[int]] = {}
-    for slot, own in _by_member(batch).items():
-        groups, (number, count) = own.group_ids.unique(), consecutive_ids(own.group_ids)
-        equal = zero_variance_groups(own.rewards, number, count)
-        if kinds[slot] in STEP_ADVANTAGES and own.step_rewards is not None:
-            rewarded = own.present & ~own.step_rewards.isnan()
+    for slot, member_batch in _by_member(batch).items():
+        groups, (number, count) = member_batch.group_ids.unique(), consecutive_ids(member_batch.group_ids)
+        equal = zero_variance_groups(member_batch.rewards, number, count)
+        if kinds[slot] in STEP_ADVANTAGES and member_batch.step_rewards is not None:
+            rewarded = member_batch.present & ~member_batch.step_rewards.isnan()
             expanded = number[:, None].expand(rewarded.shape)
-            equal &= zero_variance_groups(own.step_rewards[rewarded], expanded[rewarded], count)
-        if kinds[slot] == "gdpo" and own.reward_components is not None:
-            for values in own.reward_components.unbind(1):
+            equal &= zero_variance_groups(member_batch.step_rewards[rewarded], expanded[rewarded], count)
+        if kinds[slot] == "gdpo" and member_batch.reward_components is not None:
+            for values in member_batch.reward_components.unbind(1):
                 equal &= zero_variance_groups(values, number, count)
         idle[slot] = groups[equal].tolist()
     return idle

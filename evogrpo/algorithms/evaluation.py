@@ -48,7 +48,7 @@ def evaluate_questions(
         ValueError: If no reward applies to a completion and the environment does not exclude failures.
     """
     # 1. Evaluate all questions, or this rank's part of them.
-    ranks, shape = members.processes, (len(request.slots), len(request.questions), request.each)
+    ranks, shape = members.processes, (len(request.slots), len(request.questions), request.answers_per_question)
     if ranks.size == 1:
         rewards, tokens = members.evaluate(env, request)
     else:
@@ -61,7 +61,7 @@ def evaluate_questions(
             return members.evaluate(env, replace(request, questions=questions)) if questions else None
 
         results = [result for result in ranks.run_section(work) if result is not None]
-        rewards = np.hstack([own.reshape(len(request.slots), -1) for own, _ in results])
+        rewards = np.hstack([values.reshape(len(request.slots), -1) for values, _ in results])
         tokens = tuple(map(sum, zip(*(spent for _, spent in results), strict=True)))
     # 2. Average over the answers to each question.
     missing = int((~np.isfinite(rewards)).sum())
@@ -91,7 +91,7 @@ def evaluate(
 
     Args:
         members: All members.
-        slots: Slots to evaluate; one entry, of any value, for the base.
+        slots: Slots to evaluate. With `base`, a single slot, whose value has no effect.
         env: Provides questions and rewards.
         split: "validation" for selection, "test" for the final report.
         questions: Number of questions, from the first on; None = all.
@@ -138,7 +138,7 @@ def measure_fitness(
         config: Sampling and racing settings.
         questions: Maximum number of questions; None = all.
         rival: Fitness of the best member so far, on the same split.
-        base: Evaluate the untrained base, as one slot of any number.
+        base: Evaluate the untrained base instead; `slots` then has a single slot, whose value has no effect.
         stop: See `EvaluationRequest`.
 
     Returns:
@@ -177,13 +177,13 @@ def measure_fitness(
                     break
     # 2. Compare members on the questions that have a reward for all of them.
     kept = common_questions(scores, evaluated, split)
-    every = [
-        Fitness.from_scores(row[own].tolist(), np.flatnonzero(own).tolist())
-        for row, own in zip(scores, kept & evaluated, strict=True)
+    measured = [
+        Fitness.from_scores(row[answered].tolist(), np.flatnonzero(answered).tolist())
+        for row, answered in zip(scores, kept & evaluated, strict=True)
     ]
     # 3. Estimate the fitness of members that left on all questions.
-    leader = max((every[row] for row in running), key=lambda fitness: fitness.mean)
-    fitness = [on_all_questions(each, leader) for each in every]
+    leader = max((measured[row] for row in running), key=lambda fitness: fitness.mean)
+    fitness = [on_all_questions(each, leader) for each in measured]
     return dict(zip(slots, fitness, strict=True)), tokens
 
 
@@ -277,8 +277,8 @@ class SingleEnvironment:
 
     def __init__(self, env: "gymnasium.Env[Any, Any]", episodes: int) -> None:
         self.observation_space, self.action_space = env.observation_space, env.action_space
-        own = (time_limit(env), None if env.spec is None else env.spec.max_episode_steps, declared_limit(env))
-        known = next((limit for limit in own if limit is not None), None)
+        limits = (time_limit(env), None if env.spec is None else env.spec.max_episode_steps, declared_limit(env))
+        known = next((limit for limit in limits if limit is not None), None)
         self._env = _KeepOpen(env if known is not None else TimeLimit(env, DEFAULT_MAX_EPISODE_STEPS))
         self.max_episode_steps, self._episodes = known or DEFAULT_MAX_EPISODE_STEPS, episodes
 

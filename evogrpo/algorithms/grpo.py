@@ -591,8 +591,8 @@ class MultiAgentGRPO(GRPO):
             ValueError: If an argument is unknown or out of range.
         """
         arguments: Any = options
-        own = ("size", "observation_spaces", "action_spaces", *MultiAgentPopulationOptions.__annotations__)
-        refuse_unknown("argument", options, own)
+        names = ("size", "observation_spaces", "action_spaces", *MultiAgentPopulationOptions.__annotations__)
+        refuse_unknown("argument", options, names)
         return super().population(size, observation_spaces, action_spaces, **arguments)  # type: ignore[arg-type]
 
     def collect(self, env: PettingZooGroups, samples_per_step: int | None = None) -> RolloutBatch:

@@ -164,8 +164,8 @@ class Population(Sequence[Any]):
         # 3. Dynamic sampling.
         if max_refills:
             used = {
-                each.slot: (groups[-1] if distinct_starts else own).stop
-                for each, own in zip(acting, groups, strict=True)
+                each.slot: (groups[-1] if distinct_starts else positions).stop
+                for each, positions in zip(acting, groups, strict=True)
             }
             sampled = resample_groups(
                 self.members,
@@ -215,7 +215,7 @@ class Population(Sequence[Any]):
         # A section tells the other ranks of an error; language models divide their passes inside of it.
         with self.processes.section():
             reports = self.algorithm.learn_together(self.members, learners, experience)
-        # Scatter-add of a GPU is not deterministic, so the updates of small networks differ in bits.
+        # Scatter-add is not deterministic on a GPU, so the ranks' updates of small networks differ in rounding.
         if self.plays and self.processes.size > 1 and self.members.device.type == "cuda":
             for slot, state in self.processes.broadcast(self.members.banks.snapshot(healthy)).items():
                 self.members.banks.load_state(slot, state)

@@ -304,7 +304,7 @@ def _export_member(run_dir: Path, folder: Path) -> None:
     for name in exported.files:
         write_synced(folder / name, (best / name).read_bytes())
     console.print(Text(f"wrote member #{index} to {folder}, {exported.what} {base}; {checked}"), soft_wrap=True)
-    loading = f"{exported.loader}{str(folder)!r})"
+    loading = exported.loader.format(repr(str(folder)))
     console.print(Text.assemble(("load it with ", "dim"), (loading, "cyan")), soft_wrap=True)
 
 

@@ -127,7 +127,7 @@ def test_a_manual_loop_equals_collect():
     experiences = played(agent, steps=12)
     twin.steps = agent.steps
     seen, policy = experiences[0].reshape(-1, 4), agent.members.policies["default"]
-    shown = policy.shown(seen, np.zeros(96, np.int64))  # with the statistics before these observations
+    shown = policy.normalise(seen, np.zeros(96, np.int64))  # with the statistics before these observations
     batch = agent.members.experience(agent.learner(), experiences)["default"]
     assert np.allclose(batch.inputs.observations.numpy().reshape(-1, 4), shown)
     assert batch.rewards.tolist() == experiences[3].sum(2).ravel().tolist()

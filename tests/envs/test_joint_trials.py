@@ -81,7 +81,7 @@ def test_endless_games_are_truncated_with_one_warning(monkeypatch, kwargs, limit
 
 @pytest.mark.parametrize(("limit", "most"), [(7, 1000), (51, 50)])
 def test_explicit_limits_are_played_to_their_end(monkeypatch, limit, most):
-    monkeypatch.setattr("evogrpo.envs.control.rollout.MOST_STEPS", most)
+    monkeypatch.setattr("evogrpo.envs.control.rollout.DEFAULT_STEP_LIMIT", most)
     assert lengths(PettingZooGroups(Endless, max_episode_steps=limit)) == [limit, limit]
     assert lengths(PettingZooGroups(lambda: Favours(steps=3))) == [3, 3]
 

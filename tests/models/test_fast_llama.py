@@ -81,8 +81,8 @@ def fast_and_slow(monkeypatch):
 
 
 LATER = tuple((*SYSTEM, *prompt) for prompt in (*PROMPTS, (20,)))
-IN_BLOCKS = [(attention, "BLOCK", 2), (attention, "FOLDED", 4)]
-FOLDED = [(attention, "BLOCK", 64), (attention, "FOLDED", 0)]
+IN_BLOCKS = [(attention, "BLOCK", 2), (attention, "MAX_KEPT_KEYS", 4)]
+FOLDED = [(attention, "BLOCK", 64), (attention, "MAX_KEPT_KEYS", 0)]
 BY_TORCH = [(attention, "BLOCK", 0), (attention, "_in_blocks", lambda *given: attention._by_torch(*given[:-1]))]
 GROWING = [(decode, "MIN_GROWTH", 2)]
 SEVEN = {"tokens": 7}

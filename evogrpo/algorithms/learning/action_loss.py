@@ -12,7 +12,7 @@ from evogrpo.data import select_rows
 from evogrpo.functional.losses import bias_corrected_kl, clipped_actions, importance_weights, kl_estimate, policy_loss
 from evogrpo.models.bank import Update
 
-Rows = Tensor | slice
+Part = Tensor | slice
 """Indices `[j]` into the rows of an optimizer step, or all of them."""
 
 
@@ -67,14 +67,14 @@ class RowHyperparameters:
         def masks(names: Mapping[int, str]) -> dict[str, Tensor]:
             found = {}
             for name in sorted(set(names.values())):
-                slots = [slot for slot, own in names.items() if own == name]
+                slots = [slot for slot, kind in names.items() if kind == name]
                 found[name] = torch.isin(member_ids, torch.tensor(slots, device=member_ids.device))
             return found
 
         return cls(
             **dict(zip(names, columns, strict=True)),
-            loss_types=masks({slot: own.loss_type for slot, own in objectives.items()}),
-            advantages=masks({slot: own.advantage for slot, own in objectives.items()}),
+            loss_types=masks({slot: objective.loss_type for slot, objective in objectives.items()}),
+            advantages=masks({slot: objective.advantage for slot, objective in objectives.items()}),
         )
 
 
@@ -119,16 +119,16 @@ class ActionLosses:
         clip_low, clip_high = select_rows(self.per_row.clip_low, rows), select_rows(self.per_row.clip_high, rows)
 
         # 1. Policy loss, each row by its loss type.
-        def typed_loss(name: str, own: Rows) -> Tensor:
+        def typed_loss(name: str, part: Part) -> Tensor:
             objective = self.objectives[name]
             return policy_loss(
                 name,
-                log_probs[own],
-                old[own],
-                advantages[own],
-                mask[own],
-                clip_low=clip_low[own],
-                clip_high=clip_high[own],
+                log_probs[part],
+                old[part],
+                advantages[part],
+                mask[part],
+                clip_low=clip_low[part],
+                clip_high=clip_high[part],
                 dual_clip=objective.dual_clip,
                 delta=objective.delta,
                 sapo_tau_positive=objective.sapo_tau_positive,
@@ -156,9 +156,10 @@ class ActionLosses:
             reference = old if shared.reference == "old" else select_rows(self.training_rows.reference, rows)
             kl = kl_estimate(shared.kl_estimator, log_probs, reference)
         if shared.kl_bias_correction:
-            estimate = kl
+            raw_kl = kl
             kl = self.by_loss_type(
-                rows, lambda name, own: bias_corrected_kl(estimate[own], name, log_probs[own], old[own], mask[own])
+                rows,
+                lambda name, part: bias_corrected_kl(raw_kl[part], name, log_probs[part], old[part], mask[part]),
             )
         return torch.where(mask & (select_rows(self.per_row.beta, rows) > 0), kl, 0.0)
 
@@ -178,11 +179,11 @@ class ActionLosses:
         advantages = select_rows(self.advantages, rows)
         clip_low, clip_high = select_rows(self.per_row.clip_low, rows), select_rows(self.per_row.clip_high, rows)
 
-        def clipped(name: str, own: Rows) -> Tensor:
-            arguments = (name, log_probs[own], old[own], advantages[own], mask[own])
+        def clipped(name: str, part: Part) -> Tensor:
+            arguments = (name, log_probs[part], old[part], advantages[part], mask[part])
             floor = self.objectives[name].cispo_clip_low
             return torch.stack(
-                clipped_actions(*arguments, clip_low=clip_low[own], clip_high=clip_high[own], cispo_clip_low=floor)
+                clipped_actions(*arguments, clip_low=clip_low[part], clip_high=clip_high[part], cispo_clip_low=floor)
             ).movedim(0, 2)
 
         low, high = self.by_loss_type(rows, clipped).unbind(2)
@@ -193,10 +194,10 @@ class ActionLosses:
             sums[:, ACTION_SUMS.index(name)] = values.sum(1, dtype=torch.float64)
         return sums
 
-    def by_loss_type(self, rows: Tensor, compute: Callable[[str, Rows], Tensor]) -> Tensor:
+    def by_loss_type(self, rows: Tensor, compute: Callable[[str, Part], Tensor]) -> Tensor:
         """Return values `[k, ...]` of rows, computed for the rows of each loss type."""
         if len(self.objectives) == 1:
             return compute(next(iter(self.objectives)), slice(None))
-        own = {name: flag[rows].nonzero()[:, 0] for name, flag in self.per_row.loss_types.items()}
-        values = torch.cat([compute(name, chosen) for name, chosen in own.items() if len(chosen)])
-        return values.index_select(0, torch.cat(list(own.values())).argsort())
+        parts = {name: flag[rows].nonzero()[:, 0] for name, flag in self.per_row.loss_types.items()}
+        values = torch.cat([compute(name, part) for name, part in parts.items() if len(part)])
+        return values.index_select(0, torch.cat(list(parts.values())).argsort())

@@ -81,13 +81,13 @@ def learn(members: "PolicySet", learners: Sequence[Learner], experience: Experie
     reports: dict[int, dict[str, LearnReport]] = {slot: {} for slot in by_slot}
     for policy, batch in experience.items():
         acting = set(batch.member_ids[batch.present.any(1)].tolist())
-        own = {slot: each for slot, each in by_slot.items() if acting & set(each.source_slots)}
-        if not own:
+        policy_learners = {slot: each for slot, each in by_slot.items() if acting & set(each.source_slots)}
+        if not policy_learners:
             continue
         if acting != sampled[policy]:
             batch = batch.select_members(sorted(acting))  # noqa: PLW2901
-        step = _LearningStep(policies[policy], own, batch)
-        updates, slots = step.schedule_updates(), set(own) - step.step_sizes.idle
+        step = _LearningStep(policies[policy], policy_learners, batch)
+        updates, slots = step.schedule_updates(), set(policy_learners) - step.step_sizes.idle
         noun = "actions" if policies[policy].bank.rows_are_transitions else "completions"
         while slots:  # usually once; members with `target_kl` may repeat their updates with another learning rate
             taken = [{slot: rows for slot, rows in dealt.items() if slot in slots} for dealt in updates]
@@ -102,7 +102,7 @@ def learn(members: "PolicySet", learners: Sequence[Learner], experience: Experie
             reports[slot][policy] = report
 
     # 3. Report per member.
-    return {slot: merge_reports(own, several=len(policies) > 1) for slot, own in reports.items()}
+    return {slot: merge_reports(by_policy, several=len(policies) > 1) for slot, by_policy in reports.items()}
 
 
 def minibatches(learner: Learner, batch: Batch, seed: int, *, keep_groups: bool = True) -> list[Tensor]:
@@ -192,7 +192,7 @@ class _LearningStep:
         self._losses = ActionLosses(
             training_rows=training_rows,
             objective=objective,
-            objectives={own.loss_type: own for own in self._objectives.values()},
+            objectives={each.loss_type: each for each in self._objectives.values()},
             per_row=per_row,
             advantages=advantages,
             kl_in_loss=len(with_kl) > 0 and objective.kl_placement == "loss",
@@ -233,10 +233,11 @@ class _LearningStep:
         # 1. Weights of all actions. Rows without gradient count too: skipping them must not change a denominator.
         rows, objective = torch.cat(list(steps.values())), self._objective
         mask, member_ids = select_rows(self._rows.action_mask, rows), select_rows(self._rows.member_ids, rows)
+        max_actions = self._settings.max_actions
         weights = self._losses.by_loss_type(
             rows,
-            lambda name, own: loss_weights(
-                name, self._losses.objectives[name].aggregation, mask[own], member_ids[own], self._settings.max_actions
+            lambda name, part: loss_weights(
+                name, self._losses.objectives[name].aggregation, mask[part], member_ids[part], max_actions
             ),
         )
         in_policy_loss = mask  # actions that the policy loss is taken of
@@ -313,10 +314,10 @@ class _LearningStep:
         updates, h = self._updates[slot], self._learners[slot].hyperparameters
         mine = self._episodes.member_ids == slot
         episodes, advantages = self._episodes.select(mine.nonzero()[:, 0]), self._advantages[mine].double()
-        own = torch.ones(len(episodes), dtype=torch.bool, device=advantages.device)
+        self_sampled = torch.ones(len(episodes), dtype=torch.bool, device=advantages.device)
         if episodes.sampled_by is not None:
-            own = episodes.sampled_by == slot
-        sampled = episodes.select(own.nonzero()[:, 0]) if bool(own.any()) else episodes
+            self_sampled = episodes.sampled_by == slot
+        sampled = episodes.select(self_sampled.nonzero()[:, 0]) if bool(self_sampled.any()) else episodes
 
         # 1. Metrics of the samples, the updates, the sampler and the samples of other members.
         sums = dict(zip(ACTION_SUMS, self._sums[slot].tolist(), strict=True))
@@ -351,7 +352,7 @@ class _LearningStep:
         per_sample = advantages.sum(1) / episodes.action_mask.sum(1).clamp(min=1)
         return LearnReport(
             metrics={name: value for name, value in metrics.items() if not math.isnan(value)},
-            advantages=tuple(per_sample[own].tolist()),
+            advantages=tuple(per_sample[self_sampled].tolist()),
             optimizer_steps=len(updates) - len(bad),
             tokens=self._training_rows.tokens.get(slot, 0),
             samples=len(episodes),
@@ -398,18 +399,18 @@ def compute_advantages(
     result = torch.zeros(batch.action_mask.shape, dtype=rewards.dtype, device=rewards.device)
     for kind, flag in per_row.advantages.items():
         rows = flag.nonzero()[:, 0]
-        own, gamma, bound = batch.select(rows), per_row.gamma[rows], per_row.advantage_clip[rows]
+        part, gamma, bound = batch.select(rows), per_row.gamma[rows], per_row.advantage_clip[rows]
         if kind in STEP_ADVANTAGES:
-            _warn_equal_steps(kind, own)
+            _warn_equal_steps(kind, part)
         result[rows] = advantages(
             kind,
             rewards=rewards[rows],
-            step_rewards=own.step_rewards,
-            components=own.reward_components,
-            component_weights=torch.tensor(own.component_weights) if own.component_weights else None,
-            group_ids=own.group_ids,
-            member_ids=own.member_ids,
-            mask=_in_statistics(own) if kind in STEP_ADVANTAGES else own.action_mask,
+            step_rewards=part.step_rewards,
+            components=part.reward_components,
+            component_weights=torch.tensor(part.component_weights) if part.component_weights else None,
+            group_ids=part.group_ids,
+            member_ids=part.member_ids,
+            mask=_in_statistics(part) if kind in STEP_ADVANTAGES else part.action_mask,
             gamma=gamma,
             eps=objective.advantage_eps,
             kl_penalty=None if kl_penalty is None else kl_penalty[rows],

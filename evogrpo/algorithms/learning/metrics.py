@@ -56,15 +56,15 @@ def update_metrics(steps: Sequence[UpdateReport], sums: Mapping[str, float], cou
     """
     # Means over no actions are NaN, and missing from the report. Clip ratios count actions without a forward pass too:
     # their advantage is 0, so nothing of them is clipped.
-    ran, every = sums["actions"] or math.nan, max(counted, 1.0)
+    computed, counted = sums["actions"] or math.nan, max(counted, 1.0)
     return {
         "loss": sum(step.loss for step in steps) / (len(steps) or math.nan),
         "learning_rate": steps[-1].lr if steps else math.nan,
         "grad_norm": sum(step.grad_norm for step in steps) / (len(steps) or math.nan),
-        "entropy": sums["entropy"] / ran,
-        "clip_ratio/low_mean": sums["low"] / every,
-        "clip_ratio/high_mean": sums["high"] / every,
-        "clip_ratio/region_mean": (sums["low"] + sums["high"]) / every,
+        "entropy": sums["entropy"] / computed,
+        "clip_ratio/low_mean": sums["low"] / counted,
+        "clip_ratio/high_mean": sums["high"] / counted,
+        "clip_ratio/region_mean": (sums["low"] + sums["high"]) / counted,
     }
 
 

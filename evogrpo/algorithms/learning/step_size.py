@@ -208,17 +208,17 @@ class StepSizes:
             self._controls[slot] = StepControl(factor, ceiling, target=target, target_kl=target_kl)
             # The policy that is measured has sampled these rows; rows of other members only if there are no own ones.
             if outcomes.sampled_by is not None:
-                own = rows[outcomes.sampled_by[rows] == slot]
-                rows = own if len(own) else rows
+                own_rows = rows[outcomes.sampled_by[rows] == slot]
+                rows = own_rows if len(own_rows) else rows
             most = MEASURED_ACTIONS if transitions else MEASURED_COMPLETIONS
             self._rows[slot] = rows[torch.linspace(0, len(rows) - 1, min(most, len(rows))).long().to(rows.device)]
-            if outcomes.sampled_by is not None and not len(own):
+            if outcomes.sampled_by is not None and not len(own_rows):
                 self._before[slot] = self._bank.log_probs(self._training_rows.select_for_pass(self._rows[slot]))
         self._states = {slot: bank.state(slot) for slot in self._controls}
 
     def _set_factor(self, slot: int, factor: float) -> None:
-        own = self._learners[slot].hyperparameters
-        self.hyperparameters[slot] = own if factor == 1.0 else replace(own, lr=own.lr * factor)
+        given = self._learners[slot].hyperparameters
+        self.hyperparameters[slot] = given if factor == 1.0 else replace(given, lr=given.lr * factor)
 
     def repeat(self, updates: Mapping[int, Sequence[UpdateReport]]) -> set[int]:
         """Measure the last pass; return the slots that repeat it, with their train states restored.

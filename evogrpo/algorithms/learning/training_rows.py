@@ -140,10 +140,10 @@ class TrainingRows:
             threshold = ess.new_tensor([min_ess.get(slot, 0.0) for slot in range(size)]).repeat_interleave(size)
             remaining[rows] = ~(ess < threshold)[pair]
             for slot, values in metrics.items():
-                own = log_ratios[part.action_mask & (part.member_ids == slot)[:, None]]
-                if len(own):
+                member_ratios = log_ratios[part.action_mask & (part.member_ids == slot)[:, None]]
+                if len(member_ratios):
                     low, high = learners[slot].hyperparameters.clip_bounds
-                    excess, by_source = torch.expm1(own), ess.view(size, size)[slot]
+                    excess, by_source = torch.expm1(member_ratios), ess.view(size, size)[slot]
                     values["shared_ess"] = float(by_source[~by_source.isnan()].mean())
                     values["shared_outside"] = float(((excess < -low) | (excess > high)).double().mean())
             numbers = remaining.nonzero()[:, 0]
@@ -230,8 +230,8 @@ class TrainingRows:
         outcomes, current = self.outcomes, current.detach().to(self.old.dtype)
         if outcomes.sampled_by is None:
             return current
-        own = outcomes.sampled_by[rows] == outcomes.member_ids[rows]
-        return torch.where(own[:, None], current, self.old[rows])
+        self_sampled = outcomes.sampled_by[rows] == outcomes.member_ids[rows]
+        return torch.where(self_sampled[:, None], current, self.old[rows])
 
     def store_old(self, rows: Tensor, current: Tensor) -> None:
         """Store the old log-probabilities of rows; see `old_log_probs`."""

@@ -170,7 +170,11 @@ class LanguagePolicySet:
         self.bank.processes = processes
 
     def new_member(self, *, wrap: bool = True) -> "LanguagePolicySet":
-        """Return a policy set of one fresh member over the same base, sampled by its own bank."""
+        """Return a policy set of one fresh member over the same base, without an external sampler.
+
+        Args:
+            wrap: Keep the accelerator's mixed precision.
+        """
         return LanguagePolicySet(
             self.bank.base.model,
             1,
@@ -267,8 +271,8 @@ class LanguagePolicySet:
 
         def uniforms(turn: int) -> Tensor:
             if request.answers is None:
-                return torch.zeros(len(request.slots) * request.per_slot, self.settings.max_output_tokens)
-            counts = [request.each] * len(request.questions)
+                return torch.zeros(len(request.slots) * request.rows_per_slot, self.settings.max_output_tokens)
+            counts = [request.answers_per_question] * len(request.questions)
             return self._draw(HELD_OUT, turn, request.streams, counts).repeat(len(request.slots), 1)
 
         start_ids, member_ids = request.start_ids, request.member_ids

@@ -96,11 +96,11 @@ def as_completions(
     """
     ids, masks, group_size = [], [], len(rollout.actions) // len(prompts)
     for number, prompt in enumerate(prompts):
-        own = slice(number * group_size, (number + 1) * group_size)
-        present = rollout.present[own]
+        group = slice(number * group_size, (number + 1) * group_size)
+        present = rollout.present[group]
         width = int(present.sum(1).max())
         head = torch.tensor(prompt, device=present.device).expand(group_size, -1)
-        tail = torch.where(present, rollout.actions[own], pad_id)[:, :width]
+        tail = torch.where(present, rollout.actions[group], pad_id)[:, :width]
         ids.append(torch.cat([head, tail], dim=1))
         before = torch.zeros((group_size, len(prompt) - 1), dtype=torch.bool, device=present.device)
         masks.append(torch.cat([before, present[:, :width]], dim=1))
@@ -384,13 +384,13 @@ def _reply(
 def _stack(states: Sequence[_State], device: torch.device, exact: bool) -> Rollout:
     """Put the turns of each conversation next to each other. A reply after the last completion is left out."""
     turns = [list(zip(state.completions, [[], *state.replies], state.log_probs, strict=False)) for state in states]
-    width = max(sum(len(reply) + len(tokens) for tokens, reply, _ in own) for own in turns)
+    width = max(sum(len(reply) + len(tokens) for tokens, reply, _ in row_turns) for row_turns in turns)
     shape = (len(states), width)
     actions, log_probs = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, device=device)
     action_mask, present = (torch.zeros(shape, dtype=torch.bool) for _ in range(2))
-    for row, own in enumerate(turns):
+    for row, row_turns in enumerate(turns):
         end = 0
-        for tokens, reply, values in own:
+        for tokens, reply, values in row_turns:
             begin = end + len(reply)
             actions[row, end:begin] = torch.tensor(reply)
             end = begin + len(tokens)

@@ -90,7 +90,7 @@ class StackedPolicy:
 
     def act(self, observations: Any, member_ids: NDArray[np.int64], **options: Any) -> SampledActions:
         """Choose actions for raw observations; see `evogrpo.data.Actor`."""
-        return self.bank.act(self.shown(observations, member_ids), member_ids, **options)
+        return self.bank.act(self.normalise(observations, member_ids), member_ids, **options)
 
     def module(self, slot: int, *, base: bool = False) -> nn.Module:
         """Return a module that maps raw observations `[m, ...]` to distribution parameters `[m, o]`.
@@ -119,7 +119,7 @@ class StackedPolicy:
             values = np.concatenate([later.count[:, None], later.mean, later.m2], axis=1)
             self.bank.extra_stats.copy_(torch.from_numpy(values))
 
-    def shown(self, observations: Any, member_ids: NDArray[np.int64]) -> Any:
+    def normalise(self, observations: Any, member_ids: NDArray[np.int64]) -> Any:
         """Normalise raw observations `[m, ...]` with the statistics of the members `[m]`."""
         statistics = self.statistics
         if statistics is None:
@@ -145,15 +145,15 @@ class StackedPolicy:
             leaves = flatten(space, observations)
             summary = episode_statistics(self.bank.size, leaves, normalised_leaves(space), acted, member_ids)
             flat = unflatten(space, [leaf.reshape(acted.size, *leaf.shape[2:]) for leaf in leaves])
-            changed = flatten(space, self.shown(flat, member_ids.repeat(acted.shape[1])))
+            changed = flatten(space, self.normalise(flat, member_ids.repeat(acted.shape[1])))
             shown = [leaf.reshape(*acted.shape, *leaf.shape[1:]).copy() for leaf in changed]
             for leaf in shown:
                 leaf[~acted] = 0
             observations = unflatten(space, shown)
         # 2. Rewards: NaN for agents that never acted in an episode, as they have none to compare. The sum is
         #    cumulative, because a pairwise sum would depend on the padding.
-        own = isinstance(self.settings, JointSettings) and self.settings.credit == "agent"
-        earned = episodes.own_rewards if own else episodes.team_rewards
+        own_credit = isinstance(self.settings, JointSettings) and self.settings.credit == "agent"
+        earned = episodes.own_rewards if own_credit else episodes.team_rewards
         rewards = np.where(acted.any(axis=1), earned.cumsum(axis=1)[:, -1], np.nan)
         present, truncated = torch.from_numpy(acted), torch.from_numpy(episodes.truncated)
         masks = episodes.action_masks
@@ -208,7 +208,7 @@ class _PolicyModule(nn.Module):
     def forward(self, observations: Any) -> torch.Tensor:
         """Return distribution parameters `[m, o]` for raw observations `[m, ...]`."""
         count = len(np.asarray(flatten(self._policy.observation_space, observations)[0]))
-        shown = self._policy.shown(observations, np.full(count, self.slot))
+        shown = self._policy.normalise(observations, np.full(count, self.slot))
         return self._policy.bank.outputs(self.slot, shown, base=self._base)
 
 
@@ -268,8 +268,9 @@ def as_step_batch(experiences: StepExperiences, learner: Learner, networks: Stac
     """Convert the experiences of a user's own loop to a batch, and update the running observation statistics.
 
     Args:
-        experiences: `(observations, actions, action_masks, rewards)`, perhaps with what was legal; see
-            `StepExperiences`. Actions are numbered as the space does, boxes not clipped, as `get_action` returns them.
+        experiences: `(observations, actions, action_masks, rewards)`, optionally with masks of legal actions; see
+            `StepExperiences`. Actions are those that `get_action` returned: numbered from the space's `start`, and not
+            clipped to the bounds of a Box.
         learner: The member that acted.
         networks: The policy.
 
@@ -322,7 +323,7 @@ def as_step_batch(experiences: StepExperiences, learner: Learner, networks: Stac
         observations=unflatten(networks.observation_space, leaves),
         actions=np.ascontiguousarray(chosen.astype(space.dtype)),
         action_masks=legal,
-        log_probs=np.zeros(lead, dtype=np.float32),  # unknown, see below
+        log_probs=np.zeros(lead, dtype=np.float32),  # unknown; left out of the batch below
         present=taken.reshape(lead),
         own_rewards=rewards,
         team_rewards=rewards,

@@ -130,15 +130,15 @@ class NetworkPolicySet:
         return {"observation_spaces": self.mapping.observation_spaces, "action_spaces": self.mapping.action_spaces}
 
     def new_member(self, *, wrap: bool = True) -> "NetworkPolicySet":
-        """Return a policy set of one fresh member; `wrap` has no effect."""
+        """Return a policy set of one fresh member; `wrap` has no effect, as networks compute in float32."""
         return NetworkPolicySet(self.mapping, 1, self.settings, self.hp_config, module=self._module, device=self.device)
 
     def arguments(self) -> dict[str, Any]:
         """Return the constructor arguments that are not in the settings, or differ from them."""
-        module, own = self._module, {**self._spaces(), "device": self.device}
+        module, arguments = self._module, {**self._spaces(), "device": self.device}
         if self._single:
-            own["actor_network"] = module
-        return own if module is None else {**own, "network": None}
+            arguments["actor_network"] = module
+        return arguments if module is None else {**arguments, "network": None}
 
     # ---- in environments
 
@@ -151,11 +151,11 @@ class NetworkPolicySet:
         wrapper = "Gymnasium environments as evogrpo.GymnasiumGroups(...)"
         if not self._single:
             wrapper = "parallel PettingZoo environments as evogrpo.PettingZooGroups(...)"
-        for name, own in self._spaces().items():
+        for name, expected in self._spaces().items():
             given = getattr(env, name, None)
-            if given != own:
+            if given != expected:
                 raise ValueError(
-                    f"The members' {name} {'is' if self._single else 'are'} {own}, but {type(env).__name__} has "
+                    f"The members' {name} {'is' if self._single else 'are'} {expected}, but {type(env).__name__} has "
                     f"{given}. Create agents with the environment's spaces, or with a language model for prompts. Wrap "
                     f"{wrapper}."
                 )
@@ -163,8 +163,8 @@ class NetworkPolicySet:
     def sample(self, env: Any, starts: Sequence[int], request: SamplingRequest) -> RolloutBatch:
         """Play one episode for each requested row.
 
-        Agent a of a member uses numbers `[r, t]` of the stream (seed, "purpose for a", step, index) in step t of
-        episode r, so its random numbers do not depend on other members; a single agent those of the plain purpose.
+        Each member draws from random streams of its own, one per agent, so its actions do not depend on other members;
+        see `ActionNoise`.
         """
         # 1. Check the environment.
         self.check(env)
@@ -180,17 +180,17 @@ class NetworkPolicySet:
             self.mapping,
             request.start_ids.tolist(),
             member_ids.tolist(),
-            uniforms=lambda agents, own, t: noise(agents, row_ids[own], t),
+            uniforms=lambda agents, rows, t: noise(agents, row_ids[rows], t),
             temperature=temperature,
             stop=request.stop,
         )
         # 3. Build one batch per policy.
         experience: dict[str, Batch] = {}
-        seen: dict[str, ObservationStatistics] = {}
+        observed: dict[str, ObservationStatistics] = {}
         for name, episodes in played.episodes.items():
             experience[name], summary = self.policies[name].batch(episodes, member_ids, temperature)
             if summary is not None:
-                seen[name] = summary
+                observed[name] = summary
         steps = np.bincount(member_ids, weights=played.actions, minlength=self.banks.size)
         return RolloutBatch(
             experience=experience,
@@ -199,7 +199,7 @@ class NetworkPolicySet:
             start_ids=request.start_ids,
             truncated=torch.from_numpy(played.truncated),
             tokens={learner.slot: int(steps[learner.slot]) for learner in request.learners},
-            observed=(seen,) if seen else (),
+            observed=(observed,) if observed else (),
         )
 
     def evaluate(self, env: Any, request: EvaluationRequest) -> tuple[NDArray[np.float64], tuple[int, ...]]:
@@ -214,7 +214,7 @@ class NetworkPolicySet:
             self.settings.seed,
             HELD_OUT,
             streams=request.streams,
-            rows=[request.each] * len(request.questions),
+            rows=[request.answers_per_question] * len(request.questions),
             width_of=self._width_of,
         )
         greedy = request.answers is None
@@ -223,12 +223,12 @@ class NetworkPolicySet:
             self.mapping,
             request.start_ids.tolist(),
             request.member_ids.tolist(),
-            uniforms=None if greedy else lambda agents, rows, t: noise(agents, rows % request.per_slot, t),
+            uniforms=None if greedy else lambda agents, rows, t: noise(agents, rows % request.rows_per_slot, t),
             temperature=None if greedy else request.temperature.numpy(),
             base=request.base,
             stop=request.stop,
         )
-        steps = played.actions.reshape(len(request.slots), request.per_slot).sum(axis=1)
+        steps = played.actions.reshape(len(request.slots), request.rows_per_slot).sum(axis=1)
         return played.rewards, tuple(steps.tolist())
 
     def _width_of(self, agent: str) -> int:
@@ -244,14 +244,14 @@ class NetworkPolicySet:
 
     # ---- in a caller's own loop
 
-    def act(self, learner: Learner, seen: Any, *, training: bool, action_mask: Any = None) -> Any:
+    def act(self, learner: Learner, observations: Any, *, training: bool, action_mask: Any = None) -> Any:
         """Choose actions; see `GRPO.get_action` and `MultiAgentGRPO.get_action`."""
         rng = generator(self.settings.seed, "get_action", learner.step, learner.index) if training else None
         if not self._single:
-            return self._choose_for_team(learner, seen, rng, action_mask or {})
-        actions, batched = self._choose(learner, seen, rng, action_mask)
+            return self._choose_for_team(learner, observations, rng, action_mask or {})
+        actions, batched = self._choose(learner, observations, rng, action_mask)
         if isinstance(self.action_space, spaces.Discrete | spaces.MultiDiscrete):
-            actions = actions + self.action_space.start  # numbered as the space does
+            actions = actions + self.action_space.start  # a policy counts values from 0, the space from `start`
         return actions if batched else actions[0]
 
     def predict(self, learner: Learner, observation: Any, *, deterministic: bool, calls: int, action_masks: Any) -> Any:
@@ -262,31 +262,31 @@ class NetworkPolicySet:
         actions, batched = self._choose(learner, observation, rng, action_masks)
         assert self.action_space is not None
         actions = to_environment(self.action_space, actions)
-        return actions if batched else actions[0]  # a scalar for Discrete: some environments look it up
+        return actions if batched else actions[0]  # a scalar for Discrete: some environments use it as a key
 
     def _choose(
-        self, learner: Learner, seen: Any, rng: np.random.Generator | None, action_mask: Any
+        self, learner: Learner, observations: Any, rng: np.random.Generator | None, action_mask: Any
     ) -> tuple[NDArray[Any], bool]:
         """Return a single agent's actions for one observation or a batch, and True if it was a batch."""
-        arrays, count = check_observations(self.mapping.specs[DEFAULT_POLICY].observation_space, seen)
+        arrays, count = check_observations(self.mapping.specs[DEFAULT_POLICY].observation_space, observations)
         masks: list[Any] = [None] * (count or 1)
         if action_mask is not None:
             masks = [action_mask] if count is None else _rows_of(action_mask, count)
         return self._actions(DEFAULT_POLICY, learner, arrays, rng, masks), count is not None
 
     def _choose_for_team(
-        self, learner: Learner, seen: Mapping[Any, Any], rng: np.random.Generator | None, masks: Mapping[Any, Any]
+        self, learner: Learner, observations: dict[Any, Any], rng: np.random.Generator | None, masks: Mapping[Any, Any]
     ) -> dict[Any, Any]:
         """Return the actions of all active agents, in the environment's format."""
-        own: dict[str, list[Any]] = {}
-        for agent in seen:
-            own.setdefault(self.mapping.policy_of(str(agent)), []).append(agent)
+        agents_of: dict[str, list[Any]] = {}
+        for agent in observations:
+            agents_of.setdefault(self.mapping.policy_of(str(agent)), []).append(agent)
         chosen: dict[Any, Any] = {}
-        for policy, agents in own.items():
+        for policy, agents in agents_of.items():
             spec = self.mapping.specs[policy]
-            own_masks = [spec.mask(seen[agent]) for agent in agents]
-            given = [masks.get(agent) if mask is None else mask for agent, mask in zip(agents, own_masks, strict=True)]
-            leaves = spec.stack([seen[agent] for agent in agents], [str(agent) for agent in agents])
+            in_space = [spec.mask(observations[agent]) for agent in agents]  # masks that are part of observations
+            given = [masks.get(agent) if mask is None else mask for agent, mask in zip(agents, in_space, strict=True)]
+            leaves = spec.stack([observations[agent] for agent in agents], [str(agent) for agent in agents])
             actions = self._actions(policy, learner, unflatten(spec.observation_space, leaves), rng, given)
             chosen |= dict(zip(agents, to_environment(spec.action_space, actions), strict=True))
         return chosen
@@ -352,8 +352,8 @@ class NetworkPolicySet:
 
         `architecture` has the form of `propose_architecture`: with several policies, {name of the policy: fields}.
         """
-        ((name, own),) = ((DEFAULT_POLICY, architecture),) if self._single else architecture.items()
-        self.policies[name].change_architecture(slot, own, rng)
+        ((name, fields),) = ((DEFAULT_POLICY, architecture),) if self._single else architecture.items()
+        self.policies[name].change_architecture(slot, fields, rng)
 
     # ---- checkpoints
 
@@ -401,7 +401,7 @@ class NetworkPolicySet:
             raise ValueError(
                 f"The checkpoint's members have your own class {record['module']}. Pass one as actor_network=."
             )
-        seen, done = (
+        observation_spaces, action_spaces = (
             {agent: space_from_json(space, stored_bytes) for agent, space in record[name]}
             for name in ("observation_spaces", "action_spaces")
         )
@@ -410,10 +410,10 @@ class NetworkPolicySet:
                 raise ValueError("accelerator and actor_network are not available for several agents. Leave them out.")
             settings: NetworkSettings = validate(JointSettings, record["settings"])
             assert isinstance(settings, JointSettings)
-            mapping = map_policies(seen, done, settings.policies, agent_ids=settings.agent_ids)
+            mapping = map_policies(observation_spaces, action_spaces, settings.policies, agent_ids=settings.agent_ids)
         else:
             settings = validate(NetworkSettings, record["settings"])
-            mapping = single_agent(*seen.values(), *done.values())
+            mapping = single_agent(*observation_spaces.values(), *action_spaces.values())
         if actor_network is None:  # before anything is allocated, as the record may name huge widths
             for spec in mapping.specs.values():
                 outputs = distribution_for(spec.action_space).outputs

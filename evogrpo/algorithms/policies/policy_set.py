@@ -57,7 +57,7 @@ class Banks(dict[str, PolicyBank]):
     def inherit(self, parents: Sequence[int | None]) -> None:
         """Copy the train state of slot `parents[i]` to slot i, for every policy; None = fresh initialisation."""
         for bank in self.values():
-            bank.inherit(parents)  # the banks are of one size, so that the first refuses what any would
+            bank.inherit(parents)  # banks have equal sizes, so invalid parents raise at the first, before any change
         self.changed.update(slot for slot, parent in enumerate(parents) if parent != slot)
 
     @property
@@ -67,8 +67,8 @@ class Banks(dict[str, PolicyBank]):
 
     def state_tensor(self, slot: int, name: str) -> Tensor:
         """Return a copy of one tensor of a train state."""
-        policy, _, own = name.rpartition("/")
-        return self[policy or DEFAULT_POLICY].state_tensor(slot, own)
+        policy, _, key = name.rpartition("/")
+        return self[policy or DEFAULT_POLICY].state_tensor(slot, key)
 
     def state(self, slot: int) -> TrainState:
         """Return a copy of the train state of a slot; with several policies the keys are "policy/name"."""
@@ -93,8 +93,8 @@ class Banks(dict[str, PolicyBank]):
             try:
                 bank.load_state(slot, parts[policy])
             except ValueError as error:
-                for done, held in before.items():
-                    self[done].load_state(slot, held)
+                for loaded, previous in before.items():
+                    self[loaded].load_state(slot, previous)
                 raise ValueError(str(error) if policy == DEFAULT_POLICY else f"policy {policy!r}: {error}") from error
         self.changed.add(slot)
 
@@ -229,7 +229,7 @@ class EvaluationRequest:
     Attributes:
         split: Name of the split.
         questions: Positions of the questions in the split.
-        slots: Slots to evaluate; for the untrained base one entry, of any value.
+        slots: Slots to evaluate. With `base`, a single slot, whose value has no effect.
         base: Evaluate the untrained base.
         answers: Number of answers per question, sampled at temperature 1; None = one greedy answer.
         stop: As in `SamplingRequest`.
@@ -243,29 +243,29 @@ class EvaluationRequest:
     stop: Stop = NEVER
 
     @property
-    def each(self) -> int:
-        """Number of answers of a slot to a question."""
+    def answers_per_question(self) -> int:
+        """Number of answers of each slot to each question."""
         return self.answers or 1
 
     @property
     def start_ids(self) -> Tensor:
         """`[n]` position in `questions` of each row, ordered by slot, then question."""
-        return torch.arange(len(self.questions)).repeat_interleave(self.each).repeat(len(self.slots))
+        return torch.arange(len(self.questions)).repeat_interleave(self.answers_per_question).repeat(len(self.slots))
 
     @property
     def member_ids(self) -> Tensor:
         """`[n]` slots."""
-        return torch.tensor(self.slots).repeat_interleave(self.per_slot)
+        return torch.tensor(self.slots).repeat_interleave(self.rows_per_slot)
 
     @property
-    def per_slot(self) -> int:
+    def rows_per_slot(self) -> int:
         """Number of rows of a slot."""
-        return len(self.questions) * self.each
+        return len(self.questions) * self.answers_per_question
 
     @property
     def temperature(self) -> Tensor:
         """`[n]` 1 for sampled answers, 0 for greedy ones."""
-        return torch.full((len(self.slots) * self.per_slot,), 0.0 if self.answers is None else 1.0)
+        return torch.full((len(self.slots) * self.rows_per_slot,), 0.0 if self.answers is None else 1.0)
 
     @property
     def streams(self) -> list[tuple[int, ...]]:

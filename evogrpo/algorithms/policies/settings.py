@@ -130,11 +130,11 @@ class JointSettings(NetworkSettings):
             )
 
 
-MOST_TOKENS = 10_000_000
+MAX_OUTPUT_TOKENS = 10_000_000
 """Maximum of `max_output_tokens`; beyond any model's context."""
 
 
-def _several(value: Any) -> Any:
+def _as_tuple(value: Any) -> Any:
     """Return one or several token ids as a tuple."""
     if isinstance(value, Integral) and not isinstance(value, bool):
         return (value,)
@@ -148,27 +148,28 @@ class LanguageSettings:
     Attributes:
         pad_token_id: Token used for padding.
         eos_token_ids: Tokens that end a completion.
-        max_output_tokens: Most tokens of a completion; of a conversation, of each of its turns.
-        min_output_tokens: Ends of sequence are ruled out for that many first tokens of a completion or turn, while
-            sampling and learning.
-        max_episode_tokens: Most tokens of a conversation, said and heard together: it goes on while a whole further
-            turn fits. None = as many as the model's context takes.
-        top_k: Completions are drawn from so many of the most likely tokens; 0 = all. See `SamplingOptions`, like the
-            next three.
-        top_p: From the most likely tokens that together have this probability; 1 = all.
-        min_p: From tokens at least this many times as likely as the most likely one; 0 = all.
-        repetition_penalty: Makes tokens that are there already less likely, in greedy answers too; 1 = none.
+        max_output_tokens: Maximum number of tokens of a completion, or of each turn of a conversation.
+        min_output_tokens: Number of first tokens of a completion or turn at which an end of sequence has probability 0,
+            in sampling and learning.
+        max_episode_tokens: Maximum number of tokens of a conversation, sampled turns and replies together. A turn
+            starts only if a turn of `max_output_tokens` fits. None = the model's context.
+        top_k: Sample from this many of the most likely tokens; 0 = all. For this and the next three, see
+            `SamplingOptions`.
+        top_p: Sample from the most likely tokens that together have this probability; 1 = all.
+        min_p: Sample from tokens at least this many times as likely as the most likely one; 0 = all.
+        repetition_penalty: Factor that makes tokens less likely if the prompt or completion contains them already, also
+            in greedy answers; 1 = none.
         objective: The loss.
         optimizer: AdamW settings.
         seed: Root of every random stream.
-        calc_position_embeddings: Whether positions, counted without padding, are passed to the model.
-        reduce_memory_peak: Compute log-probabilities over a few hundred tokens' logits at a time.
-        micro_batch_tokens: Most tokens in one forward pass with gradients; None = the default of the device.
+        calc_position_embeddings: Pass positions, counted without padding, to the model.
+        reduce_memory_peak: Compute the logits of at most a few hundred tokens at a time.
+        micro_batch_tokens: Maximum number of tokens in one forward pass with gradients; None = the device's default.
     """
 
     pad_token_id: NonNegativeInt
-    eos_token_ids: Annotated[tuple[Int, ...], Field(min_length=1), BeforeValidator(_several)]
-    max_output_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS), WHOLE] = 128
+    eos_token_ids: Annotated[tuple[Int, ...], Field(min_length=1), BeforeValidator(_as_tuple)]
+    max_output_tokens: Annotated[int, Field(ge=1, le=MAX_OUTPUT_TOKENS), WHOLE] = 128
     min_output_tokens: Int = 0
     max_episode_tokens: Int | None = None
     top_k: Int = 0
@@ -203,7 +204,7 @@ class LanguageSettings:
             raise ValueError(
                 f"overlong_buffer must be at most max_output_tokens = {self.max_output_tokens}, got {buffer}."
             )
-        _ = self.sampling_options  # refuses what is out of range
+        _ = self.sampling_options  # raises for values out of range
 
     @cached_property
     def sampling_options(self) -> SamplingOptions:

@@ -53,8 +53,8 @@ class ClassicControl(VectorEnv):
         distinct, episode = np.unique(np.asarray(seeds, dtype=np.int64), return_inverse=True)
         starts = [self._start(int(seed)) for seed in distinct]
         state = np.array([state for state, _ in starts]).T[:, episode]
-        first = np.array([observation for _, observation in starts], dtype=np.float32)[episode]
-        self._observations = np.concatenate([self._observations, first]) if len(self._elapsed) else first
+        initial = np.array([observation for _, observation in starts], dtype=np.float32)[episode]
+        self._observations = np.concatenate([self._observations, initial]) if len(self._elapsed) else initial
         self._state = np.concatenate([self._state, state], axis=1)
         self._elapsed = np.concatenate([self._elapsed, np.zeros(len(episode), dtype=np.int64)])
         self._finished = np.concatenate([self._finished, np.zeros(len(episode), dtype=np.bool_)])
@@ -252,7 +252,7 @@ class MountainCar(ClassicControl):
 
     Args:
         max_episode_steps: Steps after which an episode is truncated.
-        goal_velocity: Least velocity at the flag that counts as having arrived.
+        goal_velocity: Minimum velocity at the flag to reach the goal.
     """
 
     options = ("goal_velocity",)
@@ -297,20 +297,20 @@ class MountainCarContinuous(ClassicControl):
             inside == force, inside * np.float32(_POWER) - pull.astype(np.float32), inside.astype(float) * _POWER - pull
         )
         velocity = np.where(first, velocity + push, velocity.astype(np.float32) + push.astype(np.float32))
-        velocity = np.clip(velocity, _as(first, -_CAR_MAX_SPEED), _as(first, _CAR_MAX_SPEED))
+        velocity = np.clip(velocity, _rounded(first, -_CAR_MAX_SPEED), _rounded(first, _CAR_MAX_SPEED))
         position = np.where(first, position + velocity, single + velocity.astype(np.float32))
-        lowest = _as(first, _LOWEST)
-        position = np.clip(position, lowest, _as(first, _HIGHEST))
+        lowest = _rounded(first, _LOWEST)
+        position = np.clip(position, lowest, _rounded(first, _HIGHEST))
         velocity[(position == lowest) & (velocity < 0)] = 0
-        terminated = (position >= _as(first, _GOAL_CONTINUOUS)) & (velocity >= 0)
+        terminated = (position >= _rounded(first, _GOAL_CONTINUOUS)) & (velocity >= 0)
         # float32 as gymnasium stores it; widened again so that one array serves first and later steps.
         self._state = np.stack([position, velocity]).astype(np.float32).astype(np.float64)
         # The square of a float32 is exact in float64, so this is what math.pow returns.
         return np.where(terminated, 100.0, 0.0) - np.square(force.astype(np.float64)) * 0.1, terminated
 
 
-def _as(first: NDArray[np.bool_], constant: float) -> NDArray[np.float64]:
-    """Return a constant as first steps see it, in float64, and as later steps do, rounded to float32."""
+def _rounded(first: NDArray[np.bool_], constant: float) -> NDArray[np.float64]:
+    """Return a constant in float64 for the first steps of episodes, and rounded to float32 for later steps."""
     return np.where(first, constant, float(np.float32(constant)))
 
 

@@ -24,10 +24,10 @@ _FIRST_CHUNK = 64  # steps; each further chunk is twice as long
 class ActionNoise:
     """Uniform random numbers in [0, 1) for every agent, row and step, for episodes of unknown length.
 
-    Row r of stream s uses, at its step t, entry [r, t] of the generators (seed, purpose, *streams[s], 0),
-    (..., 1) and so on, each of which covers twice as many steps as the one before. The numbers depend on neither
-    the order nor the number of the calls. The purpose of agent a is "purpose for a", so its numbers do not depend on
-    other agents. That of a single agent is the plain purpose.
+    Row r of stream s has entry [r, t] of a table at its step t. Chunk c of the table comes from the generator (seed,
+    purpose, *streams[s], c) and has twice as many steps as chunk c - 1. The numbers depend on neither the order nor the
+    number of the calls. Agent a has tables of its own, of the purpose "purpose for a", so its numbers do not depend on
+    other agents; a single agent uses the purpose itself.
 
     Args:
         seed: Root seed of the run.
@@ -71,8 +71,8 @@ class ActionNoise:
         # 2. Look them up.
         result: NDArray[np.float32] = self._tables[names[0]][rows, t]
         for agent in names[1:]:
-            own = np.array(agents) == agent
-            result[own] = self._tables[agent][rows[own], t[own]]
+            selected = np.array(agents) == agent
+            result[selected] = self._tables[agent][rows[selected], t[selected]]
         return result
 
 

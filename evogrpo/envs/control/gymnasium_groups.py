@@ -304,10 +304,11 @@ class EnvFactory:
             env = self.env(**self.env_kwargs)
             check_env(env)
             if self.max_episode_steps is not None:
-                own = time_limit(env)
-                if own is not None and own < self.max_episode_steps:
-                    steps = self.max_episode_steps
-                    raise ValueError(f"max_episode_steps must be at most {own}, the environment's limit, got {steps}.")
+                limit, steps = time_limit(env), self.max_episode_steps
+                if limit is not None and limit < steps:
+                    raise ValueError(
+                        f"max_episode_steps must be at most {limit}, the environment's limit, got {steps}."
+                    )
                 env = TimeLimit(env, self.max_episode_steps)
         for wrap in self.wrappers:
             try:

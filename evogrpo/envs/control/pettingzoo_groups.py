@@ -98,16 +98,16 @@ class JointEnv:
             ValueError: If an agent returns after its end or has no reward.
         """
         before = set(self._ids)
-        own = {}
+        all_actions = {}
         for name, agent in self._ids.items():
             if name in actions:
-                own[agent] = actions[name]
+                all_actions[agent] = actions[name]
             else:
                 space = self.env.action_space(agent)
                 blank = np.zeros((1, *(space.shape or ())), dtype=space.dtype)
-                own[agent] = plain_action(to_environment(space, blank)[0])
-        observations, rewards, terminations, truncations, infos = self.env.step(dict(own))
-        without_reward = [str(agent) for agent in own if agent not in rewards]
+                all_actions[agent] = plain_action(to_environment(space, blank)[0])
+        observations, rewards, terminations, truncations, infos = self.env.step(dict(all_actions))
+        without_reward = [str(agent) for agent in all_actions if agent not in rewards]
         if without_reward:
             raise ValueError(f"{self.env.unwrapped} must give a reward to all agents that acted: {without_reward}")
         self._steps += 1
@@ -160,11 +160,11 @@ class JointVectorEnv(SerialVectorEnv):
     _acting: Mapping[str, list[tuple[int, str]]]  # position and agent of each input
 
     def _reset(self, envs: Sequence[JointEnv], seeds: Sequence[int], replicas: Sequence[int]) -> list[JointStep]:
-        first = []
+        steps = []
         for env, seed in zip(envs, seeds, strict=True):
             self.stop.check()
-            first.append(env.reset(seed))
-        return first
+            steps.append(env.reset(seed))
+        return steps
 
     def finished(self) -> NDArray[np.bool_]:
         """See `VectorEnv`; an episode has ended when no agent is active."""
@@ -180,11 +180,10 @@ class JointVectorEnv(SerialVectorEnv):
         result = {}
         for policy, acting in self._acting.items():
             spec, agents = mapping.specs[policy], tuple(agent for _, agent in acting)
-            steps = [self._running[position][1] for position, _ in acting]
-            own = list(zip(steps, agents, strict=True))
+            pairs = [(self._running[position][1], agent) for position, agent in acting]
             result[policy] = PolicyInput(
-                observations=spec.stack([latest.observations[agent] for latest, agent in own], agents),
-                action_masks=legal_actions(spec.action_space, [latest.mask(agent) for latest, agent in own]),
+                observations=spec.stack([latest.observations[agent] for latest, agent in pairs], agents),
+                action_masks=legal_actions(spec.action_space, [latest.mask(agent) for latest, agent in pairs]),
                 positions=np.array([position for position, _ in acting], dtype=np.int64),
                 agents=agents,
             )
@@ -193,8 +192,8 @@ class JointVectorEnv(SerialVectorEnv):
     def step(self, actions: Mapping[str, NDArray[Any]]) -> VectorStep:
         """See `VectorEnv`."""
         chosen: list[dict[str, Any]] = [{} for _ in self._running]
-        for policy, own in actions.items():
-            for (position, agent), action in zip(self._acting[policy], own, strict=True):
+        for policy, policy_actions in actions.items():
+            for (position, agent), action in zip(self._acting[policy], policy_actions, strict=True):
                 chosen[position][agent] = plain_action(action)
         stepped = []
         for (env, _), joint in zip(self._running, chosen, strict=True):
@@ -305,7 +304,7 @@ def choose_score(score: Score, agents: Sequence[str]) -> tuple[ScoreFunction, st
 
     def total(returns: Mapping[str, float]) -> float:
         # Tested by prefix again, because agents may be born that were not known in advance.
-        return float(sum(own for agent, own in returns.items() if agent in named or prefix_of(agent) in named))
+        return float(sum(value for agent, value in returns.items() if agent in named or prefix_of(agent) in named))
 
     return total, f"returns of {', '.join(sorted(named))}"
 

@@ -34,7 +34,7 @@ _USABLE_BOUND = 1e6  # bounds beyond this are treated as no bounds
 
 
 def play_randomly(
-    env: VectorEnv, mapping: PolicyMapping, seed: int, rng: np.random.Generator, most_steps: int
+    env: VectorEnv, mapping: PolicyMapping, seed: int, rng: np.random.Generator, max_steps: int
 ) -> Iterator[Values]:
     """Play an episode with random legal actions; yield the values after the reset and after each step.
 
@@ -43,21 +43,22 @@ def play_randomly(
         mapping: Maps agents to policies.
         seed: Reset seed.
         rng: Generator of the actions.
-        most_steps: Maximum number of steps.
+        max_steps: Maximum number of steps.
 
     Raises:
         ValueError: If an observation or a reward is not finite.
     """
     env.add([seed], [0])
     step: VectorStep | None = None
-    for steps in range(most_steps + 1):
-        over, values, actions = bool(env.finished()[0]), Values(), dict[str, NDArray[Any]]()
+    for steps in range(max_steps + 1):
+        finished, values, actions = bool(env.finished()[0]), Values(), dict[str, NDArray[Any]]()
         if step is not None:
             check_finite_rewards(step, np.array([seed]), np.array([steps - 1]))
             columns = (("reward", step.rewards), ("terminated", step.terminated), ("truncated", step.truncated))
             for row, agent in enumerate(step.agents or ("",)):
                 values |= {_name(name, agent): column[row] for name, column in columns}
-        for policy, inputs in {} if over else env.inputs(mapping).items():  # no action depends on the last observation
+        # No action follows the last observation, so it is not compared.
+        for policy, inputs in {} if finished else env.inputs(mapping).items():
             space, rows, masks = mapping.specs[policy].action_space, len(inputs.observations[0]), inputs.action_masks
             check_finite(inputs, np.full(rows, seed), np.full(rows, steps))
             for row, agent in enumerate(inputs.agents or ("",)):
@@ -69,10 +70,10 @@ def play_randomly(
             drawn = [random_action(space, None if masks is None else masks[row], rng) for row in range(rows)]
             actions[policy] = to_environment(space, np.stack(drawn))
         yield values
-        if over or steps == most_steps:
+        if finished or steps == max_steps:
             break
         step = env.step(actions)
-    env.select(np.empty(0, dtype=np.int64))
+    env.select(np.empty(0, dtype=np.int64))  # remove the episode
 
 
 def _name(what: str, agent: str) -> str:
@@ -159,12 +160,12 @@ def _compare_replays(
 ) -> tuple[str | None, bool]:
     """Return the first difference between replays, and True if replacing the noise changes an episode."""
 
-    def replay(env: VectorEnv, seeds: Sequence[int], most_steps: int) -> Iterator[tuple[int, int, Values]]:
+    def replay(env: VectorEnv, seeds: Sequence[int], max_steps: int) -> Iterator[tuple[int, int, Values]]:
         """Play one episode after another, together at most `_STEPS` steps; yield seed, step and values."""
         left = _STEPS
         for seed in seeds:
             rng = generator(0, "actions of replays", seed)
-            for steps, values in enumerate(play_randomly(env, mapping, seed, rng, min(left, most_steps))):
+            for steps, values in enumerate(play_randomly(env, mapping, seed, rng, min(left, max_steps))):
                 left -= steps > 0
                 yield seed, steps, values
             if not left:

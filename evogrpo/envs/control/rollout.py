@@ -18,8 +18,8 @@ from evogrpo.spaces import unflatten
 from evogrpo.text import short_repr
 from evogrpo.validation import FLOAT32_LIMIT
 
-MOST_STEPS = 100_000
-"""Steps after which an episode without a limit raises an error."""
+DEFAULT_STEP_LIMIT = 100_000
+"""Steps after which an episode that has not ended raises an error, unless its environment has a higher limit."""
 
 _STEPS_AT_ONCE = 64
 
@@ -101,16 +101,16 @@ class Episodes:
     def truncated(self) -> NDArray[np.bool_]:
         """`[n]` True if an agent was truncated."""
         result = np.zeros(len(self.lengths), dtype=np.bool_)
-        for own in self.episodes.values():
-            result[own.rows[own.truncated]] = True
+        for part in self.episodes.values():
+            result[part.rows[part.truncated]] = True
         return result
 
     @property
     def actions(self) -> NDArray[np.int64]:
         """`[n]` number of actions of all agents."""
         result = np.zeros(len(self.lengths), dtype=np.int64)
-        for own in self.episodes.values():
-            np.add.at(result, own.rows, own.lengths)
+        for part in self.episodes.values():
+            np.add.at(result, part.rows, part.lengths)
         return result
 
 
@@ -221,11 +221,11 @@ class EpisodeRecorder:
         numbers = np.flatnonzero(acting.any(1)).tolist()
         # Agents known in advance come in their order, then all others by name.
         order = {agent: place for place, agent in enumerate(self._mapping.specs[policy].agents)}
-        own = np.array(sorted(numbers, key=lambda number: (order.get(agents[number], len(order)), agents[number])))
-        appears = np.zeros((1 + self._groups.max(), len(own)), dtype=np.bool_)
-        np.logical_or.at(appears, self._groups, acting[own].T)
+        ordered = np.array(sorted(numbers, key=lambda number: (order.get(agents[number], len(order)), agents[number])))
+        appears = np.zeros((1 + self._groups.max(), len(ordered)), dtype=np.bool_)
+        np.logical_or.at(appears, self._groups, acting[ordered].T)
         rows, places = np.nonzero(appears[self._groups])
-        chosen = own[places] * n + rows
+        chosen = ordered[places] * n + rows
         # 2. Scatter the recorded values to arrays.
         shape = len(rows), 1 + int(t.max())
         row_of_entry = np.empty(len(acted), dtype=np.int64)
@@ -238,8 +238,8 @@ class EpisodeRecorder:
         ends = [np.isin(chosen, np.concatenate(each)) for each in (self._terminated, self._truncated)]
         return PolicyEpisodes(
             rows=rows,
-            agents=tuple(agents[number] for number in own[places].tolist()),
-            group_ids=self._groups[rows] * len(own) + places,
+            agents=tuple(agents[number] for number in ordered[places].tolist()),
+            group_ids=self._groups[rows] * len(ordered) + places,
             observations=unflatten(self._mapping.specs[policy].observation_space, leaves),
             actions=_scatter(columns["actions"], shape, cells),
             action_masks=None if width is None else _scatter(masks, shape, cells, fill=1),
@@ -447,29 +447,30 @@ def play_episodes(
         if not len(rows):
             return recorder.finish()
         request.stop.check()
-        most = max(limit or 0, MOST_STEPS)
-        if t.max() >= most:
-            raise ValueError(f"An episode has not ended after {most} steps. Set max_episode_steps.")
+        max_steps = max(limit or 0, DEFAULT_STEP_LIMIT)
+        if t.max() >= max_steps:
+            raise ValueError(f"An episode has not ended after {max_steps} steps. Set max_episode_steps.")
         # 3. Each policy acts for its agents.
         chosen = {}
         for policy, inputs in env.inputs(mapping).items():
-            own, own_t = (rows, t) if inputs.positions is None else (rows[inputs.positions], t[inputs.positions])
-            check_finite(inputs, request.seeds[own], own_t)
+            positions = slice(None) if inputs.positions is None else inputs.positions
+            input_rows, input_t = rows[positions], t[positions]
+            check_finite(inputs, request.seeds[input_rows], input_t)
             space, action_space = mapping.specs[policy].observation_space, mapping.specs[policy].action_space
             acted = actors[policy].act(
                 unflatten(space, inputs.observations),
-                members[own],
-                uniforms=None if request.uniforms is None else request.uniforms(inputs.agents, own, own_t),
-                temperature=None if request.temperature is None else request.temperature[own],
+                members[input_rows],
+                uniforms=None if request.uniforms is None else request.uniforms(inputs.agents, input_rows, input_t),
+                temperature=None if request.temperature is None else request.temperature[input_rows],
                 action_mask=inputs.action_masks,
                 base=request.base,
             )
-            expected = (len(own), *(action_space.shape or ()))
+            expected = (len(input_rows), *(action_space.shape or ()))
             if np.shape(acted.actions) != expected:
                 raise ValueError(f"actions must have shape {expected} for {action_space}, got {acted.actions.shape}.")
             actions = np.asarray(acted.actions, dtype=action_space.dtype)
             log_probs = np.asarray(acted.log_probs, dtype=np.float32)
-            recorder.record_actions(policy, own, own_t, inputs, actions, log_probs)
+            recorder.record_actions(policy, input_rows, input_t, inputs, actions, log_probs)
             chosen[policy] = to_environment(action_space, actions)
         # 4. Step all environments.
         step = env.step(chosen)

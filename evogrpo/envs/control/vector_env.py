@@ -232,7 +232,7 @@ class ProcessVectorEnv(GymnasiumVectorEnv):
         recreate_env: bool,
         reseed: bool,
     ) -> None:
-        # A process recreates its environment itself, which is cheaper than a new process.
+        # Each process recreates its own environment, which is faster than a new process per episode.
         start = partial(EnvProcess, cloudpickle.dumps((make, recreate_env)))
         super().__init__(start, observation_space, action_space, reseed=reseed)
 

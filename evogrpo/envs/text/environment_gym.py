@@ -84,9 +84,9 @@ class EnvironmentPool:
     def take(self, name: str | None) -> Any:
         """Return an unused environment of a name, or a new one."""
         with self._lock:
-            for place, (own, environment) in enumerate(self._free):
-                if own == name:
-                    del self._free[place]
+            for position, (free_name, environment) in enumerate(self._free):
+                if free_name == name:
+                    del self._free[position]
                     return environment
         return self.factories[name]()
 
@@ -273,7 +273,7 @@ class EnvironmentBatch(SingleTurnBatch):
                 episode.reward = _reward_value(outcome, transcript)
             except ValueError as error:
                 self._exclude(episode, error)
-        # 2. Pass their rewards on as those of a function of the class's name, and compute the other rewards.
+        # 2. Compute the other rewards. `score` takes an environment's reward for the result of a reward function.
         for name, kind in self.own_rewards.items():
             future: Future[list[Any]] = Future()
             future.set_result([each.reward if type(each.environment) is kind else None for each in episodes])
@@ -389,7 +389,7 @@ class EnvironmentBatch(SingleTurnBatch):
         rows = list(inputs.rows)
         if self.pool.factories and self.runner.in_process:  # environments are not sent to worker processes
             environments = [self._episodes[transcript.row].environment for transcript in transcripts]
-            rows = [{**row, "environments": own} for row, own in zip(rows, environments, strict=True)]
+            rows = [{**row, "environments": environment} for row, environment in zip(rows, environments, strict=True)]
         return replace(inputs, rows=rows, messages=[self._messages(transcript) for transcript in transcripts])
 
 
@@ -530,9 +530,9 @@ class EnvironmentGym(PromptEnvironment):
         twice = self._own_rewards.keys() & {reward.name for reward in rewards}
         if twice:
             raise ValueError(f"reward_funcs must not have the name of an environment, got {min(twice)}. Rename it.")
-        own = [Reward(name=name, weight=1.0, batched=True, function=_own_reward) for name in self._own_rewards]
+        env_rewards = [Reward(name=name, weight=1.0, batched=True, function=_own_reward) for name in self._own_rewards]
         # 4. Prompts; the observation of each row's environment belongs to them.
-        super().__init__(train_dataset, test_dataset, tokenizer, rewards=(*rewards, *own), **options)
+        super().__init__(train_dataset, test_dataset, tokenizer, rewards=(*rewards, *env_rewards), **options)
         # 5. Chat template.
         check_tool_template(self.tokenizer, self._options, next(filter(None, self._schemas.values()), []))
 

@@ -109,7 +109,7 @@ def render(messages: list[Message], tokenizer: Tokenizer, options: Options | Non
 def render_reply(
     messages: list[Message], reply: Sequence[Message], tokenizer: Tokenizer, options: Options
 ) -> tuple[str, str]:
-    """Return a conversation as text, without and with a reply, after which the model continues.
+    """Return a conversation as text: without a reply, and with a reply and the start of the model's next turn.
 
     Args:
         messages: The conversation; ends with a message of the assistant.
@@ -118,7 +118,7 @@ def render_reply(
         options: Keyword arguments of the template.
 
     Raises:
-        ValueError: If the template fails, or renders earlier turns differently once a reply follows.
+        ValueError: If the template fails, or renders earlier turns differently when a reply follows.
     """
     keywords = {**options, "tokenize": False}
     try:
@@ -182,7 +182,8 @@ def tokenize(prompts: Sequence[tuple[Prompt, Options]], tokenizer: Tokenizer, wh
             raise ValueError(f"Prompts of {where} must all be text or all be lists of messages, got both.")
         # 2. Render and tokenize.
         texts = [
-            _text(prompt, tokenizer, own, f"row {row} of {where}") for row, (prompt, own) in enumerate(chunk, first)
+            _text(prompt, tokenizer, kwargs, f"row {row} of {where}")
+            for row, (prompt, kwargs) in enumerate(chunk, first)
         ]
         options: dict[str, Any] = {} if kind is str else {"add_special_tokens": False}
         for ids in tokenizer(texts, **options)["input_ids"]:

@@ -103,13 +103,13 @@ def parse_completion(
         prefix: All token ids before it.
         schemas: Schemas of the tools, by which arguments are converted.
     """
-    own = getattr(tokenizer, "response_template", None)
-    before = "" if own is None else str(tokenizer.decode(list(prefix)))
+    template = getattr(tokenizer, "response_template", None)
+    before = "" if template is None else str(tokenizer.decode(list(prefix)))
     plain = {"role": "assistant", "content": str(tokenizer.decode(list(completion), skip_special_tokens=True))}
     try:
         parsed: Message = tokenizer.parse_response(
             str(tokenizer.decode(list(completion))),
-            schema=hermes_template(tokenizer) if own is None else own,
+            schema=hermes_template(tokenizer) if template is None else template,
             prefix=before,
             tools=list(schemas),
         )

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from evogrpo.models.language.adapters import runs_of
 
-FOLDED = 4
+MAX_KEPT_KEYS = 4
 """Keep attention weights for the backward pass up to this many keys per head dimension; recompute them beyond that."""
 
 BLOCK = 64
@@ -64,12 +64,12 @@ def attention(
     """
     kv, n, wide, d = q.shape
     past = 0 if shared is None else shared.keys.shape[2]
-    keep = past + k.shape[2] <= FOLDED * d
+    keep = past + k.shape[2] <= MAX_KEPT_KEYS * d  # attention weights for the backward pass
     if t < 2 * BLOCK and (t == 1 or q.device.type == "cpu"):
         # 1. Short rows: one product of all rows of a prompt with its keys.
-        own = () if shared is None else (shared.keys, shared.values)
+        prompt_tensors = () if shared is None else (shared.keys, shared.values)
         runs = None if shared is None else shared.runs
-        out: Tensor = _Attention.apply(q, k, v, t, bias, shared_bias, runs, keep, *own)
+        out: Tensor = _Attention.apply(q, k, v, t, bias, shared_bias, runs, keep, *prompt_tensors)
     else:
         # 2. Long rows: a copy of the prompt for every row, then blocks of tokens or torch's kernels.
         if shared is not None:
@@ -88,15 +88,15 @@ def attention(
 def _in_blocks(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None, keep: bool) -> Tensor:
     """Compute attention in blocks of query tokens; see `BLOCK`."""
     kv, n, _, d = q.shape
-    by_token, every = q.view(kv, n, -1, t, d), list[Tensor]()
+    by_token, outputs = q.view(kv, n, -1, t, d), list[Tensor]()
     for at in range(0, t - BLOCK + 1, BLOCK):
         end = at + BLOCK if at + 2 * BLOCK <= t else t  # the last block takes the rest
         seen = k.shape[2] - t + end  # keys up to the last query of the block: later ones are masked anyway
         part = by_token[:, :, :, at:end].reshape(kv, n, -1, d)
         added = None if bias is None else bias[:, at:end, :seen]
         out: Tensor = _Attention.apply(part, k[:, :, :seen], v[:, :, :seen], end - at, added, None, None, keep)
-        every.append(out.view(kv, n, -1, end - at, d))
-    return torch.cat(every, 3)
+        outputs.append(out.view(kv, n, -1, end - at, d))
+    return torch.cat(outputs, 3)
 
 
 def _by_torch(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None) -> Tensor:
@@ -200,8 +200,7 @@ class _Attention(torch.autograd.Function):
         if runs is not None:
             _add_weighted(of_q.view(q.shape), of_scores[..., :past], shared[0], runs)
             of_shared = [_gathered(of_scores[..., :past], q, runs), _gathered(weights[..., :past], slope, runs)]
-        own = of_q.view(q.shape), of_k.view(k.shape), of_v.view(v.shape)
-        return *own, None, None, None, None, None, *of_shared
+        return of_q.view(q.shape), of_k.view(k.shape), of_v.view(v.shape), *[None] * 5, *of_shared
 
 
 def _products(q: Tensor, k: Tensor, shared: Sequence[Tensor], runs: tuple[int, ...] | None) -> Tensor:
@@ -224,15 +223,15 @@ def _products(q: Tensor, k: Tensor, shared: Sequence[Tensor], runs: tuple[int, .
 def _add_weighted(out: Tensor, weights: Tensor, values: Tensor, runs: tuple[int, ...]) -> None:
     """Add weights `[kv, n, w, P]` times the vectors `[kv, m, P, d]` of each row's prompt to `[kv, n, w, d]`."""
     for rows, prompts, part in _by_prompt(weights, runs):
-        own = values[:, prompts].reshape(len(part), values.shape[2], -1)
-        out[:, rows] += torch.bmm(part, own).view(out.shape[0], -1, *out.shape[2:])
+        vectors = values[:, prompts].reshape(len(part), values.shape[2], -1)
+        out[:, rows] += torch.bmm(part, vectors).view(out.shape[0], -1, *out.shape[2:])
 
 
 def _gathered(weights: Tensor, rows: Tensor, runs: tuple[int, ...]) -> Tensor:
     """Sum weights^T `[kv, n, w, P]` times `[kv, n, w, d]` over the rows of each prompt: `[kv, m, P, d]`."""
     kv = weights.shape[0]
     sums = [
-        torch.bmm(one.mT, other).view(kv, -1, weights.shape[3], rows.shape[3])
-        for (*_, one), (*_, other) in zip(_by_prompt(weights, runs), _by_prompt(rows, runs), strict=True)
+        torch.bmm(w.mT, x).view(kv, -1, weights.shape[3], rows.shape[3])
+        for (*_, w), (*_, x) in zip(_by_prompt(weights, runs), _by_prompt(rows, runs), strict=True)
     ]
     return sums[0] if len(sums) == 1 else torch.cat(sums, 1)

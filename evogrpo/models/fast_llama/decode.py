@@ -43,19 +43,19 @@ def decode_attention(q: Tensor, own: KeyValues, shared: Sequence[KeyValues], bia
     """
     kv, n, rep, d = q.shape
     past = shared[0].keys.shape[2]
-    parts = (torch.bmm(q[:, one.rows].reshape(len(one.keys), -1, d), one.keys) for one in shared)
-    before = [part.view(kv, -1, rep, past) for part in parts]
-    here = torch.bmm(q.flatten(0, 1), own.keys).view(kv, n, rep, -1)
-    scores = torch.cat([before[0] if len(before) == 1 else torch.cat(before, 1), here], 3)
+    parts = (torch.bmm(q[:, run.rows].reshape(len(run.keys), -1, d), run.keys) for run in shared)
+    shared_scores = [part.view(kv, -1, rep, past) for part in parts]
+    own_scores = torch.bmm(q.flatten(0, 1), own.keys).view(kv, n, rep, -1)
+    scores = torch.cat([shared_scores[0] if len(shared_scores) == 1 else torch.cat(shared_scores, 1), own_scores], 3)
     probabilities = torch.softmax(scores.add_(bias), -1, dtype=torch.float32)
     of_past, of_own = (part.to(q.dtype) for part in (probabilities[..., :past], probabilities[..., past:]))
     out = torch.bmm(of_own.flatten(0, 1), own.values).view(q.shape)
-    for one in shared:
-        weights = of_past[:, one.rows].reshape(len(one.values), -1, past)
+    for run in shared:
+        weights = of_past[:, run.rows].reshape(len(run.values), -1, past)
         if len(shared) == 1:
-            out.view(len(weights), -1, d).baddbmm_(weights, one.values)
+            out.view(len(weights), -1, d).baddbmm_(weights, run.values)
         else:
-            out[:, one.rows] += torch.bmm(weights, one.values).view(kv, -1, rep, d)
+            out[:, run.rows] += torch.bmm(weights, run.values).view(kv, -1, rep, d)
     return out.transpose(0, 1).reshape(n, -1)
 
 
@@ -126,8 +126,8 @@ class FastDecoding:
             past, d = keys.shape[2:]
             self._shared.append(
                 [
-                    KeyValues(some, keys[:, prompts].reshape(-1, past, d).mT, values[:, prompts].reshape(-1, past, d))
-                    for some, prompts, _ in runs_of(runs)
+                    KeyValues(part, keys[:, prompts].reshape(-1, past, d).mT, values[:, prompts].reshape(-1, past, d))
+                    for part, prompts, _ in runs_of(runs)
                 ]
             )
         # 2. Adapters and positions depend on the rows. Padding does not count as a position.
@@ -248,8 +248,8 @@ class FastDecoding:
         mask = torch.cat([self._mask[rows], real], dim=1)
         layers = tuple(
             tuple(
-                torch.cat([past[:, self._prompt_of_row[rows]], own[:, rows, : self._length]], 2).transpose(0, 1)
-                for past, own in zip(prompts, parts, strict=True)
+                torch.cat([prompt[:, self._prompt_of_row[rows]], decoded[:, rows, : self._length]], 2).transpose(0, 1)
+                for prompt, decoded in zip(prompts, parts, strict=True)
             )
             for prompts, parts in zip(self._prompts, self._own, strict=True)
         )
@@ -275,11 +275,11 @@ def shared_prefix_decoding(begin: Callable[[Tensor], Decoding], prompt_of: Tenso
         begin: Starts decoding of the rows with these numbers.
         prompt_of: `[n]` prompt of each row, sorted. Rows of one prompt have the same weights.
     """
-    prompts, of = torch.unique_consecutive(prompt_of, return_inverse=True)
-    if len(prompts) > MAX_DISTINCT_SHARE * len(of):
-        return begin(torch.arange(len(of), device=of.device))
-    firsts = torch.searchsorted(of, torch.arange(len(prompts), device=of.device))
-    return _SharedDecoding(begin(firsts), of, len(prompts))
+    prompts, prefix_of = torch.unique_consecutive(prompt_of, return_inverse=True)
+    if len(prompts) > MAX_DISTINCT_SHARE * len(prefix_of):
+        return begin(torch.arange(len(prefix_of), device=prefix_of.device))
+    first_rows = torch.searchsorted(prefix_of, torch.arange(len(prompts), device=prefix_of.device))
+    return _SharedDecoding(begin(first_rows), prefix_of, len(prompts))
 
 
 class _SharedDecoding:
@@ -287,55 +287,57 @@ class _SharedDecoding:
 
     Args:
         decoding: Decoding of the distinct prefixes.
-        of: `[n]` prefix of each row.
-        run: Number of rows that `decoding` runs.
+        prefix_of: `[n]` prefix of each row.
+        size: Number of rows that `decoding` runs.
     """
 
-    def __init__(self, decoding: Decoding, of: Tensor, run: int) -> None:
-        self._decoding, self._run = decoding, run
-        self._of: Tensor | None = of  # None = each row runs separately
-        self._tokens = self._copied = self._spared = 0
+    def __init__(self, decoding: Decoding, prefix_of: Tensor, size: int) -> None:
+        self._decoding, self._size = decoding, size
+        self._prefix_of: Tensor | None = prefix_of  # None = each row runs separately
+        self._length = self._copied = self._skipped = 0  # tokens: decoded per row, copied and saved in all
 
     def start(self) -> Tensor:
         """Return hidden states of the prompts' last tokens."""
-        return self._each(self._decoding.start())
+        return self._by_row(self._decoding.start())
 
     def advance(self, tokens: Tensor) -> Tensor:
         """Feed one token per row; prefixes fork where the tokens of their rows differ."""
-        if self._of is None:
+        prefix_of = self._prefix_of
+        if prefix_of is None:
             return self._decoding.advance(tokens)
-        # 1. Distinct (prefix, token) pairs.
-        pairs, pair_of = torch.unique(self._of << 32 | tokens, return_inverse=True)
-        parents, nexts = pairs >> 32, pairs & (1 << 32) - 1
+        # 1. Distinct (prefix, token) pairs, each as one integer: they are the prefixes after this step.
+        pairs, pair_of = torch.unique(prefix_of << 32 | tokens, return_inverse=True)
+        parents, next_tokens = pairs >> 32, pairs & (1 << 32) - 1
         forked = bool((parents[1:] == parents[:-1]).any())
-        self._tokens += 1
-        self._copied += forked * len(pairs) * self._tokens
-        self._spared += len(self._of) - self._run
+        self._length += 1
+        self._copied += forked * len(pairs) * self._length
+        self._skipped += len(prefix_of) - self._size
         # 2. Too many forks or copies: continue with separate rows.
-        if len(pairs) > MAX_DISTINCT_SHARE * len(self._of) or self._copied > MAX_COPIED_PER_SKIPPED * self._spared:
-            self._decoding.keep(self._of)
-            self._of = None
+        if len(pairs) > MAX_DISTINCT_SHARE * len(prefix_of) or self._copied > MAX_COPIED_PER_SKIPPED * self._skipped:
+            self._decoding.keep(prefix_of)
+            self._prefix_of = None
             return self._decoding.advance(tokens)
         # 3. Fork or compact the KV cache, or run the same rows.
-        if forked or padded_rows(len(pairs)) <= COMPACT_BELOW * self._run:
-            more = padded_rows(len(pairs)) - len(pairs)  # copies of the last prefix
-            parents, nexts = (torch.cat([part, part[-1:].expand(more)]) for part in (parents, nexts))
+        if forked or padded_rows(len(pairs)) <= COMPACT_BELOW * self._size:
+            padding = padded_rows(len(pairs)) - len(pairs)  # copies of the last prefix
+            parents, next_tokens = (torch.cat([x, x[-1:].expand(padding)]) for x in (parents, next_tokens))
             self._decoding.keep(parents)
-            self._of, self._run = pair_of, len(parents)
+            self._prefix_of, self._size = pair_of, len(parents)
         else:
-            nexts = tokens.new_zeros(self._run).index_copy(0, parents, nexts)  # unused rows get token 0
-        return self._each(self._decoding.advance(nexts))
+            next_tokens = tokens.new_zeros(self._size).index_copy(0, parents, next_tokens)  # unused rows get token 0
+        return self._by_row(self._decoding.advance(next_tokens))
 
     def keep(self, rows: Tensor) -> None:
         """Keep these rows only."""
-        if self._of is None:
+        if self._prefix_of is None:
             self._decoding.keep(rows)
         else:
-            self._of = self._of[rows]
+            self._prefix_of = self._prefix_of[rows]
 
     def copy_cache(self, rows: Tensor, real: Tensor) -> Any:
         """Return the KV cache of `rows`."""
-        return self._decoding.copy_cache(rows if self._of is None else self._of[rows], real)
+        return self._decoding.copy_cache(rows if self._prefix_of is None else self._prefix_of[rows], real)
 
-    def _each(self, hidden: Tensor) -> Tensor:
-        return hidden if self._of is None else hidden[self._of]
+    def _by_row(self, hidden: Tensor) -> Tensor:
+        """Return the hidden state of each row's prefix."""
+        return hidden if self._prefix_of is None else hidden[self._prefix_of]

@@ -169,8 +169,8 @@ def head_matrix(head: object, hidden: Tensor) -> Tensor | None:
 
 def _plain(module: nn.Module, decoder: nn.Module) -> bool:
     """Return True if a module is a plain linear layer or defined in the decoder's own file."""
-    own = type(decoder).__module__
+    file = type(decoder).__module__
     if isinstance(module, nn.Linear | nn.Embedding):
-        return type(module) in (nn.Linear, nn.Embedding) or type(module).__module__ == own
+        return type(module) in (nn.Linear, nn.Embedding) or type(module).__module__ == file
     kind = unsharded_class(module)
-    return kind.__module__ in (own, "torch.nn.modules.container") or (kind.__name__ in ("SiLU", "SiLUActivation"))
+    return kind.__module__ in (file, "torch.nn.modules.container") or (kind.__name__ in ("SiLU", "SiLUActivation"))

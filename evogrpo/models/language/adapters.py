@@ -109,17 +109,17 @@ class LoraHook:
         self.adapters, self.slots = adapters, slots
         self._rows, self._later, self._all_rows = rows, later, sum(rows) + sum(later)
 
-    def followed(self, tokens: int, other_tokens: int, other: "LoraHook") -> "LoraHook":
-        """Return a hook of one row per token: the tokens of these rows, followed by those of the rows of another hook.
+    def by_token(self, tokens: int, later: "LoraHook", later_tokens: int) -> "LoraHook":
+        """Return a hook for the tokens of these rows and then the tokens of later rows, as one row per token.
 
         Args:
             tokens: Tokens of each of these rows.
-            other_tokens: Tokens of each row of the other hook.
-            other: Hook of rows of the same slots.
+            later: Hook of the later rows, which have the same slots.
+            later_tokens: Tokens of each later row.
         """
-        assert self.slots == other.slots
-        later = [n * other_tokens for n in other._rows]
-        return LoraHook(self.adapters, self.slots, [n * tokens for n in self._rows], later)
+        assert self.slots == later.slots
+        rows, later_rows = [n * tokens for n in self._rows], [n * later_tokens for n in later._rows]
+        return LoraHook(self.adapters, self.slots, rows, later_rows)
 
     def stacked(
         self, modules: tuple[str, ...], tokens: int, dtype: torch.dtype, *, transposed: bool = False
@@ -146,15 +146,15 @@ class LoraHook:
         if transposed:
             a, b = a.mT.contiguous().mT, [matrices.mT.contiguous().mT for matrices in b]
         rank = acting[0][1].rank
-        # 2. One product for each run of segments with equally many tokens.
+        # 2. One product for each run of segments with equally many tokens. The segments are the slots' tokens.
         per_row = tokens // self._all_rows
         first, later = ([per_row * count for count in counts] for counts in (self._rows, self._later))
         stacked = list[StackedAdapters]()
-        for segment, own, _ in runs_of(first) + runs_of(later, sum(first)):
+        for segment, places, _ in runs_of(first) + runs_of(later, sum(first)):
             of_modules = [
-                (number, slice(rank * at, rank * (at + 1)), b[at][own]) for at, (number, _) in enumerate(acting)
+                (number, slice(rank * at, rank * (at + 1)), b[at][places]) for at, (number, _) in enumerate(acting)
             ]
-            stacked.append(StackedAdapters(segment, own, a[own], of_modules, self.adapters.scale))
+            stacked.append(StackedAdapters(segment, places, a[places], of_modules, self.adapters.scale))
         return stacked
 
     def __call__(self, module: str, inputs: Tensor, output: Tensor) -> Tensor:
@@ -175,8 +175,8 @@ class LoraHook:
             a, b = (matrix.to(output.dtype) for matrix in target.matrices(self.adapters.weights))
             low = torch.bmm(x.unflatten(0, (len(a), -1)), a.mT)
             return torch.baddbmm(out.unflatten(0, (len(a), -1)), low, b.mT, alpha=scale).view(output.shape)
-        own = [[leaf.to(output.dtype).mT for leaf in self.adapters.leaves[module][slot]] for slot in self.slots]
-        parts = zip(x.split(sizes), out.split(sizes), own, strict=True)
+        matrices = [[leaf.to(output.dtype).mT for leaf in self.adapters.leaves[module][slot]] for slot in self.slots]
+        parts = zip(x.split(sizes), out.split(sizes), matrices, strict=True)
         return torch.cat([torch.addmm(base, part @ a, b, alpha=scale) for part, base, (a, b) in parts]).view_as(output)
 
 
@@ -236,12 +236,12 @@ class AdapterStates:
             f"the weights of {size} members. Use fewer members, {remedy}.",
         )
         if isinstance(trained, AllWeights):
-            first = trained.flat(model)
+            initial = trained.flat(model)
         else:
-            first = initial_weights(trained.targets, seed) if start is None else start.flat(trained.targets)
-        first = first.to(device)
+            initial = initial_weights(trained.targets, seed) if start is None else start.flat(trained.targets)
+        initial = initial.to(device)
         self._optimizer = optimizer
-        self.weights = first.repeat(size, 1)
+        self.weights = initial.repeat(size, 1)
         self.running_stats = torch.tensor([INITIAL_RUNNING_STATS] * size, dtype=torch.float64)
         self._matrices = {
             self.weights_key: self.weights,
@@ -252,8 +252,8 @@ class AdapterStates:
         self.reference = self.weights.clone() if own_reference else None
         if self.reference is not None:
             self._matrices["reference"] = self.reference
-        zero = first.new_zeros(())
-        self._at_birth = {self.weights_key: first, "reference": first, "exp_avg": zero, "exp_avg_sq": zero}
+        zero = initial.new_zeros(())
+        self._at_birth = {self.weights_key: initial, "reference": initial, "exp_avg": zero, "exp_avg_sq": zero}
         self._at_birth["running_stats"] = self.running_stats[0].clone()
         self._steps, self.changes = [0] * size, [0] * size
         # 3. Views of the weights for the passes.
@@ -279,7 +279,7 @@ class AdapterStates:
     @property
     def member_models(self) -> dict[PolicyVersion, list[PreTrainedModel]]:
         """Models of all members by policy version; empty if members are adapters."""
-        return {version: own.models for version, own in self._views.items() if isinstance(own, MemberModels)}
+        return {version: view.models for version, view in self._views.items() if isinstance(view, MemberModels)}
 
     @property
     def weights_key(self) -> str:
@@ -302,7 +302,7 @@ class AdapterStates:
         """
         if policy == "base" or self.lora_config is not None:
             return [list(rows)]
-        return [list(own) for _, own in groupby(rows, key=lambda row: slots[row])]
+        return [list(group) for _, group in groupby(rows, key=lambda row: slots[row])]
 
     @torch.no_grad()
     def step(self, slot: int, gradient: Tensor, hyperparameters: Hyperparameters, loss: float) -> UpdateReport:

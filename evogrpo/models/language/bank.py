@@ -122,7 +122,7 @@ class AdapterBank(AdapterSampler):
         self.base = build() if like is not None else run_on_all_ranks(model, build)
         self.base.autocast = autocast
         self._own_passes = {
-            version: [self.base.with_model(own) for own in models] for version, models in self.member_models.items()
+            version: [self.base.with_model(each) for each in models] for version, models in self.member_models.items()
         }
         self.end_ids = torch.tensor(sorted(set(eos_token_ids)), device=self.base.device)
         self.micro_batch_tokens = micro_batch_tokens
@@ -241,7 +241,7 @@ class AdapterBank(AdapterSampler):
                     for number, _ in self._own_parts(len(parts))
                 }
 
-        scores = {number: each for own in self.processes.run_section(score_own_part) for number, each in own.items()}
+        scores = dict(pair for part in self.processes.run_section(score_own_part) for pair in part.items())
         for number in range(len(parts)):
             log_probs, entropies = scores[number]
             yield log_probs.to(batch.actions.device), entropies.to(batch.actions.device)
@@ -347,10 +347,10 @@ class AdapterBank(AdapterSampler):
                     computed = self._forward(batch, part, "weights", entropy_gradient=entropy_gradient)
                     loss = factor * loss_fn(part.rows, *computed)
                     loss.sum().backward()
-                    for values, own in zip(scores, computed, strict=True):
-                        values[part.rows] = own.detach()
+                    for values, new in zip(scores, computed, strict=True):
+                        values[part.rows] = new.detach()
                     row_losses = loss.tolist()
-                    del computed, own, loss  # the graph must be gone before the next forward pass
+                    del computed, new, loss  # the graph must be gone before the next forward pass
                 except torch.OutOfMemoryError:
                     if len(part.run) > 1 or self.base.lockstep:
                         raise
@@ -394,13 +394,13 @@ class AdapterBank(AdapterSampler):
         parts = []
         runs = (
             run
-            for own in self.split_passes(policy, rows, members.tolist())
-            for run in micro_batches(own, prefixes.tolist(), widths, lengths, budget)
+            for group in self.split_passes(policy, rows, members.tolist())
+            for run in micro_batches(group, prefixes.tolist(), widths, lengths, budget)
         )
         for run in runs:
             copies = [repeated[row] for row in run]
-            rows_of_part = torch.tensor([row for own in copies for row in own], device=device)
-            run_as = torch.arange(len(run)).repeat_interleave(torch.tensor([len(own) for own in copies])).to(device)
+            rows_of_part = torch.tensor([row for group in copies for row in group], device=device)
+            run_as = torch.arange(len(run)).repeat_interleave(torch.tensor([len(group) for group in copies])).to(device)
             run_rows = torch.tensor(run, device=device)
             parts.append(MicroBatch(rows=numbers[rows_of_part], run=numbers[run_rows], run_as=run_as))
         return parts

@@ -285,7 +285,7 @@ class CausalModel:
             prompt_ids, mask, layers = self._prepare(root, root_rows, rest)
             prompt_hook = make_hook(torch.tensor(slots))
             if prompt_hook is not None and hook is not None:
-                hook = prompt_hook.followed(prompt_ids.shape[1], ids.shape[1], hook)
+                hook = prompt_hook.by_token(prompt_ids.shape[1], hook, ids.shape[1])
             prepared = prompt_ids, mask, Cache(layers=list(layers))
             last, hidden = self._active_fast_llama.run_with_prompts(prepared, rows, ids, present, hook)
             return torch.cat([last[rows][:, None], hidden], dim=1)

@@ -83,16 +83,16 @@ def vocabulary_of(model: PreTrainedModel) -> int:
 
 
 def context_of(model: PreTrainedModel) -> int | None:
-    """Return the maximum sequence length in tokens by the model's config; None = no limit.
+    """Return the maximum sequence length in tokens that the model's config sets; None = no limit.
 
     With longrope embeddings it is the pretraining length: if one row is longer, the frequencies of all rows change.
     """
     text, name = model.config.get_text_config(), "original_max_position_embeddings"
     limits = [getattr(text, "max_position_embeddings", None)]
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    for own in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # layers may differ in it
-        if own.get("rope_type", own.get("type")) == "longrope":
-            limits += [own.get(name), getattr(text, name, None)]
+    for settings in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # layers may differ in it
+        if settings.get("rope_type", settings.get("type")) == "longrope":
+            limits += [settings.get(name), getattr(text, name, None)]
     return min((int(limit) for limit in limits if limit and limit > 0), default=None)  # -1 where there is no limit
 
 
@@ -238,8 +238,8 @@ def find_head(model: PreTrainedModel, decoder: nn.Module) -> Head:
         ratio = (hidden.float() * natural).sum() / natural.square().sum().clamp(min=1e-30)
         if close((ratio * natural).to(entered[0].dtype), hidden):
             probe = (ratio * enlarged).to(hidden.dtype)[0]
-            own: torch.dtype = next(bare.parameters()).dtype  # which may be another one, as in Mamba
-            cast: Head = bare if own == hidden.dtype else lambda hidden: bare(hidden.to(own))
+            head_dtype: torch.dtype = next(bare.parameters()).dtype  # which may be another one, as in Mamba
+            cast: Head = bare if head_dtype == hidden.dtype else lambda hidden: bare(hidden.to(head_dtype))
             for head in _heads(cast, model.config.get_text_config()):
                 if all(close(*rows) for rows in zip(head(probe), expected, strict=True)):
                     return head
@@ -355,8 +355,8 @@ def prefix_cache_works(
     except Exception:  # noqa: BLE001  # a cache can fail in any way; the path without it always works
         return False
     wholes = (
-        torch.tensor([*prompts[own], *row.tolist()], device=device)[None]
-        for own, row in zip(CONTINUED, ids, strict=True)
+        torch.tensor([*prompts[number], *row.tolist()], device=device)[None]
+        for number, row in zip(CONTINUED, ids, strict=True)
     )
     return all(
         close(row, decoder(input_ids=whole).last_hidden_state[0, -len(row) :])

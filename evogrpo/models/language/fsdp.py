@@ -214,10 +214,10 @@ def shard(model: PreTrainedModel, parts: int, device: str) -> None:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     _SHARDED[model] = ShardedLayers(layers, parts)
     crew.lockstep = True
-    own = {parameter for layer in layers for parameter in layer.parameters()}
+    in_layers = {parameter for layer in layers for parameter in layer.parameters()}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            if parameter not in own:
+            if parameter not in in_layers:
                 parameter.data = parameter.data.to(device)
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))

@@ -132,7 +132,7 @@ class Export:
     Attributes:
         files: Their names.
         what: What they contain, before the name of the base.
-        loader: Beginning of the expression that loads their folder.
+        loader: Python expression that loads their folder, for `loader.format(repr(folder))`.
     """
 
     files: tuple[str, ...]
@@ -144,12 +144,10 @@ def find_export(folder: Path) -> Export:
     """Return the files of an adapter or of a model in a checkpoint."""
     if (folder / CONFIG).is_file():
         base = json.loads((folder / CONFIG).read_text())["base_model_name_or_path"]
-        loader = (
-            "peft.AutoPeftModelForCausalLM.from_pretrained(" if base else "peft.PeftModel.from_pretrained(base_model, "
-        )
-        return Export(files=(CONFIG, TENSORS), what="an adapter of", loader=loader)
+        model = "AutoPeftModelForCausalLM.from_pretrained({})" if base else "PeftModel.from_pretrained(base_model, {})"
+        return Export(files=(CONFIG, TENSORS), what="an adapter of", loader=f"peft.{model}")
     files = tuple(name for name in MODEL_FILES if (folder / name).is_file())
-    loader = "transformers.AutoModelForCausalLM.from_pretrained("
+    loader = "transformers.AutoModelForCausalLM.from_pretrained({})"
     return Export(files=files, what="a model that started from", loader=loader)
 
 
@@ -170,10 +168,10 @@ def check_member(folder: Path, outline: PreTrainedModel) -> str:
             folder, config=outline.config, output_loading_info=True, trust_remote_code=False
         )
     loaded, info = result
-    odd = [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in info[kind]]
-    if odd:
+    lost = [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in info[kind]]
+    if lost:
         raise ValueError(
-            f"transformers does not load {len(odd)} tensors in {folder} onto {type(outline).__name__} (for example "
-            f"{odd[0]}). The model belongs to another base model, or was written by another version of transformers."
+            f"transformers does not load {len(lost)} tensors in {folder} onto {type(outline).__name__} (for example "
+            f"{lost[0]}). The model belongs to another base model, or was written by another version of transformers."
         )
     return f"transformers loads all {len(list(loaded.parameters()))} tensors"

@@ -90,7 +90,7 @@ def gather_rows(parts: Sequence[KVCache], part_of: Tensor, row_of: Tensor) -> KV
 
     # 2. Pad on the left along `dim`, concatenate, reorder.
     def joined(values: Sequence[Tensor], dim: int) -> Tensor:
-        chosen = [value[own] for value, own in zip(values, rows, strict=True)]
+        chosen = [value[indices] for value, indices in zip(values, rows, strict=True)]
         after = [0, 0] * (chosen[0].dim() - 1 - dim)
         wide = [pad(value, (*after, width - value.shape[dim], 0)) for value in chosen]
         return torch.cat(wide)[back]

@@ -213,8 +213,8 @@ def choose_targets(model: PreTrainedModel, config: LoraConfig, *, outline: bool 
         ValueError: If nothing can be adapted, or `config` names a module that cannot be.
     """
     targets = find_targets(model, config)
-    unfit = {} if outline else _odd(model, targets)
-    if not adapts_all(config):  # keep named layers for images, as of a stored adapter
+    unfit = {} if outline else _not_linear(model, targets)
+    if not adapts_all(config):  # a stored adapter may name layers for images, which text does not call
         unfit = {name: reason for name, reason in unfit.items() if reason != UNUSED}
     fitting = _loadable_by_peft(model, [target for target in targets if target.name not in unfit], config)
     for target in targets:
@@ -229,7 +229,7 @@ def choose_targets(model: PreTrainedModel, config: LoraConfig, *, outline: bool 
     packed: list[Target] = []
     for target in fitting:  # each starts at the end of the one before
         packed.append(replace(target, start=packed[-1].end if packed else 0))
-    return LoraTargets(targets=tuple(packed), left_out=dict.fromkeys(_stacks(model), FUSED) | unfit)
+    return LoraTargets(targets=tuple(packed), left_out=dict.fromkeys(_stacked_weights(model), FUSED) | unfit)
 
 
 def find_targets(model: nn.Module, config: LoraConfig) -> tuple[Target, ...]:
@@ -266,14 +266,14 @@ def find_targets(model: nn.Module, config: LoraConfig) -> tuple[Target, ...]:
     return tuple(targets)
 
 
-def _odd(model: PreTrainedModel, targets: Sequence[Target]) -> dict[str, str]:
-    """Return reasons by name of layers that do not map rows `[n, ..., in]` to `[n, ..., out]`.
+def _not_linear(model: PreTrainedModel, targets: Sequence[Target]) -> dict[str, str]:
+    """Run the model; return reasons by name of layers that do not map rows `[n, ..., in]` to `[n, ..., out]`.
 
     These are routers that return tuples, block-diagonal layers, experts that see some tokens, image encoders, and
     layers whose weights the model reads without a call.
     """
     rows, tokens = 2, 5
-    found = {target.name: UNUSED for target in targets}
+    reasons = {target.name: UNUSED for target in targets}  # until a layer is called
 
     def watching(target: Target) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def watch(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
@@ -281,9 +281,9 @@ def _odd(model: PreTrainedModel, targets: Sequence[Target]) -> dict[str, str]:
             in_rows = shape[0] == rows if len(shape) > 1 else shape == [rows * tokens]
             linear = width == target.width_in and isinstance(output, Tensor)
             if not (in_rows and linear and [*output.shape] == [*shape, target.width_out]):
-                found[target.name] = NOT_LINEAR
-            elif found.get(target.name) == UNUSED:
-                del found[target.name]
+                reasons[target.name] = NOT_LINEAR
+            elif reasons.get(target.name) == UNUSED:
+                del reasons[target.name]
 
         return watch
 
@@ -295,17 +295,20 @@ def _odd(model: PreTrainedModel, targets: Sequence[Target]) -> dict[str, str]:
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return reasons
 
 
-def _stacks(model: nn.Module) -> list[str]:
-    """Return the names of weights with more than two axes, in modules outside torch."""
+def _stacked_weights(model: nn.Module) -> list[str]:
+    """Return the names of weights that stack several matrices, such as fused experts, which get no adapters.
+
+    They have more than two axes and belong to modules outside torch, so convolutions do not count.
+    """
     return [
-        f"{name}.{own}"
+        f"{name}.{parameter}"
         for name, module in model.named_modules()
         if not type(module).__module__.startswith("torch.")
-        for own, values in module.named_parameters(recurse=False)
-        if sum(width > 1 for width in values.shape) > 2
+        for parameter, values in module.named_parameters(recurse=False)
+        if sum(size > 1 for size in values.shape) > 2
     ]
 
 
@@ -346,14 +349,14 @@ def _loadable_by_peft(model: PreTrainedModel, targets: Sequence[Target], config:
         return _LOADABLE[key]
     outline, fitting = _outline(model), list(targets)
 
-    def misread(some: Sequence[Target]) -> set[str]:
+    def misread(chosen: Sequence[Target]) -> set[str]:
         shapes = dict[str, tuple[int, ...]]()
-        for target in some:
+        for target in chosen:
             a, b = target.peft_names
             shapes |= {a: (target.rank, target.width_in), b: (target.width_out, target.rank)}
-        lost, strays = _not_loaded_by_peft(outline, shapes, _peft_record(some, config))
-        misplaced = {target.name for target in some if not lost.isdisjoint(target.peft_names)}
-        return misplaced or {target.name for target in some if strays}
+        lost, strays = _not_loaded_by_peft(outline, shapes, _peft_record(chosen, config))
+        misplaced = {target.name for target in chosen if not lost.isdisjoint(target.peft_names)}
+        return misplaced or {target.name for target in chosen if strays}
 
     while wrong := misread(fitting):
         if len(wrong) == len(fitting):  # one refused module makes PEFT raise: find it
@@ -381,7 +384,7 @@ def _not_loaded_by_peft(
     """
     # Fill each tensor with its number to identify it; expanded from one value, it takes no memory.
     marks = {name: torch.tensor(float(number)).expand(shape) for number, (name, shape) in enumerate(shapes.items())}
-    values = {key: value for key, value in record.items() if key not in ("peft_type", "auto_mapping")}
+    values = {key: value for key, value in record.items() if key not in NOT_ARGUMENTS}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -406,7 +409,7 @@ def _not_loaded_by_peft(
 def _outline(model: nn.Module) -> nn.Module:
     """Copy a model without weights: each is one zero, expanded to the shape."""
     if isinstance(model, PreTrainedModel) and (sharded_over(model) > 1 or is_quantised(model)):
-        model = plain_outline(model)  # cannot be copied, and exports are for the plain model
+        model = plain_outline(model)  # a sharded or quantised model cannot be copied; exports are for the plain one
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(torch.zeros(()).expand(parameter.shape), requires_grad=False)
@@ -467,8 +470,10 @@ def check_export(folder: Path, model: nn.Module) -> int:
 
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-# Fields of training and initialisation, reset when an adapter is read.
+NOT_ARGUMENTS = ("peft_type", "auto_mapping")
+"""Keys of adapter_config.json that are not arguments of LoraConfig."""
 TRAINING_FIELDS = {"lora_dropout": 0.0, "init_lora_weights": True, "inference_mode": False, "task_type": "CAUSAL_LM"}
+"""Fields of training and initialisation, which are reset when an adapter is read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -497,10 +502,10 @@ class StoredAdapter:
         for target in targets:
             matrices |= zip(target.peft_names, target.matrices(flat), strict=True)
         needed, given = ({name: tuple(x.shape) for name, x in each.items()} for each in (matrices, self.tensors))
-        if odd := sorted(name for name in needed | given if needed.get(name) != given.get(name)):
+        if wrong := sorted(name for name in needed | given if needed.get(name) != given.get(name)):
             raise ValueError(
-                f"The adapter has {odd[0]} of shape {given.get(odd[0])}, but this model has {needed.get(odd[0])}. The "
-                "adapter belongs to another base model."
+                f"The adapter has {wrong[0]} of shape {given.get(wrong[0])}, but this model has "
+                f"{needed.get(wrong[0])}. The adapter belongs to another base model."
             )
         for name, matrix in matrices.items():
             matrix.copy_(self.tensors[name])
@@ -535,13 +540,11 @@ def read_adapter(folder: str | Path) -> StoredAdapter:
 
 
 def _config(record: dict[str, Any]) -> LoraConfig:
-    """Return the LoraConfig of adapter_config.json."""
+    """Return the LoraConfig of adapter_config.json, with the default fields of training."""
     if record.get("peft_type") != "LORA":
         raise ValueError(f"peft_type must be 'LORA', got {record.get('peft_type')!r}.")
-    values = {
-        name: value for name, value in record.items() if name not in ("peft_type", "auto_mapping")
-    } | TRAINING_FIELDS
+    values = {name: value for name, value in (record | TRAINING_FIELDS).items() if name not in NOT_ARGUMENTS}
     known = {name: value for name, value in values.items() if name in LoraConfig.__dataclass_fields__}
-    if newer := {name: value for name, value in values.items() if name not in known and value}:
-        raise ValueError(f"The installed peft does not support these settings of the adapter: {newer}. Update peft.")
+    if unknown := {name: value for name, value in values.items() if name not in known and value}:
+        raise ValueError(f"The installed peft does not support these settings of the adapter: {unknown}. Update peft.")
     return LoraConfig(**known)

@@ -47,12 +47,12 @@ def repetitions(batch: Batch, members: Tensor) -> list[list[int]]:
         batch.chosen,
     )
     found: dict[bytes, list[int]] = {}
-    every: list[list[int]] = []
+    groups: list[list[int]] = []
     for number, row in enumerate(torch.cat([column.cpu().long() for column in columns], dim=1).numpy()):
-        first = found.setdefault(row.tobytes(), [])
-        every.append([] if first else first)
-        first.append(number)
-    return every
+        group = found.setdefault(row.tobytes(), [])
+        groups.append([] if group else group)
+        group.append(number)
+    return groups
 
 
 def micro_batches(

@@ -83,8 +83,8 @@ class AdapterSampler(AdapterStates):
 
     def model_of(self, policy: PolicyVersion, slot: int) -> CausalModel:
         """Return the model that computes a member's rows: the base with hooks, or the member's own."""
-        own = self._own_passes.get(policy)
-        return self.base if own is None else own[slot].with_settings_of(self.base)
+        passes = self._own_passes.get(policy)
+        return self.base if passes is None else passes[slot].with_settings_of(self.base)
 
     def sync(self, slots: Sequence[int]) -> None:
         """Do nothing: the bank samples with the weights it trains."""
@@ -136,10 +136,11 @@ class AdapterSampler(AdapterStates):
         # 3. Plan waves, sorted by member and prompt.
         waves: list[tuple[Tensor, CachedRows | None]] = []
         policy: PolicyVersion = "base" if base else "weights"
-        for caches, some in ((kept, order[resumed[order]]), (None, order[~resumed[order]])):
-            for own in self.split_passes(policy, some.tolist(), rows.member_ids.tolist()):
-                count = math.ceil(len(own) / rows_at_once(width, model.device.type))
-                waves += [(wave, caches) for wave in (torch.tensor(own).chunk(count) if own else ())]  # of equal sizes
+        for caches, pending in ((kept, order[resumed[order]]), (None, order[~resumed[order]])):
+            for group in self.split_passes(policy, pending.tolist(), rows.member_ids.tolist()):
+                count = math.ceil(len(group) / rows_at_once(width, model.device.type))
+                # `chunk` makes waves of equal sizes, at least one.
+                waves += [(wave, caches) for wave in (torch.tensor(group).chunk(count) if group else ())]
         # 4. Sample them. In lockstep, a rank with fewer waves than others repeats its last one.
         with torch.no_grad(), model.working(), model.autocast(), model.in_lockstep():
             sampler, budget = _Sampler(self, policy, rows, on_finished), CACHED_TOKENS
@@ -264,8 +265,8 @@ class _Sampler:
         new = [prompt[len(kept.tokens[row]) :] for row, prompt in zip(saved.tolist(), prompts, strict=True)]
         members = rows.member_ids.cpu()[wave].to(device)
         prefix = self._model.resume(kept.parts, kept.part_of[saved], kept.row_of[saved], new, members, self._make_hook)
-        every = torch.arange(len(wave), device=device)
-        return self._model.decode(prefix, every, members, rows.max_new_tokens - 1, self._make_hook)
+        prefix_of = torch.arange(len(wave), device=device)
+        return self._model.decode(prefix, prefix_of, members, rows.max_new_tokens - 1, self._make_hook)
 
     def _decode(self, decoding: Decoding, numbers: Tensor, keep: bool) -> None:
         """Sample tokens until each row ends or has the maximum number of tokens.
@@ -333,9 +334,9 @@ class _Sampler:
             past = torch.arange(completions.shape[1], device=hidden.device) < step
             context = torch.cat([prompts, torch.where(past, completions, prompts[:, :1])], dim=1)
         for start in range(0, len(hidden), ROWS_OF_LOGITS):
-            every = self._model.logits(hidden[start : start + ROWS_OF_LOGITS])
-            for tile in row_tiles(every):
-                rows, logits = slice(start + tile.start, start + tile.stop), every[tile]
+            all_logits = self._model.logits(hidden[start : start + ROWS_OF_LOGITS])
+            for tile in row_tiles(all_logits):
+                rows, logits = slice(start + tile.start, start + tile.stop), all_logits[tile]
                 greedy = self._greedy[numbers[rows]]
                 # 1. Penalties, temperature, forbidden end tokens. The logits are overwritten.
                 if context is not None:

@@ -278,7 +278,7 @@ class VLLMSampler:
         counter = rows.stop.progress("writing", len(rows), "completions")
 
         def collect(number: int, choices: "Sequence[_Choice]") -> None:
-            numbers = requests[number][2]
+            _, _, numbers = requests[number]
             for row, choice in zip(numbers, choices, strict=True):
                 length = lengths[row] = len(choice.token_ids)
                 actions[row, :length] = torch.tensor(choice.token_ids)

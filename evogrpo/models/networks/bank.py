@@ -163,8 +163,8 @@ class StackedBank(StackedTrainStates):
             reference: Use the reference policy instead of the members' policies.
         """
         width = self.distribution.outputs + sum(map(math.prod, self.distribution.free_parameters.values()))
-        own: PolicyVersion = "reference" if self.own_reference else "base"
-        version: PolicyVersion = own if reference else "weights"
+        reference_version: PolicyVersion = "reference" if self.own_reference else "base"
+        version: PolicyVersion = reference_version if reference else "weights"
         return self._evaluate(batch, version, lambda rows, places, outputs: [outputs], [(width,)])[0]
 
     def _scores(self, batch: Batch, version: PolicyVersion) -> list[Tensor]:
@@ -182,8 +182,8 @@ class StackedBank(StackedTrainStates):
             try:
                 for part in self._parts(batch):
                     batch.stop.check()
-                    for values, own in zip(found, self._forward(batch.select(part), version, None, read), strict=True):
-                        values[part] = own
+                    for values, new in zip(found, self._forward(batch.select(part), version, None, read), strict=True):
+                        values[part] = new
                 return found
             except torch.OutOfMemoryError:
                 if self.memory < MIN_MEMORY:
@@ -267,8 +267,8 @@ class StackedBank(StackedTrainStates):
                 scores = [values.detach() for values in found]
                 continue
             scores = scores or [values.new_zeros(len(batch), values.shape[1]) for values in found]
-            for values, own in zip(scores, found, strict=True):
-                values[part] = own.detach()
+            for values, new in zip(scores, found, strict=True):
+                values[part] = new.detach()
         return losses.tolist(), scores or [torch.zeros(batch.action_mask.shape)] * 2
 
     def _parts(self, batch: Batch, slots: Mapping[int, Any] | None = None) -> list[Tensor]:

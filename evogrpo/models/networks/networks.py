@@ -249,9 +249,9 @@ class DefaultNetwork:
     def vjp(self, parameters: Parameters, observations: Any) -> tuple[Tensor, AddGradients]:
         """Return outputs and a function that adds the parameters' gradients, to be called at most once."""
         names = [f"{name}.{part}" for image in self._images for name, _ in image for part in ("weight", "bias")]
-        own = {name: parameters[name].detach().requires_grad_() for name in names}
+        leaves = {name: parameters[name].detach().requires_grad_() for name in names}
         with torch.set_grad_enabled(bool(names)):
-            features = self._features(own, observations, parameters["output.bias"].device)
+            features = self._features(leaves, observations, parameters["output.bias"].device)
         space = self._idle.pop() if self._idle else Workspace()
         values, outputs = self._run(parameters, features.detach(), space)
 
@@ -271,7 +271,7 @@ class DefaultNetwork:
             self._idle.append(space)
             # 2. Convolutions, by autograd.
             if names:
-                grads = torch.autograd.grad(features, list(own.values()), grad)
+                grads = torch.autograd.grad(features, list(leaves.values()), grad)
                 for name, each in zip(names, grads, strict=True):
                     gradients[name] += each
 
@@ -303,8 +303,8 @@ class DefaultNetwork:
         # grouped convolution or `torch.func.vmap` 116 ms.
         for layers, image in zip(self._images, images, strict=True):
             features = []
-            for row, own in enumerate(image.unflatten(0, lead)):
-                values = own
+            for row, pixels in enumerate(image.unflatten(0, lead)):
+                values = pixels
                 for name, stride in layers:
                     weight, bias = parameters[f"{name}.weight"][row], parameters[f"{name}.bias"][row]
                     values = conv2d(values, weight, bias, stride).relu()
@@ -357,20 +357,20 @@ class ModuleNetwork:
         assert space is not None
         self._module, self._space, self.name = deepcopy(module).to(device).eval(), space, type(module).__qualname__
         trained = [pair for pair in self._module.named_parameters() if pair[1].requires_grad]
-        self._first = {name: value.detach().float() for name, value in trained}
-        if not self._first:
+        self._initial = {name: value.detach().float() for name, value in trained}
+        if not self._initial:
             raise ValueError(
                 f"actor_network must have parameters that require a gradient, got {self.name} without any. Call "
                 "requires_grad_() on it, or add layers."
             )
-        self.shapes: Shapes = {name: tuple(value.shape) for name, value in self._first.items()}
-        # Zeros, or the first value of discrete spaces.
-        first = [
+        self.shapes: Shapes = {name: tuple(value.shape) for name, value in self._initial.items()}
+        # Run it once: on zeros, or the first value of discrete spaces.
+        observation = [
             np.full((1, *(leaf.shape or ())), getattr(leaf, "start", 0), leaf.dtype) for leaf in leaf_spaces(space)
         ]
         try:
             with torch.no_grad():
-                output = self._member(self._first, unflatten(space, first))
+                output = self._member(self._initial, unflatten(space, observation))
         except Exception as error:
             kind = f"{type(space).__name__}{space.shape or ''}"
             raise ValueError(
@@ -389,7 +389,7 @@ class ModuleNetwork:
 
     def initial_parameters(self, seed: int) -> Parameters:
         """Return copies of the module's parameters; the seed has no effect."""
-        return {name: value.clone() for name, value in self._first.items()}
+        return {name: value.clone() for name, value in self._initial.items()}
 
     def __call__(self, parameters: Parameters, observations: Any) -> Tensor:
         """Return outputs `[q, w, o]` of parameters `[q, ...]` for observations `[q, w, ...]`, without gradient."""
@@ -398,13 +398,13 @@ class ModuleNetwork:
 
     def vjp(self, parameters: Parameters, observations: Any) -> tuple[Tensor, AddGradients]:
         """Return outputs and a function that adds the parameters' gradients, to be called at most once."""
-        own = {name: parameters[name].detach().requires_grad_() for name in self.shapes}
+        leaves = {name: parameters[name].detach().requires_grad_() for name in self.shapes}
         with torch.enable_grad():
-            outputs = self._stacked(own, observations)
+            outputs = self._stacked(leaves, observations)
 
         def add(grad: Tensor, gradients: Parameters) -> None:
-            grads = torch.autograd.grad(outputs, list(own.values()), grad, materialize_grads=True)
-            for name, values in zip(own, grads, strict=True):
+            grads = torch.autograd.grad(outputs, list(leaves.values()), grad, materialize_grads=True)
+            for name, values in zip(leaves, grads, strict=True):
                 gradients[name] += values
 
         return outputs.detach(), add
@@ -412,8 +412,8 @@ class ModuleNetwork:
     def _stacked(self, parameters: Parameters, observations: Any) -> Tensor:
         outputs = []
         for row in range(len(flatten(self._space, observations)[0])):
-            own = {name: parameters[name][row] for name in self.shapes}
-            outputs.append(self._member(own, map_tensors(observations, itemgetter(row))))
+            member_parameters = {name: parameters[name][row] for name in self.shapes}
+            outputs.append(self._member(member_parameters, map_tensors(observations, itemgetter(row))))
         return torch.stack(outputs)
 
     def _member(self, parameters: Parameters, observations: Any) -> Tensor:

@@ -84,12 +84,12 @@ def lay_out(rows: IntArray) -> list[Layout]:
     sizes = np.log2(counts[members]).astype(np.int64) if wasteful else np.zeros_like(members)
     layouts = []
     for size in np.unique(sizes):
-        some = members[sizes == size]
-        width = int(counts[some].max())
+        group = members[sizes == size]
+        width = int(counts[group].max())
         place = np.arange(width)
-        real = place < counts[some][:, None]
-        index = order[starts[some][:, None] + np.where(real, place, 0)]
-        layouts.append(Layout(rows=some, index=index, real=None if real.all() else np.flatnonzero(real)))
+        real = place < counts[group][:, None]
+        index = order[starts[group][:, None] + np.where(real, place, 0)]
+        layouts.append(Layout(rows=group, index=index, real=None if real.all() else np.flatnonzero(real)))
     return layouts
 
 
@@ -147,19 +147,19 @@ class Stack:
         outputs, add_gradients = self.network.vjp(parameters, observations)
 
         def backward(grad: Tensor) -> None:
-            part = self.gradient if all_members else torch.zeros_like(self.gradient[: len(rows)])
-            gradients, width = self._gradients if all_members else split(part, self.shapes), outputs.shape[2]
-            add_gradients(grad[..., :width], gradients)
-            for name in self._free_names:
-                shape = self.shapes[name]
-                count = prod(shape)
-                # The rounding of a product does not depend on the number of members, that of a sum does.
-                ones = grad.new_ones(len(grad), 1, grad.shape[1])
-                total = torch.bmm(ones, grad[..., width : width + count])
-                gradients[name] += total.view(len(grad), *shape)
-                width += count
+            # 1. The network's gradient, from the columns of its outputs.
+            flat = self.gradient if all_members else torch.zeros_like(self.gradient[: len(rows)])
+            gradients = self._gradients if all_members else split(flat, self.shapes)
+            grad_outputs, grad_free = grad.tensor_split([outputs.shape[2]], 2)
+            add_gradients(grad_outputs, gradients)
+            # 2. Free parameters are the last columns, the same for every observation: sum over observations. The
+            #    rounding of a product does not depend on the number of members, that of a sum does.
+            ones = grad.new_ones(len(grad), 1, grad.shape[1])
+            widths = [prod(self.shapes[name]) for name in self._free_names]
+            for name, part in zip(self._free_names, grad_free.split(widths, 2), strict=True):
+                gradients[name] += torch.bmm(ones, part).view(len(grad), *self.shapes[name])
             if not all_members:
-                self.gradient[torch.from_numpy(rows).to(part.device)] += part
+                self.gradient[torch.from_numpy(rows).to(flat.device)] += flat
 
         return self._with_free(outputs, parameters), backward
 
@@ -283,14 +283,14 @@ class StackedTrainStates:
                     f"{self._module.name} must have no parameter named {taken[0]!r}, which is reserved for the action "
                     "distribution. Rename the parameter."
                 )
-        first = self._network_for(config)
-        shapes = first.shapes | dict(free)
+        initial = self._network_for(config)
+        shapes = initial.shapes | dict(free)
         numbers = sum(prod(shape) for shape in shapes.values())
         # 2. Weights, two moments, gradient and reference of each member; the base and the initial state.
         copies = size * (5 if own_reference else 4) + 2
         members = f"the networks of {size} members with {numbers:,} weights each: use fewer, or smaller layers"
         check_allocation(4 * numbers * copies, self.device, members)
-        parameters = first.initial_parameters(seed)
+        parameters = initial.initial_parameters(seed)
         for name, shape in free.items():
             parameters[name] = torch.full(shape, 0.0 if config is None else config.log_std)
         weights = join(parameters, shapes).to(device)
@@ -299,7 +299,7 @@ class StackedTrainStates:
             tensors["reference"] = weights
         stats = torch.tensor((*INITIAL_RUNNING_STATS, *[0.0] * extra_stats), dtype=torch.float64)
         self._initial = _TrainState(config=config, tensors=tensors, running_stats=stats, step=0)
-        self.base = Stack(first, self.distribution, config, [0], {"weights": weights[None]})
+        self.base = Stack(initial, self.distribution, config, [0], {"weights": weights[None]})
         self.size, self._stats, self._steps = size, stats.repeat(size, 1), [0] * size
         self.running_stats, self.extra_stats = self._stats.tensor_split([len(RUNNING_STATS)], dim=1)  # views
         self._rebuild_stacks([self._initial] * size)
@@ -437,7 +437,7 @@ class StackedTrainStates:
     def mix_reference(self, slot: int, mixing: float) -> None:
         """Set a member's reference to mixing * weights + (1 - mixing) * reference; ValueError without own references.
 
-        Source: Learning dynamics of TR-DPO (arXiv:2404.09656), equation 4.
+        Source: Learn Your Reference Model for Real Good Alignment (arXiv:2404.09656), the soft update.
         """
         if not self.own_reference:
             raise ValueError("members need their own references: set reference='snapshot'.")
