@@ -265,7 +265,7 @@ def test_scores(run: Any, env: Any, best: Any) -> list[float]:
     from evogrpo.algorithms.evaluation import evaluate_states
 
     states = [None if best is None else best.state]
-    return list(evaluate_states(run.population.members, states, env, "test")[0][0].scores)
+    return list(evaluate_states(run.population.members, states, env)[0][0].scores)
 
 
 def spent(run: Any, task: Task) -> int:

@@ -216,7 +216,7 @@ class Agent(HyperparameterAttributes):
         raise NotImplementedError
 
     def check_single_rank(self, method: str) -> None:
-        """Raise ValueError if several ranks train the population: one alone would wait, or differ from the others."""
+        """Raise ValueError if several ranks train the population, as the method runs on one rank only."""
         if self.members.processes.size > 1:
             raise ValueError(
                 f"{method} is not available for a member of a population that {self.members.processes.size} ranks "

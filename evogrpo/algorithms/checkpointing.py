@@ -43,7 +43,7 @@ CONSTANT = "shared by all: "
 
 @dataclass(frozen=True, kw_only=True)
 class StoredMember:
-    """Fields of a member in a checkpoint, beside its train state; see `Agent`."""
+    """Fields of a member in a checkpoint, in addition to its train state; see `Agent`."""
 
     index: Whole
     parent: Whole | None

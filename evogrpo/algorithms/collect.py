@@ -40,7 +40,7 @@ def sample_groups(
         members: All members.
         env: Provides starts and rewards.
         learners: The members that act, all at the same learning step.
-        groups: For each of them, the positions of its groups' starts in the step's block.
+        groups: Positions of the starts of each learner's groups in the step's block.
         block: Length of the step's block of starts.
         purpose: Name of the random stream.
         number: Distinguishes streams of one purpose within a step.
@@ -119,8 +119,8 @@ def resample_groups(
         members: All members.
         env: Provides starts and rewards.
         learners: The members that act.
-        sampled: Their samples so far, on the first starts of the block.
-        used: By slot, the number of starts of the block that are used; updated.
+        sampled: Samples of these members so far, on the first starts of the block.
+        used: Number of starts of the block that are used, by slot; updated.
         distinct_starts: Members use different starts.
         block: Length of the step's block: `1 + max_rounds` times the starts that a member uses without refills.
         max_rounds: Maximum number of rounds, at least 1.

@@ -191,19 +191,17 @@ def evaluate_states(
     members: "PolicySet",
     states: Sequence[Mapping[str, Tensor] | None],
     env: GroupEnvironment,
-    split: Split,
     *,
     questions: Sequence[int] | None = None,
     config: FitnessConfig = GREEDY_EVALUATION,
     stop: Stop = NEVER,
 ) -> tuple[list[Fitness], int]:
-    """Return the fitness of train states on a held-out split, and the tokens processed.
+    """Return the fitness of train states on the test split, and the tokens processed.
 
     Args:
         members: Members whose policies have these states; they do not change.
         states: Train states; None = the untrained base.
         env: Provides questions and rewards.
-        split: Name of the split.
         questions: Positions of the questions; None = all. Those without a reward for all states are left out.
         config: Greedy or sampled answers.
         stop: See `EvaluationRequest`.
@@ -214,8 +212,8 @@ def evaluate_states(
         if state is not None:
             alone.banks.load_state(0, state)
         request = EvaluationRequest(
-            split=split,
-            questions=tuple(range(env.size(split)) if questions is None else questions),
+            split="test",
+            questions=tuple(range(env.size("test")) if questions is None else questions),
             slots=(0,),
             base=state is None,
             answers=config.answers if config.sampled else None,
@@ -224,7 +222,7 @@ def evaluate_states(
         scores, spent = evaluate_questions(alone, env, request)
         rewards.append(scores)
         tokens += sum(spent)
-    return [Fitness.from_scores(row) for row in common_scores(np.concatenate(rewards), split).tolist()], tokens
+    return [Fitness.from_scores(row) for row in common_scores(np.concatenate(rewards), "test").tolist()], tokens
 
 
 def common_questions(rewards: NDArray[np.float64], evaluated: NDArray[np.bool_], split: Split) -> NDArray[np.bool_]:

@@ -204,7 +204,7 @@ def build_policy_set(
             f"and action_space, got {type(actor_network).__name__}: {actor_network!r:.80}. "
             "evogrpo.load_base(...).model returns a transformers model."
         )
-    # None means that an option is not given, but for target_kl, where it turns calibration off.
+    # None = not given, except for target_kl, where None turns calibration off.
     options = {name: value for name, value in options.items() if value is not None or name == "target_kl"}
     _refuse_other_kind(LANGUAGE_ONLY, options, "language models")
     if pad_token_id is not None:
@@ -223,6 +223,7 @@ def _language_policy_set(
     pad_token_id: int | None,
     options: Mapping[str, Any],
 ) -> Built:
+    """Validate the arguments for a language model, and build the policy set; `both` are the spaces, if given."""
     from peft import LoraConfig
 
     from evogrpo.algorithms.policies.language import LanguagePolicySet
@@ -245,11 +246,9 @@ def _language_policy_set(
     full = flag("full_finetuning", options.get("full_finetuning") or False)
     if full and (lora is not None or start is not None):
         raise ValueError("full_finetuning trains all weights. Leave out lora_config and adapter.")
-    end_tokens = options.get("eos_token_ids")
-    if end_tokens is None:
-        end_tokens = getattr(model.generation_config, "eos_token_id", None)
-    if end_tokens is None:
-        end_tokens = getattr(model.config.get_text_config(), "eos_token_id", None)
+    configs = model.generation_config, model.config.get_text_config()
+    candidates = options.get("eos_token_ids"), *(getattr(config, "eos_token_id", None) for config in configs)
+    end_tokens = next((tokens for tokens in candidates if tokens is not None), None)
     if end_tokens is None:
         raise ValueError("eos_token_ids must be given: the model's configuration has no end-of-sequence token.")
     chosen = {name: options[name] for name in _LANGUAGE if name in options}

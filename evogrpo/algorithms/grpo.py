@@ -623,7 +623,7 @@ def own_algorithm(algorithm: type[Agent]) -> str | None:
     return None if algorithm in _CLASSES.values() else algorithm.__qualname__
 
 
-def algorithm_class(kind: str, stored: str | None, given: type[Agent] | None = None) -> type[Agent]:
+def algorithm_class(kind: str, stored: str | None, given: type[Agent] | None) -> type[Agent]:
     """Return the class of a stored population's agents; a name in a checkpoint is never imported.
 
     Args:

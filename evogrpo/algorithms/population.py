@@ -149,7 +149,7 @@ class Population(Sequence[Any]):
         # 1. Groups per member, on the first starts of the block.
         counts = [samples_per_step] * len(self) if samples is None else samples
         acting = [agent for agent in self.healthy if counts[agent.slot]]
-        if not acting:  # all members with samples have failed: let the others act instead
+        if not acting:  # all members with samples have failed: the others act instead
             acting, counts = self.healthy, [samples_per_step] * len(self)
         learners, groups = [agent.learner(step) for agent in acting], list[range]()
         for agent in acting:
@@ -233,13 +233,13 @@ class Population(Sequence[Any]):
         """
         self.check(env)
         healthy = [agent.slot for agent in self.healthy]
-        earned: Mapping[int, Fitness] = {}
+        fitness: Mapping[int, Fitness] = {}
         if healthy:
-            earned, _ = measure_fitness(
+            fitness, _ = measure_fitness(
                 self.members, healthy, env, split, config=GREEDY_EVALUATION, questions=questions
             )
         for agent in self.agents:  # last, so that an interrupted evaluation changes nothing
-            agent.fitness = earned.get(agent.slot)
+            agent.fitness = fitness.get(agent.slot)
 
     def check_replicas(self) -> None:
         """Compare a checksum of all train states over all ranks.

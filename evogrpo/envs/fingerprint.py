@@ -202,6 +202,7 @@ def _statements(module: ModuleType) -> dict[str, str]:
 
 @lru_cache(maxsize=256)
 def _bindings(source: str) -> dict[str, str]:
+    """Return the assignments to each global name, as source text."""
     found: dict[str, str] = {}
     for node in ast.parse(source).body:
         for name in ast.walk(node) if isinstance(node, ast.Assign | ast.AnnAssign) else ():

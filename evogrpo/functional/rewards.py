@@ -11,7 +11,7 @@ class GroupStatistics(NamedTuple):
 
     Attributes:
         amount: Number of values that apply.
-        mean: Their mean; exactly the common value if all are equal, 0 if none applies.
+        mean: Mean of these values; exactly the common value if all are equal, 0 if none applies.
         square: Sum of squared distances from the mean; exactly 0 if all are equal.
     """
 
@@ -132,8 +132,8 @@ def difficulty_mask(rewards: Tensor, group_ids: Tensor, low: float | None, high:
     Args:
         rewards: `[n]`; NaN = does not apply, and is left out of the mean.
         group_ids: `[n]` group of each completion.
-        low: In reward units; None = no bound.
-        high: In reward units; None = no bound.
+        low: Lower bound, in reward units; None = no bound.
+        high: Upper bound, in reward units; None = no bound.
 
     Returns:
         `[n]` booleans; True where no reward of a group applies.

@@ -51,7 +51,7 @@ class Update:
     """One optimizer step of several members, and the scores that their losses were computed from.
 
     Attributes:
-        reports: By slot.
+        reports: Reports by slot.
         log_probs: `[n, t]` log-probabilities of the batch's actions before the step, in nats; 0 where masked.
         entropies: `[n, t]` entropies of the action distributions before the step, in nats; 0 where masked.
         divergences: `[n, t]` divergences from the reference distributions, in nats; None = not asked for.
@@ -138,7 +138,7 @@ class PolicyBank(Protocol):
         Args:
             batch: Rows of these members.
             loss_fn: Weighted losses of rows; their sum is minimised.
-            hyperparameters: By slot.
+            hyperparameters: Hyperparameters by slot.
             entropy_gradient: Make the entropies that `loss_fn` gets differentiable.
         """
 

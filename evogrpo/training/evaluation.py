@@ -178,7 +178,6 @@ def run_test(run: RunParts) -> TestReport:
         run.population.members,
         [None, best.state],
         run.env,
-        "test",
         questions=range(run.schedule.questions("test", run.env)),
         config=run.fitness,
         stop=run.stop_request,

@@ -27,8 +27,8 @@ class RowHyperparameters:
         entropy_coef: Weight of the entropy bonus.
         gamma: Discount per action.
         advantage_clip: Bound on the size of advantages; infinite without one.
-        loss_types: For each loss type in use, the rows whose members minimise it.
-        advantages: For each advantage type in use, the rows whose members use it.
+        loss_types: Rows whose members minimise the loss, by loss type in use.
+        advantages: Rows whose members use the advantage, by advantage type in use.
     """
 
     clip_low: Tensor
@@ -51,7 +51,7 @@ class RowHyperparameters:
         """Look up the hyperparameters of each row's member.
 
         Args:
-            learners: By slot.
+            learners: Learners by slot.
             objectives: Each member's objective, by slot.
             kl_factors: `[p]` factors on beta, by slot.
             member_ids: `[n]` slots, all of them in `learners`.
@@ -111,7 +111,7 @@ class ActionLosses:
             rows: `[k]` row indices.
             log_probs: `[k, t]` of the current policy.
             old: `[k, t]` of the behaviour policy.
-            in_policy_loss: `[k, t]` actions that the policy loss is taken of.
+            in_policy_loss: `[k, t]` True for actions that have a policy loss.
             divergences: `[k, t]` exact KL to the reference distributions; None = estimate KL from log-probabilities.
         """
         batch, shared = self.training_rows.outcomes, self.objective

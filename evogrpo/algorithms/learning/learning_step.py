@@ -46,7 +46,7 @@ def learn(members: "PolicySet", learners: Sequence[Learner], experience: Experie
     Args:
         members: All members.
         learners: The members that learn.
-        experience: By policy, rows of these members and of their sources, and no others.
+        experience: Rows of these members and of their sources, and no others, by policy.
 
     Returns:
         One report per learner, by slot. Over several policies, costs and optimizer steps are summed, metrics
@@ -90,13 +90,13 @@ def learn(members: "PolicySet", learners: Sequence[Learner], experience: Experie
         updates, slots = step.schedule_updates(), set(policy_learners) - step.step_sizes.idle
         noun = "actions" if policies[policy].bank.rows_are_transitions else "completions"
         while slots:  # usually once; members with `target_kl` may repeat their updates with another learning rate
-            taken = [{slot: rows for slot, rows in dealt.items() if slot in slots} for dealt in updates]
-            count = sum(len(rows) for dealt in taken for rows in dealt.values())
+            remaining = [{slot: rows for slot, rows in each.items() if slot in slots} for each in updates]
+            count = sum(len(rows) for each in remaining for rows in each.values())
             counter = batch.stop.progress("learning", count, noun)
-            for number, dealt in enumerate(taken):
-                if dealt:
-                    step.update(dealt, first=number == 0)
-                    counter.add(sum(map(len, dealt.values())))
+            for number, rows_by_slot in enumerate(remaining):
+                if rows_by_slot:
+                    step.update(rows_by_slot, first=number == 0)
+                    counter.add(sum(map(len, rows_by_slot.values())))
             slots = step.repeat(slots)
         for slot, report in step.reports().items():
             reports[slot][policy] = report
@@ -119,7 +119,7 @@ def minibatches(learner: Learner, batch: Batch, seed: int, *, keep_groups: bool 
     """
     rows = (batch.member_ids == learner.slot).nonzero()[:, 0]
     size = learner.hyperparameters.batch_size
-    if learner.shared is not None and batch.sampled_by is not None:  # as many steps as alone, on more rows each
+    if learner.shared is not None and batch.sampled_by is not None:  # the number of steps stays, each has more rows
         size *= max(1, len(batch.sampled_by[rows].unique()))
     rng = generator(seed, "minibatches", learner.step, learner.index)
     group, groups = torch.arange(len(rows), device=rows.device), len(rows)
@@ -240,7 +240,7 @@ class _LearningStep:
                 name, self._losses.objectives[name].aggregation, mask[part], member_ids[part], max_actions
             ),
         )
-        in_policy_loss = mask  # actions that the policy loss is taken of
+        in_policy_loss = mask
         if objective.top_entropy_quantile != 1.0:
             row_entropies = self._bank.entropies(self._training_rows.select_for_pass(rows))
             in_policy_loss = high_entropy_mask(row_entropies, mask, member_ids, objective.top_entropy_quantile)
@@ -277,10 +277,10 @@ class _LearningStep:
         update = self._bank.update(part, loss_fn, hyperparameters, entropy_gradient=bonus, **exact_kl)
 
         # 4. Move own references towards the policy every `reference_sync_steps` optimizer steps.
-        every = objective.reference_sync_steps
+        interval = objective.reference_sync_steps
         for slot, report in update.reports.items():
             self._updates[slot].append(report)
-            if every is not None and math.isfinite(report.grad_norm) and report.step % every == 0:
+            if interval is not None and math.isfinite(report.grad_norm) and report.step % interval == 0:
                 self._bank.mix_reference(slot, objective.reference_mixing)
 
         # 5. Store old log-probabilities for later steps, and add up what the report needs.

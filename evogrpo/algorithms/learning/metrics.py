@@ -54,8 +54,8 @@ def update_metrics(steps: Sequence[UpdateReport], sums: Mapping[str, float], cou
         sums: `action_loss.ACTION_SUMS`, summed over the actions that had a forward pass.
         counted: Number of actions in these steps, including those without a forward pass.
     """
-    # Means over no actions are NaN, and missing from the report. Clip ratios count actions without a forward pass too:
-    # their advantage is 0, so nothing of them is clipped.
+    # Means over no actions are NaN, and missing from the report. Clip ratios are fractions of all actions, as those
+    # without a forward pass have advantage 0 and are not clipped.
     computed, counted = sums["actions"] or math.nan, max(counted, 1.0)
     return {
         "loss": sum(step.loss for step in steps) / (len(steps) or math.nan),
@@ -92,7 +92,7 @@ def merge_reports(reports: Mapping[str, LearnReport], *, several: bool) -> Learn
     """Merge the reports of a member's policies: sum costs, average metrics.
 
     Args:
-        reports: By policy; only policies that learned.
+        reports: Reports of the policies that learned, by policy.
         several: True if members have more than one policy.
     """
     if not several and reports:

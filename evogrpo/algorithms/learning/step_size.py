@@ -80,7 +80,8 @@ class StepControl:
         """Return factor and ceiling after the learning step."""
         if self.calibrated:
             return self.factor, self.ceiling
-        # A weak signal allows a part of the target only. KL grows with the square of the learning rate.
+        # With a weak signal, the target is a part of `target_kl`, but the ceiling is the factor for all of it. KL grows
+        # with the square of the learning rate.
         return self.factor, self.factor / math.sqrt(self._target / self._target_kl)
 
     def _search(self, kl: float, clip_fraction: float) -> bool:
@@ -96,7 +97,7 @@ class StepControl:
         else:
             self._low = self.factor
         if self.passes == MAX_SEARCH_PASSES and not too_large:
-            return False  # smaller than could be, which does no harm
+            return False  # the step is smaller than it could be, which is safe
         if self._low is not None and self._high is not None:
             guess = self.factor * change
             inside = 1.1 * self._low < guess < self._high / 1.1
@@ -173,7 +174,7 @@ class StepSizes:
     Attributes:
         idle: Slots of members whose advantages are all 0. They take no optimizer step, as AdamW would move their
             weights by momentum alone.
-        hyperparameters: By slot, with the learning rate that the next pass uses.
+        hyperparameters: Hyperparameters by slot, with the learning rate that the next pass uses.
         metrics: Metrics of the members that were measured, by slot.
     """
 
@@ -206,7 +207,7 @@ class StepSizes:
                 continue  # measuring takes a pass over some completions
             target = step_target(target_kl, signal, transitions=transitions)
             self._controls[slot] = StepControl(factor, ceiling, target=target, target_kl=target_kl)
-            # The policy that is measured has sampled these rows; rows of other members only if there are no own ones.
+            # Measure on rows that the member has sampled, or on rows of other members if it has sampled none.
             if outcomes.sampled_by is not None:
                 own_rows = rows[outcomes.sampled_by[rows] == slot]
                 rows = own_rows if len(own_rows) else rows

@@ -50,7 +50,7 @@ class TrainingRows:
     Args:
         bank: The policies; nothing has been learned yet.
         batch: Whole episodes of any members.
-        learners: By slot. Those without `sources` learn from their own rows.
+        learners: Learners by slot. Those without `sources` learn from their own rows.
         trust_sampler: Take the sampler's log-probabilities as the old ones.
 
     Attributes:

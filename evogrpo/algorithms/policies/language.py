@@ -74,7 +74,7 @@ class LanguagePolicySet:
         source: Name that the base was loaded by; the model's own name by default.
         device: Device of the base; None = where it is.
         autocast: Returns the autocast context of forward passes.
-        recognised_by: The base's fingerprint; None = computed.
+        base_fingerprint: Fingerprint of the base, if known; None = compute it.
         observation_space: Observation space, if given.
         action_space: Action space, if given.
         start: Adapter that members start from, with its lora_config; None = fresh adapters.
@@ -85,7 +85,7 @@ class LanguagePolicySet:
         settings: As given, with `micro_batch_tokens` set.
         bank: Weights and optimizers.
         policies: The single policy, this object.
-        banks: Its bank.
+        banks: Bank of the policy.
         sampler: Generates completions: the bank, or an external engine.
         start: As given.
         source: As given.
@@ -110,7 +110,7 @@ class LanguagePolicySet:
         source: str | None = None,
         device: str | torch.device | None = None,
         autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
-        recognised_by: str | None = None,
+        base_fingerprint: str | None = None,
         observation_space: spaces.Space[Any] | None = None,
         action_space: spaces.Space[Any] | None = None,
         start: StoredAdapter | None = None,
@@ -151,7 +151,7 @@ class LanguagePolicySet:
         self.banks = Banks({DEFAULT_POLICY: self.bank})
         self.weights = (self.bank.weights_key,)
         self.source = source or str(getattr(model, "name_or_path", "") or type(model).__name__)
-        self.fingerprint = recognised_by or fingerprint(model)
+        self.fingerprint = base_fingerprint or fingerprint(model)
 
     @property
     def device(self) -> torch.device:
@@ -184,7 +184,7 @@ class LanguagePolicySet:
             start=self.start,
             source=self.source,
             autocast=self.bank.base.autocast if wrap else nullcontext,
-            recognised_by=self.fingerprint,
+            base_fingerprint=self.fingerprint,
             observation_space=self.observation_space,
             action_space=self.action_space,
             like=self.bank,
@@ -331,7 +331,7 @@ class LanguagePolicySet:
 
     def _score(self, prompts: PromptBatch, conversations: Sequence[Conversation], stop: Stop) -> Scores:
         stop.progress("rewarding", len(conversations), "completions")
-        if isinstance(prompts, SingleTurnBatch):  # and so every dataset of prompts
+        if isinstance(prompts, SingleTurnBatch):  # a user's own batch need not accept `stop`
             return prompts.score(conversations, stop)
         return prompts.score(conversations)
 
@@ -347,12 +347,12 @@ class LanguagePolicySet:
     # ---- in a caller's own loop
 
     def act(
-        self, learner: Learner, seen: Sequence[Mapping[str, Tensor]], *, training: bool, action_mask: Any = None
+        self, learner: Learner, observations: Sequence[Mapping[str, Tensor]], *, training: bool, action_mask: Any = None
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Complete prompts, in AgileRL's shapes; see `GRPO.get_action`."""
         if action_mask is not None:
             raise ValueError("action_mask is for small networks. Leave it out.")
-        rows = prompt_rows(seen, learner, self.settings, training=training)
+        rows = prompt_rows(observations, learner, self.settings, training=training)
         return as_completions(rows.prompts, self._synced_sampler().sample(rows), self.settings.pad_token_id)
 
     def predict(
@@ -473,14 +473,14 @@ class LanguagePolicySet:
         """Build the policy set that a checkpoint's record describes.
 
         Args:
-            record: From `record`, with the settings.
+            record: Result of `checkpoint_record`, with the settings.
             size: Number of members.
             where: The checkpoint's folder.
             hp_config: What evolves.
-            constants: From `shared_tensors`.
+            constants: Result of `shared_tensors`.
             stored_bytes: Bytes of the tensors in the checkpoint; the record may name a huge rank.
             actor_network: The base model; by default the one named in the record. Paths in records are never followed.
-            device: Where to put it.
+            device: Device to move it to; None = where it is.
             accelerator: Chooses the device and the precision.
 
         Raises:
@@ -511,7 +511,7 @@ class LanguagePolicySet:
             size,
             validate(LanguageSettings, record["settings"]),
             hp_config,
-            recognised_by=actual,
+            base_fingerprint=actual,
             lora_config=lora,
             start=StoredAdapter(lora_config=lora, tensors=constants) if constants and lora else None,
             source=source,

@@ -334,6 +334,7 @@ def sample_conversations(
 
 
 def _stream_groups(batch: SingleTurnBatch, rows: SamplingBatch) -> FinishedCallback:
+    """Return a callback for finished rows that starts to score each group when all of its rows are finished."""
     groups = list(zip(rows.member_ids.tolist(), rows.prompt_ids.tolist(), strict=True))
     unfinished, finished = Counter(groups), dict[tuple[int, int], list[Conversation]]()
 

@@ -184,7 +184,7 @@ class StackedPolicy:
             return None
         try:
             new = mutate_architecture(config, limits, rng)
-        except NothingToChangeError:  # at the limits
+        except NothingToChangeError:  # the limits allow no change
             return None
         # Other fields of the architecture do not change.
         changed = {"hidden": list(new.hidden), "activation": new.activation}
@@ -225,14 +225,14 @@ def check_observations(space: spaces.Space[Any], observation: Any) -> tuple[Any,
         ValueError: If it does not fit the space.
     """
     try:
-        given = flatten(space, observation)
+        values = flatten(space, observation)
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"an observation must have the form of {space}, got {type(observation).__name__}.") from error
     reset = isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], Mapping)
     if reset and not isinstance(space, spaces.Tuple):
         raise ValueError("an observation must be given without info. Unpack it: observation, info = env.reset().")
     leaves, counts = [], set[int | None]()
-    for leaf, value in zip(leaf_spaces(space), given, strict=True):
+    for leaf, value in zip(leaf_spaces(space), values, strict=True):
         array = _array(value)
         shape: tuple[int, ...] = leaf.shape or ()
         if array.shape != shape and array.shape[1:] != shape:
@@ -284,38 +284,38 @@ def as_step_batch(experiences: StepExperiences, learner: Learner, networks: Stac
             f"was given, if any; got {len(experiences)} parts."
         )
     observations, actions, masks, rewards, *further = experiences
-    taken, earned = np.asarray(masks, dtype=np.bool_), np.asarray(rewards, dtype=np.float64)
-    if taken.ndim != 3 or earned.shape != taken.shape or taken.shape[1] < 2:
+    present, earned = np.asarray(masks, dtype=np.bool_), np.asarray(rewards, dtype=np.float64)
+    if present.ndim != 3 or earned.shape != present.shape or present.shape[1] < 2:
         raise ValueError(
             "action_masks and rewards must both be [starts, group_size, steps] with groups of at least 2, got "
-            f"{taken.shape} and {earned.shape}."
+            f"{present.shape} and {earned.shape}."
         )
-    if not taken.any(2).all() or (np.diff(taken.astype(np.int8), axis=2) > 0).any():
+    if not present.any(2).all() or (np.diff(present.astype(np.int8), axis=2) > 0).any():
         raise ValueError("action_masks must be True for the first steps of every episode, at least one, then False.")
     # 2. Check actions; discrete ones are numbered from 0.
-    starts, size, steps = taken.shape
+    starts, size, steps = present.shape
     lead, space = (starts * size, steps), networks.action_space
     chosen = np.asarray(actions)
-    if chosen.shape != (*taken.shape, *(space.shape or ())):
+    if chosen.shape != (*present.shape, *(space.shape or ())):
         raise ValueError(f"actions must be [{starts}, {size}, {steps}, ...] of {space}, got {chosen.shape}.")
     chosen = chosen.reshape(*lead, *chosen.shape[3:])
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-        chosen = np.where(taken.reshape(*lead, *[1] * (chosen.ndim - 2)), chosen - space.start, 0)
-    to_environment(space, chosen[taken.reshape(lead)])  # raises for invalid actions
-    legal = _legal(further[0], chosen, taken, space) if further else None
+        chosen = np.where(present.reshape(*lead, *[1] * (chosen.ndim - 2)), chosen - space.start, 0)
+    to_environment(space, chosen[present.reshape(lead)])  # raises for invalid actions
+    legal = _legal(further[0], chosen, present, space) if further else None
     # 3. Check observations.
     leaves = []
     for leaf, value in zip(
         leaf_spaces(networks.observation_space), flatten(networks.observation_space, observations), strict=True
     ):
         array = _array(value)
-        if array.shape != (*taken.shape, *(leaf.shape or ())):
+        if array.shape != (*present.shape, *(leaf.shape or ())):
             raise ValueError(
-                f"observations must have the shape {taken.shape} followed by the shape of {leaf}, got {array.shape}."
+                f"observations must have the shape {present.shape} followed by the shape of {leaf}, got {array.shape}."
             )
         leaves.append(array.reshape(*lead, *array.shape[3:]).astype(leaf.dtype, copy=False))
     # 4. Build the batch.
-    n, rewards = starts * size, np.where(taken, earned, 0.0).reshape(lead)
+    n, rewards = starts * size, np.where(present, earned, 0.0).reshape(lead)
     episodes = PolicyEpisodes(
         rows=np.arange(n),
         agents=("",) * n,
@@ -324,7 +324,7 @@ def as_step_batch(experiences: StepExperiences, learner: Learner, networks: Stac
         actions=np.ascontiguousarray(chosen.astype(space.dtype)),
         action_masks=legal,
         log_probs=np.zeros(lead, dtype=np.float32),  # unknown; left out of the batch below
-        present=taken.reshape(lead),
+        present=present.reshape(lead),
         own_rewards=rewards,
         team_rewards=rewards,
         terminated=np.zeros(n, dtype=np.bool_),
@@ -337,19 +337,19 @@ def as_step_batch(experiences: StepExperiences, learner: Learner, networks: Stac
     return replace(batch, sampler_log_probs=None, truncated=None)
 
 
-def _legal(given: Any, chosen: NDArray[Any], taken: NDArray[np.bool_], space: spaces.Space[Any]) -> NDArray[np.bool_]:
+def _legal(masks: Any, chosen: NDArray[Any], present: NDArray[np.bool_], space: spaces.Space[Any]) -> NDArray[np.bool_]:
     """Return legal actions `[n, t, k]`; all are legal where no step was taken."""
-    sizes, flags = mask_sizes(space), np.asarray(given, dtype=np.bool_)
+    sizes, flags = mask_sizes(space), np.asarray(masks, dtype=np.bool_)
     if not sizes:
         raise ValueError(
             f"experiences[4] (action masks) needs a Discrete or MultiDiscrete action space, got {space}. Leave it out."
         )
-    shape = (*taken.shape, sum(sizes))
+    shape = (*present.shape, sum(sizes))
     if flags.shape != shape:
         raise ValueError(
             f"experiences[4], the action masks that get_action was given, must have shape {shape}, got {flags.shape}."
         )
-    rows, steps = flags.reshape(-1, sum(sizes)), taken.reshape(-1)
+    rows, steps = flags.reshape(-1, sum(sizes)), present.reshape(-1)
     legal = legal_actions(space, [row if step else None for row, step in zip(rows, steps, strict=True)])
     assert legal is not None  # every episode has a step
     places = chosen.reshape(len(rows), -1).astype(np.int64) + np.cumsum((0, *sizes[:-1]))

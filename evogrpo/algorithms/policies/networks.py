@@ -65,7 +65,7 @@ class NetworkPolicySet:
         hp_config: As given.
         device: As given.
         policies: The policies by name.
-        banks: Their banks.
+        banks: Banks of the policies.
         processes: Ranks that divide the episodes; this process alone at first.
 
     Raises:

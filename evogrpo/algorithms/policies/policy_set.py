@@ -33,7 +33,7 @@ class Banks(dict[str, PolicyBank]):
     Selection, cloning and checkpoints use all policies of a member; acting and learning use one bank at a time.
 
     Args:
-        banks: By policy, all with the same number of slots.
+        banks: Bank of each policy, all with the same number of slots.
 
     Attributes:
         changed: Slots whose train states have changed since the sampler last loaded them; initially all.
@@ -177,7 +177,7 @@ class RolloutBatch:
         starts: Training starts that were opened.
         questions: Texts of the starts, for display; untrusted. Empty for environments without texts.
         observed: Observation statistics to add to the running ones; one entry per sampling.
-        earned: By slot and position of the start, the mean raw reward of each group that has rewards, before dynamic
+        earned: Mean raw reward of each group that has rewards, by slot and position of the start, before dynamic
             sampling.
         scoring_seconds: Time that reward functions took; 0 for environments that are played.
     """

@@ -112,7 +112,7 @@ class JointSettings(NetworkSettings):
     """Settings of a multi-agent population that do not evolve; stored in checkpoints.
 
     Attributes:
-        policies: Which agents share a policy; see `evogrpo.envs.control.policy_mapping.PolicyMapping`.
+        policies: Rule by which agents share a policy; see `evogrpo.envs.control.policy_mapping.PolicyMapping`.
         credit: Rewards of an agent's actions: "team" = rewards of all agents, "agent" = its own.
         agent_ids: Add the agent's identity to the observations of policies shared by several agents.
     """

@@ -194,7 +194,7 @@ def scalars(values: Sequence[Any], dtype: type[np.generic], name: str) -> Array:
     """
     try:
         array = np.asarray(values)
-    except ValueError:  # numbers beside arrays
+    except ValueError:  # some values are numbers, others arrays
         array = np.array([np.asarray(value).item() for value in values])
     if array.dtype.kind not in "biuf" or array.size != len(values):
         raise ValueError(f"{name} must be one number per step, got {values!r:.80}.")
@@ -298,10 +298,10 @@ def episode_statistics(
     means, deviations = [], []
     for member in range(members):
         rows = member_ids == member
-        seen = np.concatenate(
+        values = np.concatenate(
             [leaf.reshape(*present.shape, -1)[rows][present[rows]] for leaf in chosen], axis=1, dtype=np.float64
         )
-        mean = seen.mean(0) if len(seen) else np.zeros(seen.shape[1])
+        mean = values.mean(0) if len(values) else np.zeros(values.shape[1])
         means.append(mean)
-        deviations.append(((seen - mean) ** 2).sum(0))
+        deviations.append(((values - mean) ** 2).sum(0))
     return ObservationStatistics(count=count, mean=np.stack(means), m2=np.stack(deviations))

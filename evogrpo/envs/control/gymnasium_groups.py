@@ -65,10 +65,10 @@ class GymnasiumGroups(SeededGroups):
         vectorization: "native" (numpy), "serial" (one environment after another in this process), "processes" (one
             process per environment), or "auto": native if available, otherwise serial.
         num_envs: Maximum number of parallel episodes; None = 4096 native, 64 serial, one process per processor.
-        reseed_noise: Give each position in a group its own noise after reset; None = if the environment is random
+        reseed_noise: Give each position in a group its own noise after reset; None = True if the environment is random
             after reset.
-        recreate_env: Create a new environment for every episode instead of resetting one; None = if a few steps show
-            that a reset does not restore it. Native environments carry no state over.
+        recreate_env: Create a new environment for every episode instead of resetting one; None = True if a few steps
+            show that a reset does not restore it. Native environments carry no state over.
         train_size: Number of training starts.
         validation_size: Number of starts for selection.
         test_size: Number of starts for the final report.
@@ -82,8 +82,8 @@ class GymnasiumGroups(SeededGroups):
         reseed_noise: True if each position in a group gets its own noise.
         max_episode_steps: Steps after which an episode is truncated.
         uses_default_limit: True if `max_episode_steps` is the default because no limit is known.
-        observation_space: Of one environment.
-        action_space: Of one environment.
+        observation_space: Observation space of one environment.
+        action_space: Action space of one environment.
 
     Raises:
         ValueError: If an argument is invalid, a space is not supported, or no native environment is equal.

@@ -38,9 +38,9 @@ class JointStep:
     """Result of a reset or a step of one joint environment.
 
     Attributes:
-        observations: Of the agents that are active next.
-        infos: Of the same agents; empty if the environment gave none.
-        rewards: Of all agents that the environment named in this step.
+        observations: Observations of the agents that are active next.
+        infos: Infos of the same agents; empty if the environment gave none.
+        rewards: Rewards of all agents that the environment named in this step.
         terminated: Agents that reached a terminal state in this step.
         truncated: Agents that were truncated in this step.
     """
@@ -324,15 +324,15 @@ class PettingZooGroups(SeededGroups):
 
     Args:
         env: Creates a parallel environment, e.g. `mpe2.simple_spread_v3.parallel_env`.
-        env_kwargs: Its keyword arguments.
+        env_kwargs: Keyword arguments of the callable.
         max_episode_steps: Steps after which all active agents are truncated; None = the environment's own limit
             (its `max_cycles`), or 1,000 with a warning if there is none.
         num_envs: Maximum number of parallel joint episodes.
         score: Fitness of a joint episode: "sum" (the default), "min" or "mean" of all agents' returns; the name of an
             agent, the prefix of several agents, or a list of these, whose returns are added; or a function of all
             returns. In a competition, where the sum is meaningless, name the agents that count.
-        recreate_env: Create a new environment for every episode instead of resetting one; None = if a reset does not
-            restore it.
+        recreate_env: Create a new environment for every episode instead of resetting one; None = True if a
+            reset does not restore it.
         train_size: Number of training starts.
         validation_size: Number of starts for selection.
         test_size: Number of starts for the final report.
@@ -342,13 +342,13 @@ class PettingZooGroups(SeededGroups):
         seed: As passed.
         name: Name of the environment.
         score: Function that computes the fitness of a joint episode.
-        score_label: Its description in reports.
+        score_label: Description of the score in reports.
         max_episode_steps: Steps after which all active agents are truncated.
         uses_default_limit: True if `max_episode_steps` is the default because no limit is known.
         recreate_env: True if a new environment is created for every episode.
         agents: Names of the agents known in advance: `possible_agents`, otherwise those of the first training start.
-        observation_spaces: Of these agents, by name.
-        action_spaces: Of these agents, by name.
+        observation_spaces: Observation spaces of these agents, by name.
+        action_spaces: Action spaces of these agents, by name.
 
     Raises:
         ValueError: If an argument is invalid, or the callable creates anything else.
@@ -386,8 +386,7 @@ class PettingZooGroups(SeededGroups):
         self.uses_default_limit = limit is None
         # JointEnv truncates at a limit that the caller has set. Otherwise the environment should end its episodes
         # itself, so JointEnv truncates only at the larger of the declared and the default limit: some would never end.
-        least = DEFAULT_MAX_EPISODE_STEPS if max_episode_steps is None else 0
-        self._enforced_limit = max(least, self.max_episode_steps)
+        self._enforced_limit = max_episode_steps or max(DEFAULT_MAX_EPISODE_STEPS, self.max_episode_steps)
         # A truncation after this many steps causes a warning.
         self._default_limit = self._enforced_limit if max_episode_steps is None else None
         self.name = str(example)

@@ -24,9 +24,9 @@ Values = dict[str, Any]
 """Numbers by name: observations, masks, rewards and ends after a reset or a step."""
 
 _SEEDS = range(1, 9)  # several, since randomness may not show in a single short episode
-_STEPS = 64  # of all these episodes together, since environments may be slow
+_STEPS = 64  # of all episodes of a replay together, since environments may be slow
 _SHORT_SEEDS = (1, 9, 1, 9, 1)  # state carried over may depend on the previous start, and settle after a few resets
-_SHORT = 4
+_SHORT_STEPS = 4
 _USABLE_BOUND = 1e6  # bounds beyond this are treated as no bounds
 
 
@@ -114,7 +114,7 @@ def check_determinism(
     """Replay a few episodes; return the value of `recreate_env` to use, and True if resets leave noise.
 
     Takes at most 212 steps, and twice as many if replays differ. The result is the same each time. If replays differ,
-    one warning says how, and what was chosen or would help.
+    warn with the first difference, and the chosen `recreate_env` or a remedy.
 
     Args:
         name: Name of the environment.
@@ -158,17 +158,28 @@ def check_determinism(
 def _compare_replays(
     make: MakeTrialEnv, mapping: PolicyMapping, recreate_env: bool, interleaved: bool
 ) -> tuple[str | None, bool]:
-    """Return the first difference between replays, and True if replacing the noise changes an episode."""
+    """Play episodes of the same seeds and actions several times, and compare them.
+
+    Args:
+        make: Creates environments.
+        mapping: Maps agents to policies.
+        recreate_env: Create a new environment for every episode.
+        interleaved: Step two environments alternately, to find state that they share.
+
+    Returns:
+        The first difference between replays, or None; and True if replays are equal, but differ once the noise after
+        reset is replaced.
+    """
 
     def replay(env: VectorEnv, seeds: Sequence[int], max_steps: int) -> Iterator[tuple[int, int, Values]]:
         """Play one episode after another, together at most `_STEPS` steps; yield seed, step and values."""
-        left = _STEPS
+        steps_left = _STEPS
         for seed in seeds:
             rng = generator(0, "actions of replays", seed)
-            for steps, values in enumerate(play_randomly(env, mapping, seed, rng, min(left, max_steps))):
-                left -= steps > 0
-                yield seed, steps, values
-            if not left:
+            for step, values in enumerate(play_randomly(env, mapping, seed, rng, min(steps_left, max_steps))):
+                steps_left -= step > 0  # step 0 is the reset
+                yield seed, step, values
+            if not steps_left:
                 return
 
     with (
@@ -178,24 +189,25 @@ def _compare_replays(
     ):
 
         def run(*replays: Iterator[tuple[int, int, Values]]) -> list[list[tuple[int, int, Values]]]:
-            """Run replays alternately, step by step."""
+            """Run replays alternately, step by step; return the steps of each."""
             reseed()
-            return [[each for each in steps if each] for steps in zip(*zip_longest(*replays), strict=True)]
+            rounds = zip_longest(*replays)  # one step of every replay, None after its end
+            return [[step for step in steps if step is not None] for steps in zip(*rounds, strict=True)]
 
         (first,) = run(replay(plain, _SEEDS, _STEPS))
-        (later,) = run(replay(plain, _SHORT_SEEDS, _SHORT))
+        (short,) = run(replay(plain, _SHORT_SEEDS, _SHORT_STEPS))
         replays = replay(plain, _SEEDS, _STEPS), replay(noisy, _SEEDS, _STEPS)
-        again, other = run(*replays) if interleaved else [run(each)[0] for each in replays]
-    difference = _first_difference(first, later, again)
-    return difference, difference is None and _first_difference(first, other) is not None
+        again, with_noise = run(*replays) if interleaved else [run(each)[0] for each in replays]
+    difference = _first_difference(first, short, again)
+    return difference, difference is None and _first_difference(first, with_noise) is not None
 
 
 def _first_difference(*replays: Iterable[tuple[int, int, Values]]) -> str | None:
     """Describe the first difference between episodes with the same seed; None if there is none."""
-    known: dict[tuple[int, int], Values] = {}
+    earlier: dict[tuple[int, int], Values] = {}
     for seed, steps, values in chain(*replays):
         when = f"after {steps} step{'' if steps == 1 else 's'}" if steps else "right after reset"
-        for name, value in known.setdefault((seed, steps), values).items():
+        for name, value in earlier.setdefault((seed, steps), values).items():
             again = values.get(name)
             if again is None:
                 return f"{name} {when} was present and then missing"
@@ -208,7 +220,7 @@ def _first_difference(*replays: Iterable[tuple[int, int, Values]]) -> str | None
 def _global_generators() -> Iterator[Callable[[], None]]:
     """Yield a function that puts the global generators of Python and numpy into another known state at each call.
 
-    Environments that draw from them are so detected reliably. The caller's states are restored.
+    Environments that draw from these generators then differ between replays. The caller's states are restored.
     """
     states, calls = (random.getstate(), np.random.get_state()), 0  # noqa: NPY002  # nothing is drawn here
 

@@ -356,8 +356,8 @@ class StartBatch:
         Args:
             actors: Policies of all members, by name.
             mapping: Maps agents to policies.
-            start_of_row: For each of the n rows, its position in `seeds`; any order, any group sizes.
-            member_ids: For each row, the slot of the member whose policies act, at least 0.
+            start_of_row: Position in `seeds` of each of the n rows; any order, any group sizes.
+            member_ids: Slot of the member whose policies act in each row, at least 0.
             uniforms: Random numbers to sample actions with, by agent, row and step (`ActionNoise`); None = greedy
                 actions.
             temperature: `[n]` sampling temperatures; None = 1.

@@ -161,8 +161,8 @@ class GymnasiumVectorEnv(SerialVectorEnv):
 
     Args:
         make: Creates one environment; called when more are needed.
-        observation_space: Of one environment.
-        action_space: Of one environment.
+        observation_space: Observation space of one environment.
+        action_space: Action space of one environment.
         recreate_env: Create a new environment for every episode.
         reseed: Pass replicas in the reset seeds, for `ReseededNoise`.
     """

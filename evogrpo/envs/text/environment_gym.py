@@ -201,7 +201,7 @@ class EnvironmentBatch(SingleTurnBatch):
     Attributes:
         pool: Makes environments and calls them.
         names: Name of the environment of each prompt.
-        sources: For each prompt, the arguments of `reset` and the observation that it must return.
+        sources: Arguments of `reset` and the observation that it must return, for each prompt.
         tools: Functions that all completions can call.
         schemas: Schemas of all tools, by name of the environment.
         own_rewards: Classes of environments with `get_reward`, by name of the reward.
@@ -447,7 +447,7 @@ class EnvironmentGym(PromptEnvironment):
             `environment`; None = tools only.
         tools: Functions that the model can call, with type hints and a docstring with Args.
         max_turns: Maximum number of completions in a conversation, at least 2.
-        reward_funcs: One or several rewards in TRL's form, beside those of environments. A completion is the list of
+        reward_funcs: One or several rewards in TRL's form, added to those of environments. A completion is the list of
             all messages after the prompt. The argument `environments` has the environment of each conversation.
         reward_weights: Factor of each of `reward_funcs` in the sum; None means 1 each. Environments have 1.
         environment_timeout: Time limit of the calls to an environment in one turn, in seconds; None = no limit.

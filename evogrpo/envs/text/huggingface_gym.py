@@ -64,7 +64,7 @@ class Preflight:
 
     Attributes:
         prompt: First training prompt, rendered; untrusted text.
-        tokens: Its token ids.
+        tokens: Token ids of the prompt.
         rewards: Reward of the first sample completion by function; None where it does not apply or failed.
     """
 
@@ -123,7 +123,7 @@ class PromptEnvironment:
     """
 
     whole_rows: ClassVar[bool] = False  # rows with equal prompts may be different questions
-    extra_arguments: ClassVar[tuple[str, ...]] = ()  # arguments of reward functions beside the columns
+    extra_arguments: ClassVar[tuple[str, ...]] = ()  # arguments of reward functions in addition to the columns
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ from evogrpo.warnings import warn
 POLL_SECONDS = 0.2  # longest wait without checking for a stop
 StartedJob = tuple[Job, "Future[Results]"]
 RESERVED_NAMES = ("slot", "index")
-"""Keys beside the metrics in a journal."""
+"""Keys of a journal entry that metrics cannot have."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

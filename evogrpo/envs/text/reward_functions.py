@@ -52,11 +52,10 @@ class EscapingStream(io.TextIOBase):
 def escaped_prints() -> Iterator[None]:
     """Escape control characters in text that user code prints."""
     with contextlib.ExitStack() as stack:
-        # Programs without a console have no streams.
-        if sys.stdout is not None and not isinstance(sys.stdout, EscapingStream):
-            stack.enter_context(contextlib.redirect_stdout(EscapingStream(sys.stdout)))
-        if sys.stderr is not None and not isinstance(sys.stderr, EscapingStream):
-            stack.enter_context(contextlib.redirect_stderr(EscapingStream(sys.stderr)))
+        for stream, redirect in ((sys.stdout, contextlib.redirect_stdout), (sys.stderr, contextlib.redirect_stderr)):
+            # Programs without a console have no streams.
+            if stream is not None and not isinstance(stream, EscapingStream):
+                stack.enter_context(redirect(EscapingStream(stream)))
         yield
 
 
@@ -169,9 +168,9 @@ class InProcessRunner:
         function = self._functions[job.name]
         if not is_async(function):
             stop.check()
-            done: Future[Results] = Future()
-            done.set_result([call_sync(function, call) for call in job.calls])
-            return done
+            future: Future[Results] = Future()
+            future.set_result([call_sync(function, call) for call in job.calls])
+            return future
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="evogrpo async rewards", daemon=True).start()
@@ -193,7 +192,7 @@ class InProcessRunner:
             self.close()
 
     def cancel(self, futures: Sequence["Future[Results]"]) -> None:
-        """Cancel the unfinished ones of these jobs. Must be called once all of them are done, too."""
+        """Cancel the unfinished jobs among these. Call it also when all are done, to restore the output streams."""
         for future in futures:
             future.cancel()
         self._running.difference_update(futures)
@@ -266,7 +265,7 @@ RewardFunc = Callable[..., Sequence[Value | None] | Awaitable[Sequence[Value | N
 AGILERL_ARGUMENTS = ("completion", "answer", "question")
 """Arguments of AgileRL's form, in their order."""
 TRL_ARGUMENTS = ("prompts", "completions", "completion_ids")
-"""Arguments of TRL's form, beside the dataset's columns."""
+"""Arguments of TRL's form, in addition to the dataset's columns."""
 REPLACED_COLUMNS = ("prompt", "completion", "completion_ids")
 """Columns of the dataset that arguments of TRL's form replace."""
 TRAINER_ARGUMENTS = ("trainer_state", "log_extra", "log_metric")
@@ -319,7 +318,7 @@ class Reward:
 
     @functools.cached_property
     def signature(self) -> inspect.Signature | None:
-        """Signature of the function, or None if it has none, as some C functions."""
+        """Signature of the function; None if it has none, such as some functions in C."""
         try:
             return inspect.signature(self.function)
         except (TypeError, ValueError):
@@ -352,7 +351,7 @@ class Reward:
         return None
 
     def _accepted(self, names: Iterable[str]) -> list[str]:
-        """Return those of these names that the function can be called with."""
+        """Return the names that the function accepts as keyword arguments."""
         if self.signature is None:
             return list(names)
         parameters = self.signature.parameters
@@ -481,7 +480,7 @@ def make_rewards(
 
 
 def _name(function: Any) -> str:
-    """Return the name of a function; raise ValueError if it is none."""
+    """Return the name of a function; raise ValueError for any other object."""
     if not callable(function) or (hasattr(function, "forward") and hasattr(function, "parameters")):
         raise ValueError(f"A reward must be a function, got {function!r:.80}. Wrap a model in a function.")
     while isinstance(function, functools.partial):

@@ -93,13 +93,14 @@ def sequence_questions(seed: int, validation_size: int, test_size: int) -> dict[
     sequences = [[first + step * place for place in range(5)] for first in range(1, 100) for step in range(2, 13)]
     rows = []
     for number in rng.permutation(len(sequences)):
-        *shown, answer = sequences[number]
-        question = f"State the next number of this sequence: {', '.join(map(str, shown))}"
+        *terms, answer = sequences[number]
+        question = f"State the next number of this sequence: {', '.join(map(str, terms))}"
         rows.append({"question": question, "answer": str(answer)})
     return _split(rows, validation_size, test_size)
 
 
 def _split(rows: list[dict[str, str]], validation_size: int, test_size: int) -> dict[Split, list[dict[str, str]]]:
+    """Return the rows by split, in order: train, validation, test."""
     if validation_size < 1 or test_size < 1 or validation_size + test_size >= len(rows):
         sizes = f"{validation_size} and {test_size}"
         raise ValueError(f"validation_size and test_size must be at least 1, together below {len(rows)}, got {sizes}.")

@@ -91,10 +91,10 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None, kee
     by_token, outputs = q.view(kv, n, -1, t, d), list[Tensor]()
     for at in range(0, t - BLOCK + 1, BLOCK):
         end = at + BLOCK if at + 2 * BLOCK <= t else t  # the last block takes the rest
-        seen = k.shape[2] - t + end  # keys up to the last query of the block: later ones are masked anyway
+        visible = k.shape[2] - t + end  # keys up to the last query of the block: later ones are masked anyway
         part = by_token[:, :, :, at:end].reshape(kv, n, -1, d)
-        added = None if bias is None else bias[:, at:end, :seen]
-        out: Tensor = _Attention.apply(part, k[:, :, :seen], v[:, :, :seen], end - at, added, None, None, keep)
+        added = None if bias is None else bias[:, at:end, :visible]
+        out: Tensor = _Attention.apply(part, k[:, :, :visible], v[:, :, :visible], end - at, added, None, None, keep)
         outputs.append(out.view(kv, n, -1, end - at, d))
     return torch.cat(outputs, 3)
 

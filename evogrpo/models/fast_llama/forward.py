@@ -25,11 +25,11 @@ Rotations = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 # ---- norms, gates and rotary embeddings, with their gradients
 
 
-def _cuts(*every: Tensor) -> Iterable[tuple[Tensor, ...]]:
+def _tiles(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """Split half-precision rows into tiles, so that their float32 copies fit into the CPU cache."""
-    if every[0].dtype == torch.float32:
-        return [every]
-    return (tuple(each[rows] for each in every) for rows in row_tiles(every[0]))
+    if tensors[0].dtype == torch.float32:
+        return [tensors]
+    return (tuple(tensor[rows] for tensor in tensors) for rows in row_tiles(tensors[0]))
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -41,10 +41,10 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out, inverses = torch.empty_like(x), x.new_empty((len(x), 1), dtype=torch.float32)
-        for rows, inverse, made in _cuts(x, inverses, out):
+        for rows, inverse, out_rows in _tiles(x, inverses, out):
             torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32, out=inverse)
             inverse.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-            torch.mul(rows, inverse, out=made).mul_(weight)
+            torch.mul(rows, inverse, out=out_rows).mul_(weight)
         ctx.save_for_backward(x, weight, inverses)
         return out
 
@@ -52,11 +52,11 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverses = ctx.saved_tensors
         out = torch.empty_like(x)
-        for rows, inverse, slope, made in _cuts(x, inverses, grads[0], out):
-            torch.mul(slope, weight, out=made)
+        for rows, inverse, slope, out_rows in _tiles(x, inverses, grads[0], out):
+            torch.mul(slope, weight, out=out_rows)
             # y = x / s with s^2 = mean(x^2) + eps, so dx = (g - x mean(g x) / s^2) / s.
-            mean = torch.linalg.vecdot(made, rows)[:, None].float() * inverse.pow(3) / -x.shape[-1]
-            made.mul_(inverse).addcmul_(rows, mean.to(x.dtype))
+            mean = torch.linalg.vecdot(out_rows, rows)[:, None].float() * inverse.pow(3) / -x.shape[-1]
+            out_rows.mul_(inverse).addcmul_(rows, mean.to(x.dtype))
         return out, None, None
 
 
@@ -98,7 +98,7 @@ def _by_head(x: Tensor, shape: torch.Size, heads: tuple[int, int]) -> Tensor:
     return x.view(*shape[:2], *heads, 2 * shape[2]).permute(2, 0, 3, 1, 4)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float, out: Tensor) -> None:
+def _rotate_into(x: Tensor, cos: Tensor, sin: Tensor, sign: float, out: Tensor) -> None:
     """Write rotated `[kv, n, rep, t, d]` into `out`."""
     (left, right), (new_left, new_right) = x.chunk(2, -1), out.chunk(2, -1)
     cos, sin = cos[None, :, None], sin[None, :, None]
@@ -122,7 +122,7 @@ class _Rotate(torch.autograd.Function):
         ctx.heads = heads
         n, t, half = cos.shape
         out = x.new_empty((heads[0], n, heads[1], t, 2 * half))
-        _turn(_by_head(x, cos.shape, heads), cos, sin, 1.0, out)
+        _rotate_into(_by_head(x, cos.shape, heads), cos, sin, 1.0, out)
         return out.view(heads[0], n, heads[1] * t, 2 * half)
 
     @staticmethod
@@ -130,9 +130,9 @@ class _Rotate(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         n, t, half = cos.shape
         kv, rep = ctx.heads
-        into = grads[0].new_empty((n * t, kv * rep * 2 * half))
-        _turn(grads[0].view(kv, n, rep, t, 2 * half), cos, sin, -1.0, _by_head(into, cos.shape, ctx.heads))
-        return into, None, None, None
+        out = grads[0].new_empty((n * t, kv * rep * 2 * half))
+        _rotate_into(grads[0].view(kv, n, rep, t, 2 * half), cos, sin, -1.0, _by_head(out, cos.shape, ctx.heads))
+        return out, None, None, None
 
 
 rotated = _Rotate.apply
@@ -145,9 +145,9 @@ def projected(x: Tensor, layers: Sequence[NamedLinear], hook: LoraHook | None) -
     """Return the outputs `[m, out]` of linear layers with adapters, given their common input `[m, in]`."""
     names, linears = tuple(name for name, _ in layers), [layer for _, layer in layers]
     if hook is None or torch.is_grad_enabled():
-        every = {} if hook is None else hook.adapters.leaves
+        leaves_of = {} if hook is None else hook.adapters.leaves
         slots = () if hook is None else hook.slots
-        leaves = [leaf for name in names if name in every for slot in slots for leaf in every[name][slot]]
+        leaves = [leaf for name in names if name in leaves_of for slot in slots for leaf in leaves_of[name][slot]]
         return _Linears.apply(x, linears, hook, names, *leaves)  # type: ignore[no-any-return]
     outputs = [frozen_linear(x, layer.weight, layer.bias) for layer in linears]
     _add_adapters(x, outputs, hook.stacked(names, len(x), x.dtype, transposed=True))

@@ -72,7 +72,7 @@ class WeightLayout:
 
     Attributes:
         decoder: The decoder.
-        layers: Its layers.
+        layers: Layers of the decoder.
         heads: (kv, rep): key-value heads, and query heads per key-value head.
         width: Width of a head.
         scaling: Factor on products of queries and keys.

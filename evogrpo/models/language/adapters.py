@@ -46,9 +46,9 @@ class StackedAdapters(NamedTuple):
 
     Attributes:
         tokens: Tokens of the segments.
-        slots: Their places among the slots of the pass.
+        slots: Places of the segments' slots among the slots of the pass.
         a: `[s, modules * r, in]` of the modules with an adapter.
-        b: For each of these modules: its number, its columns in x A^T, and B `[s, out, r]`.
+        b: Number, columns in x A^T, and B `[s, out, r]` of each of these modules.
         scale: Factor on B A x.
     """
 
@@ -68,7 +68,7 @@ class LoraAdapters:
         scale: Factor on B A x.
 
     Attributes:
-        leaves: By module: A and B of every slot, as autograd leaves.
+        leaves: A and B of every slot as autograd leaves, by module.
     """
 
     def __init__(self, targets: Sequence[Target], weights: Tensor, scale: float) -> None:
@@ -206,7 +206,7 @@ class AdapterStates:
         weights: `[p, k]`, one row per slot.
         running_stats: `[p, 6]` float64 on the CPU; see `evogrpo.models.bank.RUNNING_STATS`.
         reference: `[p, k]`, or None without own references.
-        changes: By slot, a counter that increases whenever the weights change.
+        changes: Counters by slot that increase whenever the weights change.
     """
 
     def __init__(

@@ -170,7 +170,7 @@ class AdapterBank(AdapterSampler):
         Args:
             batch: Rows of these members.
             loss_fn: Weighted losses of rows, given their numbers, log_probs and entropies; their sum is minimised.
-            hyperparameters: By slot; `lr` and `max_grad_norm` are used.
+            hyperparameters: Hyperparameters by slot; `lr` and `max_grad_norm` are used.
             entropy_gradient: Make entropies differentiable; costs a second product with the vocabulary.
         """
         reports: dict[int, UpdateReport] = {}

@@ -253,8 +253,8 @@ class CausalModel:
         # In lockstep, the number of passes must not depend on the prompts of a rank.
         if self.lockstep or common < self._shortest_root or len(owners) == len(prompts):
             return None, torch.arange(len(prompts)), prompts
-        beginnings, every = [prompts[0][:common]] * len(owners), torch.arange(len(owners))
-        root = self._run_on(None, every, beginnings, make_hook(owners))
+        beginnings, prefix_of = [prompts[0][:common]] * len(owners), torch.arange(len(owners))
+        root = self._run_on(None, prefix_of, beginnings, make_hook(owners))
         return root, rows.to(self.device), [prompt[common:] for prompt in prompts]
 
     def hidden(

@@ -90,10 +90,12 @@ def context_of(model: PreTrainedModel) -> int | None:
     text, name = model.config.get_text_config(), "original_max_position_embeddings"
     limits = [getattr(text, "max_position_embeddings", None)]
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    for settings in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # layers may differ in it
+    for settings in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # of all layers, or by type
         if settings.get("rope_type", settings.get("type")) == "longrope":
             limits += [settings.get(name), getattr(text, name, None)]
-    return min((int(limit) for limit in limits if limit and limit > 0), default=None)  # -1 where there is no limit
+    return min(
+        (int(limit) for limit in limits if limit and limit > 0), default=None
+    )  # some configs have -1 for no limit
 
 
 def check_context(context: int | None, width: int) -> None:
@@ -230,15 +232,14 @@ def find_head(model: PreTrainedModel, decoder: nn.Module) -> Head:
     finally:
         handle.remove()
     # 2. Compare candidates on the enlarged hidden states.
-    if entered:
-        hidden = decoder(input_ids=ids).last_hidden_state
+    hidden = decoder(input_ids=ids).last_hidden_state
     if entered and hidden.shape == entered[0].shape:
         natural, enlarged = (x.float() for x in entered)
         # Some models scale hidden states instead of logits, with the same effect.
         ratio = (hidden.float() * natural).sum() / natural.square().sum().clamp(min=1e-30)
         if close((ratio * natural).to(entered[0].dtype), hidden):
             probe = (ratio * enlarged).to(hidden.dtype)[0]
-            head_dtype: torch.dtype = next(bare.parameters()).dtype  # which may be another one, as in Mamba
+            head_dtype: torch.dtype = next(bare.parameters()).dtype  # in Mamba not that of the hidden states
             cast: Head = bare if head_dtype == hidden.dtype else lambda hidden: bare(hidden.to(head_dtype))
             for head in _heads(cast, model.config.get_text_config()):
                 if all(close(*rows) for rows in zip(head(probe), expected, strict=True)):

@@ -78,7 +78,7 @@ class MemberModels:
         weights: `[p, k]` weights of all members.
 
     Attributes:
-        models: By slot.
+        models: Models by slot.
     """
 
     def __init__(self, model: PreTrainedModel, weights: Tensor) -> None:
@@ -130,8 +130,8 @@ class Export:
     """Files of a member in a checkpoint that other programs load.
 
     Attributes:
-        files: Their names.
-        what: What they contain, before the name of the base.
+        files: Names of the files.
+        what: Description of the contents, to be followed by the name of the base.
         loader: Python expression that loads their folder, for `loader.format(repr(folder))`.
     """
 

@@ -99,12 +99,12 @@ def quietly() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-Chosen = Literal["float32", "bfloat16", "int8", "nf4"]
+ChosenPrecision = Literal["float32", "bfloat16", "int8", "nf4"]
 MIN_PARAMETERS = 20_000_000
 """Smallest model that is held in bfloat16 on a CPU: in smaller ones, matrix products are not the bottleneck."""
 
 
-def choose_precision(wanted: Precision, model: PreTrainedModel, device: str, *, full: bool = False) -> Chosen:
+def choose_precision(wanted: Precision, model: PreTrainedModel, device: str, *, full: bool = False) -> ChosenPrecision:
     """Return the precision of a base's weights; members' weights, moments and losses are always float32.
 
     Args:
@@ -241,10 +241,10 @@ def load_base(
     options = {} if kind is None else quantised_options(kind, compute, device)
     # 2. Load the model and its tokenizer.
     with _loading(name):
-        recognised = None
+        plain_fingerprint = None
         if kind is not None:  # in the dtype of its files, the base is memory-mapped and takes hardly any memory
             plain = AutoModelForCausalLM.from_pretrained(place, dtype="auto", trust_remote_code=False)
-            recognised = fingerprint(plain)
+            plain_fingerprint = fingerprint(plain)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             place, dtype=compute, trust_remote_code=False, output_loading_info=True, **options
         )
@@ -255,21 +255,21 @@ def load_base(
     if name == DEMO_MODEL:
         model.name_or_path = name  # instead of the cache folder, so that checkpoints load on other machines
     # 3. Quantised and sharded bases are fingerprinted by their plain weights.
-    if recognised is not None:
-        _FINGERPRINTS[model] = recognised
-        return BaseModel(model, tokenizer, name)
-    if parts > 1:
+    if plain_fingerprint is not None:
+        _FINGERPRINTS[model] = plain_fingerprint
+    elif parts > 1:
         _FINGERPRINTS[model] = fingerprint(model)  # before it is sharded
         shard(model, parts, device)
-        return BaseModel(model, tokenizer, name)
-    return BaseModel(model.to(device), tokenizer, name)
+    else:
+        model.to(device)
+    return BaseModel(model, tokenizer, name)
 
 
 def _checked_dtype(dtype: torch.dtype | str | None, device: str) -> tuple[Quantisation | None, torch.dtype]:
     """Return the quantisation, if any, and the compute dtype."""
     quantised: tuple[Quantisation, ...] = get_args(Quantisation)
     if dtype is None or dtype in quantised:
-        return next((kind for kind in quantised if kind == dtype), None), own_precision(device)
+        return next((kind for kind in quantised if kind == dtype), None), default_dtype(device)
     name = str(dtype).removeprefix("torch.")
     if name not in LOADABLE_DTYPES:
         raise unknown_name_error("dtype", name[:40], [*LOADABLE_DTYPES, *quantised])
@@ -277,7 +277,7 @@ def _checked_dtype(dtype: torch.dtype | str | None, device: str) -> tuple[Quanti
     return None, compute
 
 
-def own_precision(device: str) -> torch.dtype:
+def default_dtype(device: str) -> torch.dtype:
     """Return the default compute dtype of a base on a device."""
     return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
 

@@ -481,8 +481,8 @@ class StoredAdapter:
     """LoRA adapter in PEFT's format.
 
     Attributes:
-        lora_config: Its configuration.
-        tensors: Its matrices, by names in adapter_model.safetensors.
+        lora_config: Configuration of the adapter.
+        tensors: Matrices of the adapter, by name in adapter_model.safetensors.
     """
 
     lora_config: LoraConfig

@@ -273,7 +273,7 @@ class _Sampler:
 
         Args:
             decoding: The rows after prefill.
-            numbers: Their numbers.
+            numbers: Numbers of these rows.
             keep: Copy their caches for the next turn.
         """
         model, width = self._model, self._rows.max_new_tokens

@@ -382,7 +382,7 @@ class _Server:
     """HTTP client of one server.
 
     Attributes:
-        url: Its address.
+        url: Address of the server.
         base: Name of the base model, once known.
     """
 

@@ -23,7 +23,7 @@ Parameters = dict[str, Tensor]
 StateParameters = dict[str, Parameters]
 """Parameters by name of a train state's tensors: "weights", "exp_avg", "exp_avg_sq", perhaps "reference"."""
 
-MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2}  # power of the gradient that each averages
+MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2}  # each is an average of this power of the gradient
 TANH_SCALE = 0.25  # tanh(x / 4) * 4 is x to 2 % at |x| = 1
 
 
@@ -141,7 +141,7 @@ def morph(state: StateParameters, old: NetworkConfig, new: NetworkConfig, rng: n
 
     Args:
         state: Parameters of weights, moments and reference; not changed.
-        old: Their architecture.
+        old: Architecture of the train state.
         new: The new architecture; only hidden layers and activation may differ.
         rng: Random generator for the incoming weights of new units.
 

@@ -21,7 +21,7 @@ from evogrpo.models.networks.networks import ModuleNetwork
 from evogrpo.models.networks.train_states import IntArray, Layout, Stack, StackedTrainStates, lay_out
 
 Layouts = list[tuple[Stack, Layout]]
-MIN_MEMORY = 1024  # bytes: a pass of one row cannot be halved
+MIN_MEMORY = 1024  # bytes; below it, running out of memory is an error
 
 Read = Callable[[Batch, Tensor | None, Tensor], Sequence[Tensor]]
 """(rows, positions in `[n * t]` or None for all in order, network outputs `[c, o]` there) -> values `[c, ...]`."""
@@ -223,8 +223,8 @@ class StackedBank(StackedTrainStates):
             except torch.OutOfMemoryError:
                 if self.memory < MIN_MEMORY:
                     raise
-                self.memory //= 2  # repeat with smaller parts: no weights have changed
-        batch.stop.check()  # the last time before weights change
+                self.memory //= 2  # repeat with smaller parts; no weights have changed yet
+        batch.stop.check()  # before weights change
         log_probs, entropies, *divergences = scores
         return Update(
             reports=self.step(hyperparameters, losses),

@@ -102,7 +102,7 @@ class Categorical(Distribution):
     Args:
         counts: Number of values of each choice.
         shape: Shape of one action.
-        dtype: Of the actions.
+        dtype: Data type of the actions.
     """
 
     def __init__(self, counts: tuple[int, ...], shape: tuple[int, ...], dtype: Any) -> None:
@@ -162,7 +162,7 @@ class Bernoulli(Distribution):
 
     Args:
         shape: Shape of one action.
-        dtype: Of the actions.
+        dtype: Data type of the actions.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:

@@ -229,21 +229,18 @@ class DefaultNetwork:
         for name, shape in self.shapes.items():
             if name.endswith(".bias"):
                 parameters[name] = torch.zeros(shape)
-                continue
-            rng, gain = generator(seed, f"init {name}"), 0.01 if name == "output.weight" else 2**0.5
-            if len(shape) == 4:  # units are the first axis of a convolution, the last of a hidden layer
-                parameters[name] = gain * orthogonal(rng, shape[0], int(np.prod(shape[1:]))).reshape(shape)
             else:
-                parameters[name] = gain * orthogonal(rng, *shape)
+                rng, gain = generator(seed, f"init {name}"), 0.01 if name == "output.weight" else 2**0.5
+                parameters[name] = gain * orthogonal(rng, shape[0], math.prod(shape[1:])).reshape(shape)
         return parameters
 
     def __call__(self, parameters: Parameters, observations: Any) -> Tensor:
         """Return outputs `[q, w, o]` of parameters `[q, ...]` for observations `[q, w, ...]`, without gradient."""
-        space = self._idle.pop() if self._idle else Workspace()
+        workspace = self._idle.pop() if self._idle else Workspace()
         with torch.no_grad():
             features = self._features(parameters, observations, parameters["output.bias"].device)
-            outputs = self._run(parameters, features, space)[1]
-        self._idle.append(space)
+            outputs = self._run(parameters, features, workspace)[1]
+        self._idle.append(workspace)
         return outputs
 
     def vjp(self, parameters: Parameters, observations: Any) -> tuple[Tensor, AddGradients]:
@@ -252,8 +249,8 @@ class DefaultNetwork:
         leaves = {name: parameters[name].detach().requires_grad_() for name in names}
         with torch.set_grad_enabled(bool(names)):
             features = self._features(leaves, observations, parameters["output.bias"].device)
-        space = self._idle.pop() if self._idle else Workspace()
-        values, outputs = self._run(parameters, features.detach(), space)
+        workspace = self._idle.pop() if self._idle else Workspace()
+        values, outputs = self._run(parameters, features.detach(), workspace)
 
         def add(grad: Tensor, gradients: Parameters) -> None:
             # 1. Hidden layers and output. The rounding of a product does not depend on the number of members, that of
@@ -264,11 +261,11 @@ class DefaultNetwork:
                 gradients[f"{name}.weight"].baddbmm_(values[number].transpose(1, 2), grad)
                 gradients[f"{name}.bias"][:, None].baddbmm_(ones, grad)
                 if number or names:
-                    out = space.take(f"grad {number}", tuple(values[number].shape), grad)
+                    out = workspace.take(f"grad {number}", tuple(values[number].shape), grad)
                     grad = torch.bmm(grad, parameters[f"{name}.weight"].transpose(1, 2), out=out)
                 if number:
                     grad = DERIVATIVES[self.config.activation](grad, values[number])
-            self._idle.append(space)
+            self._idle.append(workspace)
             # 2. Convolutions, by autograd.
             if names:
                 grads = torch.autograd.grad(features, list(leaves.values()), grad)
@@ -282,16 +279,16 @@ class DefaultNetwork:
 
         Measured with 8 members, 32 rows each and two layers of 64: 40 microseconds; 105 in torch, mostly for its tanh.
         """
-        space, values = self._idle.pop() if self._idle else Workspace(), features
+        workspace, values = self._idle.pop() if self._idle else Workspace(), features
         for name in self._layers[:-1]:
             weight = parameters[f"{name}.weight"]
-            hidden = space.take(name, (*values.shape[:2], weight.shape[2]), _NUMBERS)
+            hidden = workspace.take(name, (*values.shape[:2], weight.shape[2]), _NUMBERS)
             values = np.matmul(values, weight, out=hidden.numpy())
             values += parameters[f"{name}.bias"][:, None]
             self._activate(hidden)
         outputs: FloatArray = np.matmul(values, parameters["output.weight"])
         outputs += parameters["output.bias"][:, None]
-        self._idle.append(space)
+        self._idle.append(workspace)
         return outputs
 
     def _features(self, parameters: Parameters, observations: Any, device: torch.device) -> Tensor:
@@ -312,12 +309,12 @@ class DefaultNetwork:
             parts.append(torch.stack(features))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
-    def _run(self, parameters: Parameters, features: Tensor, space: Workspace) -> tuple[list[Tensor], Tensor]:
+    def _run(self, parameters: Parameters, features: Tensor, workspace: Workspace) -> tuple[list[Tensor], Tensor]:
         """Return the inputs of each layer, and the outputs `[q, w, o]`."""
         values = [features]
         for name in self._layers[:-1]:
             weight, bias = parameters[f"{name}.weight"], parameters[f"{name}.bias"]
-            hidden = space.take(name, (*features.shape[:2], weight.shape[2]), features)
+            hidden = workspace.take(name, (*features.shape[:2], weight.shape[2]), features)
             torch.baddbmm(bias[:, None], values[-1], weight, out=hidden)
             self._activate(hidden)
             values.append(hidden)

@@ -190,16 +190,16 @@ class Stack:
         """Views of the weights in numpy, by parameter."""
         return {key: value.numpy() for key, value in self._views["weights"].items()}
 
-    def step(self, taken: Mapping[int, tuple[int, float, float]], settings: Optimizer) -> None:
+    def step(self, updates: Mapping[int, tuple[int, float, float]], settings: Optimizer) -> None:
         """Take AdamW steps (number, lr, factor on the gradient) by row; overwrites `gradient`.
 
         All rows are computed and those without a step are restored, so that a row's bits do not depend on other steps.
         """
         rows = range(len(self.slots))
-        idle = [row for row in rows if row not in taken]
+        idle = [row for row in rows if row not in updates]
         weights, exp_avg, exp_avg_sq = matrices = [self.tensors[name] for name in ("weights", "exp_avg", "exp_avg_sq")]
         saved = [matrix[idle] for matrix in matrices]
-        numbers, lrs, factors = zip(*(taken.get(row, (1, 0.0, 1.0)) for row in rows), strict=True)
+        numbers, lrs, factors = zip(*(updates.get(row, (1, 0.0, 1.0)) for row in rows), strict=True)
         gradients = self.gradient.mul_(torch.tensor(factors, device=self.gradient.device)[:, None])
         adamw_steps_(
             *(weights, gradients, exp_avg, exp_avg_sq, numbers, lrs),
@@ -277,11 +277,11 @@ class StackedTrainStates:
             config = network or NetworkConfig()
         else:
             self._module = ModuleNetwork(network, observation_space, self.distribution.outputs, device)
-            taken = sorted(set(self._module.shapes) & set(free))
-            if taken:
+            reserved = sorted(set(self._module.shapes) & set(free))
+            if reserved:
                 raise ValueError(
-                    f"{self._module.name} must have no parameter named {taken[0]!r}, which is reserved for the action "
-                    "distribution. Rename the parameter."
+                    f"{self._module.name} must have no parameter named {reserved[0]!r}, which is reserved for the "
+                    "action distribution. Rename the parameter."
                 )
         initial = self._network_for(config)
         shapes = initial.shapes | dict(free)
@@ -462,17 +462,17 @@ class StackedTrainStates:
             norms = torch.linalg.vector_norm(stack.gradient, dim=1).tolist()
             rows = {slot: row for row, slot in enumerate(stack.slots) if slot in hyperparameters}
             lrs = {slot: hyperparameters[slot].lr * settings.factor(self._steps[slot]) for slot in rows}
-            taken = {
+            updates = {
                 row: (self._steps[slot] + 1, lrs[slot], min(1.0, hyperparameters[slot].max_grad_norm / (norm + 1e-6)))
                 for slot, row in rows.items()
                 if math.isfinite(norm := norms[row])
             }
-            if taken:
-                stack.step(taken, settings)
+            if updates:
+                stack.step(updates, settings)
             finite = stack.tensors["weights"].sum(1).isfinite().tolist()
             for slot, row in rows.items():
-                self._steps[slot] += row in taken
-                norm = norms[row] if row in taken and finite[row] else math.nan
+                self._steps[slot] += row in updates
+                norm = norms[row] if row in updates and finite[row] else math.nan
                 report = UpdateReport(grad_norm=norm, lr=lrs[slot], loss=losses[slot], step=self._steps[slot])
                 reports[slot] = report
         return reports

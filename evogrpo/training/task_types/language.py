@@ -24,9 +24,9 @@ from evogrpo.models.language.loading import (
     BaseModel,
     check_quantised,
     choose_precision,
+    default_dtype,
     load_base,
     load_outline,
-    own_precision,
 )
 from evogrpo.models.language.lora import LoraTargets, lora_from_json, read_adapter
 from evogrpo.models.language.sampling import rows_at_once
@@ -157,7 +157,7 @@ class PreparedLanguage:
         weights = self.trained.size
         parts, precision = shard_count(config.base_parts), FLOAT if config.precision == "float32" else 2
         if config.precision in PACKAGES:
-            precision = own_precision(device).itemsize
+            precision = default_dtype(device).itemsize
             base = bytes_of(outline, config.precision, precision)
         else:
             base = parameters_per_rank(outline, parts) * precision
