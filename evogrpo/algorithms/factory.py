@@ -304,28 +304,28 @@ def _network_policy_set(
 
 
 def auto_space(
-    options: Mapping[str, Any], samples_per_step: int | None, *, words: bool, unused: Collection[str]
+    options: Mapping[str, Any], samples_per_step: int | None, *, language: bool, unused: Collection[str]
 ) -> HyperparameterConfig:
     """Return the search space "auto": the most important hyperparameters that are neither set nor unused.
 
     Args:
         options: Arguments of the agents.
         samples_per_step: Number that group sizes must divide; None = any.
-        words: True for language models.
+        language: True for language models, False for small networks.
         unused: Hyperparameters that the algorithm does not use.
     """
     chosen = {name: options[name] for name in HYPERPARAMETER_NAMES if options.get(name) is not None}
     objective = options.get("objective")
     if not isinstance(objective, Objective):  # None, or invalid and rejected later
-        objective = Objective() if words else STEPWISE
+        objective = Objective() if language else STEPWISE
     unset = {"target_kl": None} if "target_kl" in unused else {}
     return default_space(
-        LANGUAGE_RANGES if words else NETWORK_RANGES,
+        LANGUAGE_RANGES if language else NETWORK_RANGES,
         objective,
-        HyperparameterConfig().first({} if words else NETWORK_DEFAULTS, {**unset, **chosen}),
+        HyperparameterConfig().first({} if language else NETWORK_DEFAULTS, {**unset, **chosen}),
         fixed={*chosen, *unused},
         samples_per_step=samples_per_step,
-        rows_are_samples=words,
+        rows_are_samples=language,
     )
 
 

@@ -158,8 +158,8 @@ class EvolvableAlgorithm(Agent):
         flag("spread", spread)
         arguments: dict[str, Any] = {**options}
         if options.get("hp_config") == "auto":
-            words, unused = is_language_model(actor_network), cls.unused_options
-            arguments["hp_config"] = auto_space(options, samples_per_step, words=words, unused=unused)
+            language, unused = is_language_model(actor_network), cls.unused_options
+            arguments["hp_config"] = auto_space(options, samples_per_step, language=language, unused=unused)
         arguments = cls.options_of_class(arguments)
         # 2. Policies.
         members, first = cls._build(size, observation_space, action_space, actor_network, pad_token_id, arguments)

@@ -65,14 +65,14 @@ def chunked_log_probs(
     needs_grad = hidden.requires_grad and torch.is_grad_enabled()
     if weight is not None and uses_onednn(FEW_ROWS, hidden, weight):
         chunk = min(chunk, FEW_ROWS)  # measured as the fastest of 32 to 1,024: its memory is reused
-    vocabulary = (
+    vocabulary_head = (
         _FunctionHead(head, needs_grad)
         if weight is None
         else _LinearHead(weight, min(chunk, len(hidden)), hidden.dtype)
     )
     log_probs, entropies = _ChunkedLogProbs.apply(
         hidden if needs_grad else hidden.detach(),
-        vocabulary,
+        vocabulary_head,
         targets,
         temperature,
         forbidden,

@@ -82,7 +82,7 @@ def fast_and_slow(monkeypatch):
 
 LATER = tuple((*SYSTEM, *prompt) for prompt in (*PROMPTS, (20,)))
 IN_BLOCKS = [(attention, "BLOCK", 2), (attention, "MAX_KEPT_KEYS", 4)]
-FOLDED = [(attention, "BLOCK", 64), (attention, "MAX_KEPT_KEYS", 0)]
+RECOMPUTED = [(attention, "BLOCK", 64), (attention, "MAX_KEPT_KEYS", 0)]
 BY_TORCH = [(attention, "BLOCK", 0), (attention, "_in_blocks", lambda *given: attention._by_torch(*given[:-1]))]
 GROWING = [(decode, "MIN_GROWTH", 2)]
 SEVEN = {"tokens": 7}
@@ -98,7 +98,7 @@ CASES = [
     # Attention in blocks with recomputation, and as on other devices.
     ("llama 3, keys for every head", {}, SEVEN, IN_BLOCKS),
     ("qwen2, some windows", {}, SEVEN, IN_BLOCKS),
-    ("qwen2, some windows", {}, SEVEN, FOLDED),
+    ("qwen2, some windows", {}, SEVEN, RECOMPUTED),
     ("qwen2, some windows", {}, {}, BY_TORCH),
     # A KV cache that grows.
     ("qwen2, some windows", {}, {"tokens": 9}, GROWING),

@@ -23,7 +23,7 @@ from evogrpo.models.language.loading import (
     quantised_options,
 )
 from evogrpo.models.language.lora import check_export
-from evogrpo.models.language.sizing import base_bytes, bytes_of
+from evogrpo.models.language.sizing import base_bytes, quantised_bytes
 from tests.distributed.parting import learn_both_ways, store
 from tests.tiny_models import tiny_model
 from tests.tiny_training import randomise_adapter, tiny_agent, tiny_population
@@ -76,7 +76,7 @@ def test_fingerprint_matches_the_plain_base(kind: Any, base: PreTrainedModel, st
         expected, got = plain.eval()(input_ids=ids).logits, base(input_ids=ids).logits
     off = float((got - expected).norm() / expected.norm())
     assert 1e-4 < off < 0.5
-    estimate = bytes_of(load_outline(stored).model, kind, 4)
+    estimate = quantised_bytes(load_outline(stored).model, kind, 4)
     assert estimate <= base_bytes(base) * 1.1
     assert base_bytes(base) <= estimate * 1.1 < 0.6 * base_bytes(plain)
 

@@ -101,13 +101,12 @@ def merge_reports(reports: Mapping[str, LearnReport], *, several: bool) -> Learn
     for name in dict.fromkeys(name for report in reports.values() for name in report.metrics):
         values = [report.metrics[name] for report in reports.values() if name in report.metrics]
         metrics[name] = sum(values) / len(values)
-    if several:
-        metrics |= {
-            f"{policy}/{name}": report.metrics[name]
-            for policy, report in reports.items()
-            for name in PER_POLICY
-            if name in report.metrics
-        }
+    metrics |= {
+        f"{policy}/{name}": report.metrics[name]
+        for policy, report in reports.items()
+        for name in PER_POLICY
+        if name in report.metrics
+    }
     gains: dict[int, float] = {}
     for report in reports.values():
         for source, gain in report.gains.items():

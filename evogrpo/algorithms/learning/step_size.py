@@ -211,8 +211,8 @@ class StepSizes:
             if outcomes.sampled_by is not None:
                 own_rows = rows[outcomes.sampled_by[rows] == slot]
                 rows = own_rows if len(own_rows) else rows
-            most = MEASURED_ACTIONS if transitions else MEASURED_COMPLETIONS
-            self._rows[slot] = rows[torch.linspace(0, len(rows) - 1, min(most, len(rows))).long().to(rows.device)]
+            count = MEASURED_ACTIONS if transitions else MEASURED_COMPLETIONS
+            self._rows[slot] = rows[torch.linspace(0, len(rows) - 1, min(count, len(rows))).long().to(rows.device)]
             if outcomes.sampled_by is not None and not len(own_rows):
                 self._before[slot] = self._bank.log_probs(self._training_rows.select_for_pass(self._rows[slot]))
         self._states = {slot: bank.state(slot) for slot in self._controls}

@@ -191,9 +191,9 @@ def rewarded_batch(
         steps = pad(steps, (0, rollout.present.shape[1] - steps.shape[1]), value=torch.nan)
     # 1. Add the overlong penalty. Rows without a reward stay NaN.
     if settings.objective.overlong_buffer is not None:
-        sampled, most = rollout.action_mask, settings.max_output_tokens
+        sampled, lengths = rollout.action_mask, 1 + positions_in_turn(rollout.action_mask)
         ends = sampled & ~pad(sampled, (0, 1))[:, 1:]  # last tokens of turns: a reply has at least one token
-        by_turn = overlong_penalty(1 + positions_in_turn(sampled), most, settings.objective.overlong_buffer).double()
+        by_turn = overlong_penalty(lengths, settings.max_output_tokens, settings.objective.overlong_buffer).double()
         by_turn = torch.where(ends, by_turn, 0.0)
         penalty = torch.where(rewards.isnan(), torch.nan, by_turn.sum(1))
         rewards = rewards + penalty
@@ -362,7 +362,7 @@ def _append(states: Sequence[_State], active: Sequence[int], sampled: Rollout) -
 def _reply(
     batch: PromptBatch, states: Sequence[_State], waiting: Sequence[Conversation], room: int | None
 ) -> dict[int, tuple[int, ...]]:
-    """Append the environment's replies; return all tokens after the prompt of the rows that continue."""
+    """Append the environment's replies; return all tokens after the prompt, for each row that continues."""
     replies = batch.respond(waiting) if waiting else []
     if len(replies) != len(waiting):
         raise ValueError(f"respond must return one entry per conversation, got {len(replies)} for {len(waiting)}.")

@@ -49,7 +49,7 @@ class PolicySpec:
 
     @cached_property
     def observation_space(self) -> spaces.Space[Any]:
-        """Observation space of the policy: that of an agent, and one flag per agent if `agent_ids` is set."""
+        """Observation space of the policy: an agent's space, with one flag per agent added if `agent_ids` is set."""
         space, flags = self.agent_space, len(self.agents)
         if not self.agent_ids:
             return space

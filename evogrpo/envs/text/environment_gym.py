@@ -527,9 +527,9 @@ class EnvironmentGym(PromptEnvironment):
         rewards: tuple[Reward, ...] = ()
         if reward_funcs is not None or not self._own_rewards:
             rewards = make_rewards(None, reward_funcs, reward_weights)
-        twice = self._own_rewards.keys() & {reward.name for reward in rewards}
-        if twice:
-            raise ValueError(f"reward_funcs must not have the name of an environment, got {min(twice)}. Rename it.")
+        repeated = self._own_rewards.keys() & {reward.name for reward in rewards}
+        if repeated:
+            raise ValueError(f"reward_funcs must not have the name of an environment, got {min(repeated)}. Rename it.")
         env_rewards = [Reward(name=name, weight=1.0, batched=True, function=_own_reward) for name in self._own_rewards]
         # 4. Prompts; the observation of each row's environment belongs to them.
         super().__init__(train_dataset, test_dataset, tokenizer, rewards=(*rewards, *env_rewards), **options)

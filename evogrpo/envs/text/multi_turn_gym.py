@@ -37,14 +37,14 @@ def reply_tokens(reply: str, tokenizer: Tokenizer, options: Options, *, ended: b
     Raises:
         ValueError: If there is no template, or it renders earlier turns differently once another turn follows.
     """
-    said = "This is answered."
-    messages = [{"role": "user", "content": "What is asked?"}, {"role": "assistant", "content": said}]
+    answer = "This is answered."
+    messages = [{"role": "user", "content": "What is asked?"}, {"role": "assistant", "content": answer}]
     before, after = render_reply(messages, [{"role": "user", "content": reply}], tokenizer, options)
-    if said not in before:
+    if answer not in before:
         raise ValueError(
             f"chat_template must render the text of assistant messages, got {before!r}. Set another template."
         )
-    between = after[before.rfind(said) + len(said) :]
+    between = after[before.rfind(answer) + len(answer) :]
     if ended:
         between = between.removeprefix(str(tokenizer.decode([tokenizer.eos_token_id])))
     return tuple(tokenizer([between], add_special_tokens=False)["input_ids"][0])

@@ -114,9 +114,9 @@ def find_weight_layout(model: PreTrainedModel, decoder: nn.Module) -> WeightLayo
     ):
         return None
     names = {module: name for name, module in model.named_modules()}
-    whole: Any = decoder
+    untyped: Any = decoder
     layers = []
-    for number, layer in enumerate(whole.layers[: config.num_hidden_layers]):
+    for number, layer in enumerate(untyped.layers[: config.num_hidden_layers]):
         attention, mlp = layer.self_attn, layer.mlp
         slides = windows == "all" or (windows == "named" and config.layer_types[number] == "sliding_attention")
         q, k, v, output, gate, up, down = (
@@ -143,8 +143,8 @@ def find_weight_layout(model: PreTrainedModel, decoder: nn.Module) -> WeightLayo
         decoder=decoder,
         layers=tuple(layers),
         heads=(config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads),
-        width=whole.layers[0].self_attn.head_dim,
-        scaling=whole.layers[0].self_attn.scaling,
+        width=untyped.layers[0].self_attn.head_dim,
+        scaling=untyped.layers[0].self_attn.scaling,
     )
 
 

@@ -253,8 +253,8 @@ class AdapterStates:
         if self.reference is not None:
             self._matrices["reference"] = self.reference
         zero = initial.new_zeros(())
-        self._at_birth = {self.weights_key: initial, "reference": initial, "exp_avg": zero, "exp_avg_sq": zero}
-        self._at_birth["running_stats"] = self.running_stats[0].clone()
+        self._initial_state = {self.weights_key: initial, "reference": initial, "exp_avg": zero, "exp_avg_sq": zero}
+        self._initial_state["running_stats"] = self.running_stats[0].clone()
         self._steps, self.changes = [0] * size, [0] * size
         # 3. Views of the weights for the passes.
         self._views = dict[PolicyVersion, LoraAdapters | MemberModels]()
@@ -365,7 +365,7 @@ class AdapterStates:
         for name, matrix in self._matrices.items():
             # The right-hand side is a copy, so parents may be overwritten as well.
             matrix[list(copies)] = matrix[list(copies.values())]
-            matrix[new] = self._at_birth[name]
+            matrix[new] = self._initial_state[name]
         self._steps = [0 if parent is None else self._steps[parent] for parent in parents]
         for slot in (*copies, *new):
             self.changes[slot] += 1

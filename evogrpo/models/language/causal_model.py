@@ -386,8 +386,8 @@ class CausalModel:
         if self._active_fast_llama is not None:
             passes = self._active_fast_llama
 
-            def begin(some: Tensor) -> Decoding:
-                return FastDecoding(passes, prefix, prompt_of[some], slots[some], room, make_hook)
+            def begin(numbers: Tensor) -> Decoding:
+                return FastDecoding(passes, prefix, prompt_of[numbers], slots[numbers], room, make_hook)
 
             # Run rows with equal tokens so far as one. On a GPU, finding them would synchronise at every token. In
             # lockstep, passes must not depend on the tokens of a rank.

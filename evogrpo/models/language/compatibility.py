@@ -38,7 +38,7 @@ def frozen_model(model: nn.Module) -> Iterator[None]:
 def grouped_attention(device: torch.device) -> Iterator[None]:
     """On a CPU, make transformers use grouped-query attention without copying keys and values for each head.
 
-    By default, transformers does so only without a mask, a limit of other devices' kernels.
+    By default, transformers does so only without a mask, because kernels of other devices need that.
     """
     name = "TRANSFORMERS_SDPA_FORCE_GQA"
     before = os.environ.get(name)

@@ -203,17 +203,17 @@ def shard(model: PreTrainedModel, parts: int, device: str) -> None:
     kind = torch.device(device).type
     if kind == "cuda":
         torch.cuda.set_device(device if ":" in device else f"{device}:0")
-    crew = processes()
+    ranks = processes()
     names = ("copies", "parts")
     mesh = init_device_mesh(
-        kind, (crew.size // parts, parts), mesh_dim_names=names, backend_override={"parts": BACKENDS[kind]}
+        kind, (ranks.size // parts, parts), mesh_dim_names=names, backend_override={"parts": BACKENDS[kind]}
     )["parts"]
     model.requires_grad_(False)
     layers = layers_of(model)
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     _SHARDED[model] = ShardedLayers(layers, parts)
-    crew.lockstep = True
+    ranks.lockstep = True
     in_layers = {parameter for layer in layers for parameter in layer.parameters()}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

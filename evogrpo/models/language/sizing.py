@@ -130,7 +130,7 @@ def stored_bytes(values: torch.Tensor) -> int:
     return values.numel() * values.element_size()
 
 
-def bytes_of(outline: PreTrainedModel, kind: str, compute: int) -> int:
+def quantised_bytes(outline: PreTrainedModel, kind: str, compute: int) -> int:
     """Return the bytes of a model's weights with quantised linear layers, the vocabulary head excepted.
 
     Args:

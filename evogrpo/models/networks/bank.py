@@ -88,22 +88,21 @@ class StackedBank(StackedTrainStates):
             for stack, layout in layouts:
                 if stack.reads_features and self.device.type == "cpu":
                     features = np.asarray(observations, dtype=np.float32).reshape(len(member_ids), -1)
-                    whole = layout.in_order and layout.index.size == len(member_ids)
-                    features = features.reshape(*layout.index.shape, -1) if whole else features[layout.index]
+                    all_in_order = layout.in_order and layout.index.size == len(member_ids)  # needs no gathering
+                    features = features.reshape(*layout.index.shape, -1) if all_in_order else features[layout.index]
                     outputs = stack.outputs_in_numpy(layout.rows, features)
                 else:
                     laid_out = map_tensors(to_tensors(observations), itemgetter(torch.from_numpy(layout.index)))
                     outputs = stack.outputs("weights", layout.rows, laid_out).cpu().numpy()
                 outputs = outputs.reshape(-1, outputs.shape[2])
                 parts.append(outputs if layout.real is None else outputs[layout.real])
-            if len(parts) == 1 and layouts[0][1].in_order:
-                together = parts[0]
-            else:
-                together = np.empty((len(member_ids), parts[0].shape[1]), dtype=np.float32)
+            outputs = parts[0]
+            if len(parts) > 1 or not layouts[0][1].in_order:
+                outputs = np.empty((len(member_ids), parts[0].shape[1]), dtype=np.float32)
                 for (_, layout), part in zip(layouts, parts, strict=True):
-                    together[layout.items] = part
+                    outputs[layout.items] = part
             # 2. Actions.
-            actions, log_probs = self.distribution.sample(together, uniforms, temperature, action_mask)
+            actions, log_probs = self.distribution.sample(outputs, uniforms, temperature, action_mask)
         return SampledActions(actions=actions, log_probs=log_probs)
 
     def _layouts(self, purpose: str, slots: IntArray, *, base: bool) -> Layouts:

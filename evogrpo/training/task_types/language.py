@@ -33,9 +33,9 @@ from evogrpo.models.language.sampling import rows_at_once
 from evogrpo.models.language.sizing import (
     FLOAT,
     base_bytes,
-    bytes_of,
     learning_bytes,
     parameters_per_rank,
+    quantised_bytes,
     sampling_bytes,
 )
 from evogrpo.text import count_text, number_text, pluralize, shorten, user_line
@@ -158,7 +158,7 @@ class PreparedLanguage:
         parts, precision = shard_count(config.base_parts), FLOAT if config.precision == "float32" else 2
         if config.precision in PACKAGES:
             precision = default_dtype(device).itemsize
-            base = bytes_of(outline, config.precision, precision)
+            base = quantised_bytes(outline, config.precision, precision)
         else:
             base = parameters_per_rank(outline, parts) * precision
         memory = peak_memory(
