@@ -51,8 +51,8 @@ class SamplingOptions:
     repetition_penalty: PositiveFloat = 1.0
 
 
-WHOLE = SamplingOptions()
-"""No truncation."""
+UNTRUNCATED = SamplingOptions()
+"""The whole distribution."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class SamplingBatch:
     uniforms: Tensor | None = None
     max_new_tokens: int = 0
     min_new_tokens: int = 0
-    options: SamplingOptions = WHOLE
+    options: SamplingOptions = UNTRUNCATED
     history: tuple[tuple[int, ...], ...] | None = None
     keep: bool = False
     kept: object | None = None
@@ -126,8 +126,8 @@ class Rollout:
     Attributes:
         actions: `[n, t]` token ids; the padding id after the end.
         present: `[n, t]` True for tokens of completions (the end of sequence included) and of replies.
-        log_probs: `[n, t]` log-probabilities in nats of the distribution sampled from, after `SamplingBatch.options`; 0
-            where not present.
+        log_probs: `[n, t]` log-probabilities in nats under the distribution after `SamplingBatch.options`; 0 where not
+            present.
         truncated: `[n]` True if the row reached its maximum length without an end of sequence.
         exact: The log-probabilities equal the trainer's, up to rounding in float32. Always False with truncating
             options.
@@ -164,7 +164,7 @@ class Conversation:
         start: Position of its prompt in the batch of prompts.
         completions: Sampled token ids of each completion, without padding and with a final EOS.
         replies: Token ids of the reply to each completion; one fewer than completions until the last is replied to.
-        truncated: True if the last completion ran out of tokens, or a further one had no room.
+        truncated: True if the last completion reached its maximum length, or a further one would exceed a limit.
     """
 
     row: int
@@ -185,7 +185,7 @@ class Conversation:
 
     @property
     def sampled(self) -> tuple[bool, ...]:
-        """Return for each of `tokens` True if it belongs to a completion, False if to a reply."""
+        """For each of `tokens`, True if it belongs to a completion, False if it belongs to a reply."""
         return tuple(number % 2 == 0 for number, part in enumerate(self.turns) for _ in part)
 
     @property
@@ -216,14 +216,14 @@ def unpadded(actions: Tensor, present: Tensor) -> list[list[int]]:
 
 
 def positions_in_turn(sampled: Tensor) -> Tensor:
-    """Return the index of each sampled token within its turn, `[n, t]`; meaningless at other tokens.
+    """Return the index of each sampled token within its turn, `[n, t]`; undefined at other tokens.
 
     Args:
         sampled: `[n, t]` True for sampled tokens. Turns are separated by the tokens of replies.
     """
     column = torch.arange(sampled.shape[1], device=sampled.device)
     begins = sampled & ~torch.nn.functional.pad(sampled, (1, 0))[:, :-1]
-    # The largest first column so far is that of the current turn.
+    # The first column of the current turn is the largest one of the turns so far.
     return column - torch.where(begins, column, 0).cummax(1).values
 
 
@@ -245,7 +245,7 @@ class SampledActions:
 
 
 class Actor(Protocol):
-    """Acts for members step by step; implemented by banks of small networks."""
+    """Samples the actions of members, one step at a time; implemented by banks of small networks."""
 
     def act(
         self,
@@ -285,11 +285,11 @@ class Batch:
         actions: `[n, t]` token ids or actions, or `[n, t, ...]` where an action is a vector.
         present: `[n, t]` True where attention sees the token.
         action_mask: `[n, t]` True where the action counts in the loss, a subset of `present`.
-        chosen: `[n, t]` True where the member chose the action, also if left out of the loss. Defaults to `present`. In
-            conversations, each run of chosen tokens is a turn; see `positions_in_turn`.
+        chosen: `[n, t]` True where the member chose the action, even if it is left out of the loss. Defaults to
+            `present`. In conversations, consecutive chosen tokens are a turn; see `positions_in_turn`.
         rewards: `[n]` total reward; NaN = no reward applies.
         group_ids: `[n]` group of each row: one member, one prompt (or reset seed).
-        member_ids: `[n]` slots of the members that score the rows and learn from them.
+        member_ids: `[n]` slots of the members that learn from the rows.
         sampler_log_probs: `[n, t]` log-probabilities in nats at sampling time; None = unknown.
         exact: `sampler_log_probs` equal the trainer's, up to rounding in float32.
         sampled_by: `[n]` slots of the members that acted; None = `member_ids`.
@@ -343,17 +343,17 @@ class Batch:
         return self.select(torch.isin(self.member_ids, wanted).nonzero()[:, 0])
 
     def counted_actions(self) -> tuple[Tensor, Tensor]:
-        """Return the flat indices (into `[n * t]`) of the actions that count, and the row of each."""
-        places = self.action_mask.flatten().nonzero()[:, 0]
-        return places, places // self.action_mask.shape[1]
+        """Return the flat indices (into `[n * t]`) of the actions that count in the loss, and the row of each."""
+        indices = self.action_mask.flatten().nonzero()[:, 0]
+        return indices, indices // self.action_mask.shape[1]
 
     def flatten_actions(self) -> "Batch":
-        """Return one row of a single action for each action that counts, row by row.
+        """Return a batch with one row of a single action for each action that counts in the loss.
 
         Groups, members and rewards are repeated; other values of whole episodes are dropped. Only for small networks,
         whose inputs can be split by action.
         """
-        places, row = self.counted_actions()
+        indices, row = self.counted_actions()
         counted = torch.ones(len(row), 1, dtype=torch.bool, device=row.device)
         fields: dict[str, Any] = dict.fromkeys(("step_rewards", "reward_components", "truncated"))
         for name in ("rewards", "group_ids", "member_ids", "sampled_by"):
@@ -361,10 +361,10 @@ class Batch:
             fields[name] = None if value is None else select_rows(value, row)
         for name in ("actions", "sampler_log_probs"):
             value = getattr(self, name)
-            fields[name] = None if value is None else value.flatten(0, 1).index_select(0, places)[:, None]
+            fields[name] = None if value is None else value.flatten(0, 1).index_select(0, indices)[:, None]
         return replace(
             self,
-            inputs=self.inputs.flatten_actions(places, row),
+            inputs=self.inputs.flatten_actions(indices, row),
             present=counted,
             action_mask=counted,
             chosen=counted,
@@ -436,7 +436,7 @@ class TokenInputs:
         return replace(self, prompt_ids=ids, temperature=temperature)
 
     def concatenate(self, other: "TokenInputs", width: int) -> "TokenInputs":
-        """Return the inputs of both; the prompts of one must be the first prompts of the other."""
+        """Return the inputs of both batches in order; the prompts of one must be the first prompts of the other."""
         return replace(
             self,
             prompts=max(self.prompts, other.prompts, key=len),
@@ -469,16 +469,16 @@ class ObservationInputs:
             action_masks=map_tensors(self.action_masks, lambda leaf: select_rows(leaf, rows)),
         )
 
-    def flatten_actions(self, places: Tensor, row: Tensor) -> "ObservationInputs":
+    def flatten_actions(self, indices: Tensor, row: Tensor) -> "ObservationInputs":
         """Return one row `[1, ...]` for each of the given actions.
 
         Args:
-            places: Flat indices of the actions, into `[n * t]`.
+            indices: Flat indices of the actions, into `[n * t]`.
             row: Row of each action.
         """
 
         def single(leaf: Tensor) -> Tensor:
-            return leaf.flatten(0, 1).index_select(0, places)[:, None]
+            return leaf.flatten(0, 1).index_select(0, indices)[:, None]
 
         return ObservationInputs(
             observations=map_tensors(self.observations, single),
@@ -557,7 +557,7 @@ class UpdateReport:
 
 
 class _Metric:
-    """Metric of a learning report as an attribute; NaN if not measured."""
+    """Attribute of `LearnReport` that reads one of its metrics; NaN if it was not measured."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TIMEOUT_MINUTES = 60
-"""Timeout of collectives, and so the longest that one rank may take for its share of a step. The environment variable
-EVOGRPO_TIMEOUT_MINUTES overrides it."""
+"""Timeout of collectives: a rank may take at most this long for its share of a step. The environment variable
+EVOGRPO_TIMEOUT_MINUTES replaces it."""
 
 
 def timeout_minutes() -> float:
@@ -58,19 +58,19 @@ class Processes:
     Attributes:
         rank: As given.
         size: As given.
-        interruptible: The work under way may be abandoned on this rank alone; `section` tells the others.
+        interruptible: True while this rank may abandon its work alone, because a `section` informs the others.
         waiting_seconds: Time spent in exchanges, mostly waiting for other ranks.
-        in_section: The work under way is inside a `section`.
-        lockstep: Passes of a base model are run by all ranks together, because each holds a part of it.
-        broken: Error raised inside such a pass. The other ranks cannot follow, so outcomes are not exchanged.
+        in_section: True inside a `section`.
+        lockstep: True if all ranks run the passes of the base model together, because each holds a part of it.
+        lockstep_error: Error inside such a pass, after which ranks cannot exchange outcomes; None = no error.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
         self.rank, self.size, self._group = rank, size, group
         self.interruptible, self.in_section, self.lockstep = size == 1, False, False
         self.waiting_seconds = 0.0
-        self.broken: BaseException | None = None
-        self._agreed: BaseException | None = None  # raised on all ranks
+        self.lockstep_error: BaseException | None = None
+        self._agreed_error: BaseException | None = None  # the last error that was raised on all ranks
 
     @property
     def is_rank_zero(self) -> bool:
@@ -83,7 +83,7 @@ class Processes:
     def section(self) -> Iterator[None]:
         """Run a block on every rank, then exchange its outcomes, so that all ranks raise if one fails.
 
-        Sections may be nested: the other ranks learn of a failure between inner sections in their next section or sum.
+        Sections may be nested. A failure between inner sections is raised on other ranks in their next section or sum.
 
         Raises:
             Interrupted: If any rank was interrupted.
@@ -93,13 +93,13 @@ class Processes:
         if self.size == 1:
             yield
             return
-        # 1. Local work. Errors are kept until all ranks know of them.
+        # 1. Local work. An error is kept until the exchange, unless all ranks have it already or none can exchange.
         outer, failure = self.in_section, None
         try:
             self.interruptible = self.in_section = True
             yield
         except (Interrupted, Exception) as error:  # raised again below
-            if self.has_agreed(error) or error is self.broken:
+            if self.raised_on_all_ranks(error) or error is self.lockstep_error:
                 raise
             failure = error
         finally:
@@ -114,9 +114,9 @@ class Processes:
         return self.all_gather(result)
 
     def agree(self, value: int, stop: Stop) -> int:
-        """Return the largest value of any rank, inside a section in which passes are in lockstep.
+        """Return the largest value of any rank, between passes in lockstep.
 
-        Such passes cannot be interrupted. Instead, ranks act on stop requests and on failures of other ranks here.
+        Such passes cannot be interrupted, so stop requests and failures of other ranks are raised here instead.
         """
         if self.size == 1:
             return value
@@ -130,9 +130,9 @@ class Processes:
             self.interruptible = before
         return self._exchange(failure, value)
 
-    def has_agreed(self, error: BaseException) -> bool:
-        """Return True if an exchange of outcomes has raised this error, so that all ranks know of it."""
-        return error is self._agreed
+    def raised_on_all_ranks(self, error: BaseException) -> bool:
+        """Return True if an exchange of outcomes has raised this error on all ranks."""
+        return error is self._agreed_error
 
     def _exchange(self, failure: BaseException | None, value: int = 0) -> int:
         """Return the largest value of any rank; raise an error on all ranks if one has failed."""
@@ -151,16 +151,16 @@ class Processes:
             if failure is None or isinstance(failure, Interrupted):
                 raise
             raise failure from error
-        # An error of this rank is raised unchanged, unless another one is the cause.
+        # Raise the error of this rank unchanged, unless another rank's kind of failure is the cause.
         text = f"Process {rank} of {self.size} failed: {text}"
         if failure is not None and kind == _kind_of(failure):
-            self._agreed = failure
+            self._agreed_error = failure
         elif kind == INTERRUPTED:
-            self._agreed = Interrupted()
+            self._agreed_error = Interrupted()
         else:
-            self._agreed = torch.OutOfMemoryError(text) if kind == OUT_OF_MEMORY else ProcessError(text)
-            self._agreed.__cause__ = failure
-        raise self._agreed
+            self._agreed_error = torch.OutOfMemoryError(text) if kind == OUT_OF_MEMORY else ProcessError(text)
+            self._agreed_error.__cause__ = failure
+        raise self._agreed_error
 
     # ---- collectives of plain values
 
@@ -198,7 +198,7 @@ class Processes:
         padded = torch.zeros(self.size * part, dtype=values.dtype)
         padded[: len(values)] = values.detach()
         received = torch.empty_like(padded)
-        self._exchange(None)  # a rank that failed since the last section does not take part
+        self._exchange(None)  # raises an error if a rank failed since the last section and cannot take part
         self.wait(lambda: dist.all_to_all_single(received, padded, group=self._group))
         total, *others = received.view(self.size, part).unbind()
         for other in others:
@@ -212,7 +212,7 @@ class Processes:
         try:
             exchange()
             self.waiting_seconds += time.monotonic() - began
-        except RuntimeError as error:  # gloo's: a connection was closed, or nothing came for too long
+        except RuntimeError as error:  # of gloo: a connection was closed or timed out
             raise ProcessError(
                 f"Process {self.rank} of {self.size} lost the connection: another process ended (see its output), or "
                 f"did not answer for {timeout_minutes():g} minutes (EVOGRPO_TIMEOUT_MINUTES): {error}. Start all "
@@ -236,7 +236,7 @@ class RunStop(Stop):
         if self._processes.size > 1:
             requests = self._processes.all_gather(None if self.reason is None else (self.reason, self.signal))
             first = next((each for each in requests if each is not None), None)
-            if first is None:  # a request since the exchange counts the next time
+            if first is None:  # a request during the exchange is seen by the next one
                 return False
             self.reason, self.signal = first
         return self.reason is not None
@@ -255,11 +255,11 @@ class RunStop(Stop):
 
 
 FAILED, INTERRUPTED, OUT_OF_MEMORY = range(3)
-"""Kinds of failure. If ranks fail in different ways, the lowest is taken for the cause."""
+"""Kinds of failure. If ranks fail in different ways, the lowest kind counts as the cause."""
 
 
 def _kind_of(failure: BaseException) -> int:
-    """Return the kind of a failure."""
+    """Return INTERRUPTED, OUT_OF_MEMORY or FAILED."""
     import torch
 
     if isinstance(failure, Interrupted):
@@ -268,13 +268,13 @@ def _kind_of(failure: BaseException) -> int:
 
 
 def cores_per_rank() -> int:
-    """Return the processor cores for each rank on this machine, at least 1."""
+    """Return the number of processor cores per rank on this machine, at least 1."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, (os.cpu_count() or 1) // max(1, int(local) if local.isdigit() else 1))
 
 
 SETTLING_SECONDS = 0.2
-"""Seconds that a connected process waits before it exits."""
+"""Seconds that a process waits after it disconnects, before it exits."""
 
 
 @cache
@@ -336,8 +336,8 @@ def _connect(timeout: timedelta) -> None:
 def agree_on_prefix(store: Any, rank: int, size: int, until: float) -> str:
     """Return a prefix of the launcher's store that is new for this start.
 
-    torchrun keeps one store over restarts, which still holds addresses of killed processes. A rank that reads one of
-    them waits forever. Rank 0 therefore names a new prefix and sends it to each rank under that rank's own random name.
+    torchrun keeps one store over restarts, which then has addresses of killed processes. A rank that reads one of them
+    waits forever. Rank 0 therefore chooses a new prefix, and sends it to each rank under a random key of that rank.
 
     Args:
         store: The launcher's store.

@@ -40,10 +40,10 @@ def require(purpose: str, *modules: str) -> None:
 
 
 def missing(purpose: str, *modules: str) -> str | None:
-    """Return a line on the first of these modules that is not installed, with the command; None if all are."""
+    """Return how to install the first of these modules that is missing, as one line; None if all are installed."""
     for module in modules:
         try:
-            importlib.metadata.distribution(module)  # a folder of that name in the working directory does not count
+            importlib.metadata.distribution(module)  # raises ImportError for a mere folder of that name
             found = importlib.util.find_spec(module) is not None
         except (ImportError, ValueError):
             found = False

@@ -1,4 +1,4 @@
-"""Stop requests by call or by signal, and progress of long work."""
+"""Stop requests, by a call or a signal, and progress of long work."""
 
 import os
 import signal
@@ -20,13 +20,13 @@ class ProgressUpdate:
         activity: Kind of work.
         count: Total number of items.
         noun: Name of the items: "completions", "episodes" or "actions".
-        part: Fraction that is done, from 0 to 1.
+        fraction: Fraction that is done, from 0 to 1.
     """
 
     activity: Activity
     count: int
     noun: str
-    part: float
+    fraction: float
 
 
 class Interrupted(BaseException):
@@ -36,17 +36,18 @@ class Interrupted(BaseException):
 class Stop:
     """Stop request of a run, passed as an argument to everything that takes long.
 
-    Long work calls `check` every second or more often, and reports how far it is with `progress`. A request may come
-    from a signal handler or another thread.
+    Long work calls `check` at least once a second, and reports its progress with `progress`. A request may come from a
+    signal handler or another thread.
 
     Args:
-        may_interrupt: Returns True where this process may abandon its work; always, by default. With several ranks this
-            is inside `Processes.run_section` only.
+        may_interrupt: Returns True while this process may abandon its work, by default always; with several ranks only
+            inside `Processes.section`.
 
     Attributes:
         reason: Reason of the stop; None without a request.
         signal: Number of the signal that requested it; None if none did.
-        listener: Called with the progress of the work, in its thread; must be fast and raise nothing. None = unused.
+        listener: Called with the progress of the work, in the thread of the work; must be fast and not raise. None = no
+            listener.
     """
 
     def __init__(self, may_interrupt: Callable[[], bool] = lambda: True) -> None:
@@ -58,7 +59,12 @@ class Stop:
         self._interruptible, self._exit_lock = False, threading.Lock()
 
     def request(self, reason: str, number: int | None = None) -> None:
-        """Request a stop, perhaps because of a signal; the first request counts."""
+        """Request a stop; only the first request counts.
+
+        Args:
+            reason: Reason of the stop.
+            number: Number of the signal, if one caused it.
+        """
         if self.reason is None:
             self.reason, self.signal = reason, number
 
@@ -72,12 +78,12 @@ class Stop:
         return ProgressCounter(self.listener, activity, count, noun)
 
     def __reduce__(self) -> tuple[type["Stop"], tuple[()]]:
-        """Copy as a stop that is never requested: rows are sent to other ranks, each of which has its own stop."""
+        """Pickle as a stop that is never requested, because other ranks, which receive rows, have their own stop."""
         return Stop, ()
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let a signal handler interrupt the block, even while user code blocks; see `interrupt`."""
+        """Allow `interrupt` to interrupt the block, even while user code blocks."""
         self._interruptible = True
         try:
             yield
@@ -86,13 +92,13 @@ class Stop:
                 self._interruptible = False
 
     def interrupt(self) -> None:
-        """Raise `Interrupted`, from a signal handler, if a stop was requested and the work may be abandoned."""
+        """Raise `Interrupted` if a stop was requested and the work may be abandoned; called by a signal handler."""
         if self._interruptible:
             self.check()
 
 
 NEVER = Stop()
-"""Stop of work outside of a run: it is never requested and has no listener."""
+"""Stop for work outside of a run, which is never requested."""
 
 
 class ProgressCounter:
@@ -106,15 +112,15 @@ class ProgressCounter:
         self.set(0.0)
 
     def add(self, amount: float) -> None:
-        """Add an amount; the sum is capped at the total, as work may be repeated after running out of memory."""
+        """Add an amount; the sum is at most the total, because work may be repeated after running out of memory."""
         self.set(self._done + amount)
 
     def set(self, amount: float) -> None:
         """Set the amount that is done."""
         if self._listener is not None:
             self._done = min(amount, self._count)
-            part = self._done / self._count if self._count else 1.0
-            self._listener(ProgressUpdate(self._activity, self._count, self._noun, part))
+            fraction = self._done / self._count if self._count else 1.0
+            self._listener(ProgressUpdate(self._activity, self._count, self._noun, fraction))
 
 
 # ---- stop requests by signal
@@ -125,10 +131,10 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP"
 """Signals that stop a run: Ctrl-C, and those that schedulers send before they kill."""
 
 PATIENCE_SECONDS = 5.0
-"""Seconds after a signal until blocking code is broken off."""
+"""Seconds after a signal until blocking user code is interrupted."""
 
 RETRY_SECONDS, RETRIES = 1.0, 4
-"""Interval and number of attempts to break off blocking code before the process ends."""
+"""Interval and number of attempts to interrupt blocking user code before the process is ended."""
 
 
 @contextmanager
@@ -161,7 +167,8 @@ def stopping_on_signals(stop: Stop, announce: Callable[[], None] = lambda: None)
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             return
-        stop.request(stop_reason(number), number)
+        reason = STOPPED if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
+        stop.request(reason, number)
         announce()
         threading.Thread(target=_interrupt_user_code, args=(stop, number, interrupting, over), daemon=True).start()
 
@@ -179,23 +186,18 @@ def stopping_on_signals(stop: Stop, announce: Callable[[], None] = lambda: None)
 
 
 def _interrupt_user_code(stop: Stop, number: int, interrupting: threading.Event, over: threading.Event) -> None:
-    """Interrupt blocking user code from another thread, repeatedly, until the run has stopped."""
+    """Interrupt blocking user code from another thread, repeatedly, until the run has stopped; else end the process."""
     patience = PATIENCE_SECONDS
     for _ in range(RETRIES):
         if over.wait(patience):
             return
         interrupting.set()
-        if hasattr(signal, "pthread_kill"):  # only a real signal ends a wait
+        if hasattr(signal, "pthread_kill"):  # a signal to the main thread also ends a blocking system call
             signal.pthread_kill(threading.main_thread().ident or 0, number)
         patience = RETRY_SECONDS
     if not over.wait(patience) and number != signal.SIGINT:
-        with stop._exit_lock:  # the main thread cannot leave an interruptible block meanwhile
+        with stop._exit_lock:  # meanwhile the main thread cannot leave an interruptible block
             if stop._interruptible:
                 name = signal.Signals(number).name
                 os.write(2, f"{name}: process ended because user code did not return.\n".encode())
                 os._exit(128 + number)
-
-
-def stop_reason(number: int) -> str:
-    """Return the reason that the journal gives for a stop by a signal."""
-    return STOPPED if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"

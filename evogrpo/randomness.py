@@ -1,4 +1,4 @@
-"""Named random streams: a purpose and numbers identify the generator of every draw."""
+"""Named random streams: a seed, a purpose and numbers determine each generator."""
 
 import hashlib
 from collections.abc import Callable

@@ -9,13 +9,13 @@ from typing import Any
 
 import yaml
 
-MOST_VALUES, MOST_DEPTH, MOST_DIGITS = 100_000, 100, 300
+MAX_VALUES, MAX_DEPTH, MAX_DIGITS = 100_000, 100, 300
 
 
 class _Loader(yaml.SafeLoader):
     """Safe YAML loader that refuses excessive aliases, recursive values, huge integers and repeated keys.
 
-    An alias counts as many values as its anchor.
+    An alias counts as all the values that it refers to.
     """
 
     def __init__(self, stream: str) -> None:
@@ -26,8 +26,8 @@ class _Loader(yaml.SafeLoader):
         """Compose a node and count its values."""
         mark = self.peek_event().start_mark
         self._depth += 1
-        if self._depth > MOST_DEPTH:
-            raise yaml.composer.ComposerError(None, None, f"nested more than {MOST_DEPTH} levels deep", mark)
+        if self._depth > MAX_DEPTH:
+            raise yaml.composer.ComposerError(None, None, f"nested more than {MAX_DEPTH} levels deep", mark)
         alias = self.check_event(yaml.AliasEvent)
         node: Any = super().compose_node(parent, index)
         self._depth -= 1
@@ -35,15 +35,15 @@ class _Loader(yaml.SafeLoader):
             raise yaml.composer.ComposerError(None, None, "the alias refers to a value that contains it", mark)
         if not alias:
             self._sizes[id(node)] = 1 + sum(self._sizes[id(child)] for child in _children(node))
-        if self._sizes[id(node)] > MOST_VALUES:
-            why = f"more than {MOST_VALUES:,} values, counting those of aliases each time"
+        if self._sizes[id(node)] > MAX_VALUES:
+            why = f"more than {MAX_VALUES:,} values, counting those of aliases each time"
             raise yaml.composer.ComposerError(None, None, why, mark)
         return node  # type: ignore[no-any-return]
 
     def construct_yaml_int(self, node: Any) -> int:
-        """Read an integer of at most `MOST_DIGITS` digits."""
-        if len(node.value) > MOST_DIGITS:
-            why = f"a whole number has at most {MOST_DIGITS} digits, got {len(node.value):,}"
+        """Read an integer of at most `MAX_DIGITS` digits."""
+        if len(node.value) > MAX_DIGITS:
+            why = f"a whole number has at most {MAX_DIGITS} digits, got {len(node.value):,}"
             raise yaml.constructor.ConstructorError(None, None, why, node.start_mark)
         return int(super().construct_yaml_int(node))
 
@@ -163,27 +163,27 @@ def load_json(text: bytes | str) -> Any:
         raise ValueError("the JSON is nested too deeply") from error
 
 
-def _plain(value: Any, place: str) -> Any:
-    """Copy a value into plain JSON types; ValueError names the place of an invalid part."""
+def _plain(value: Any, path: str) -> Any:
+    """Copy a value into plain JSON types; the ValueError for an invalid part has its path."""
     if value is None or isinstance(value, (str, bool)):
         return value
     if isinstance(value, int):
-        if abs(value) >= 10**MOST_DIGITS:
-            raise ValueError(f"{place} must have at most {MOST_DIGITS} digits")
+        if abs(value) >= 10**MAX_DIGITS:
+            raise ValueError(f"{path} must have at most {MAX_DIGITS} digits")
         return int(value)
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise ValueError(f"{place} is {value}, but JSON has only finite numbers. Pass None for a missing value.")
+            raise ValueError(f"{path} is {value}, but JSON has only finite numbers. Pass None for a missing value.")
         return float(value)
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise ValueError(f"{place} has the key {key!r}, but JSON keys are text. Pass str(key).")
-        return {key: _plain(item, f"{place}.{key}") for key, item in value.items()}
+                raise ValueError(f"{path} has the key {key!r}, but JSON keys are text. Pass str(key).")
+        return {key: _plain(item, f"{path}.{key}") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{place}[{position}]") for position, item in enumerate(value)]
+        return [_plain(item, f"{path}[{position}]") for position, item in enumerate(value)]
     raise ValueError(
-        f"{place} is a {type(value).__name__}, which JSON cannot hold. "
+        f"{path} is a {type(value).__name__}, which JSON cannot hold. "
         "Convert it to text, a number, a boolean, None, a list or a mapping."
     )
 
@@ -200,8 +200,8 @@ def _finite_float(text: str) -> float:
 
 
 def _bounded_int(text: str) -> int:
-    if len(text) > MOST_DIGITS:
-        raise ValueError(f"a whole number has at most {MOST_DIGITS} digits, got {len(text):,}")
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"a whole number has at most {MAX_DIGITS} digits, got {len(text):,}")
     return int(text)
 
 

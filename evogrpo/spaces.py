@@ -14,10 +14,10 @@ TensorTree = Tensor | tuple["TensorTree", ...] | dict[str, "TensorTree"]
 
 
 def leaf_spaces(space: spaces.Space[Any]) -> list[spaces.Space[Any]]:
-    """Return the spaces at the leaves of a (nested) Dict or Tuple, in its own order.
+    """Return the spaces at the leaves of a (nested) Dict or Tuple, in order.
 
     Raises:
-        ValueError: If there is none, or a leaf is not a Box, Discrete, MultiDiscrete or MultiBinary.
+        ValueError: If a leaf is not a Box, Discrete, MultiDiscrete or MultiBinary.
     """
     match space:
         case spaces.Dict():
@@ -56,7 +56,7 @@ def _part(space: spaces.Dict, observation: Any, key: str) -> Any:
 
 def unflatten(space: spaces.Space[Any], leaves: Iterable[Any]) -> Any:
     """Invert `flatten`: return an array, or dicts and tuples of arrays."""
-    remaining = iter(leaves)  # shared by the calls for the parts, as the iterator of an iterator is itself
+    remaining = iter(leaves)  # the recursive calls advance the same iterator, because iter(iterator) returns it
     match space:
         case spaces.Dict():
             return {key: unflatten(part, remaining) for key, part in space.spaces.items()}
@@ -66,7 +66,7 @@ def unflatten(space: spaces.Space[Any], leaves: Iterable[Any]) -> Any:
 
 
 def check_action_space(space: spaces.Space[Any] | None) -> None:
-    """Raise ValueError unless policies can act in this space."""
+    """Raise ValueError unless the space is one in which policies can act."""
     supported = isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary) or (
         isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating)
     )

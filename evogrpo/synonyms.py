@@ -3,8 +3,8 @@
 import difflib
 from collections.abc import Iterable, Mapping
 
-_MAX_LISTED = 60  # a longer list would hide the hint
-_LONG = 8  # letters of a name in another library that an edit leaves recognisable
+_MAX_LISTED = 60  # names; a longer list is left out of the message
+_MIN_LENGTH = 8  # letters of a name of another library that is also recognised with one edit
 
 _SYNONYMS: Mapping[str, str] = {
     # Hyperparameters.
@@ -101,20 +101,20 @@ _SYNONYMS: Mapping[str, str] = {
     "int8": "8bit",
     "nf4": "4bit int4 fp4",
 }
-"""Names in other libraries, separated by spaces, by the name here. One name may have several meanings here."""
+"""Names in other libraries, separated by spaces, by the name here. The same name may occur more than once."""
 
 _OTHER_NAMES = {name: tuple(others.split()) for name, others in _SYNONYMS.items()}
 
 
 def counterpart(name: str, valid: Iterable[str]) -> str | None:
-    """Return the valid name for what another library calls `name`, or None. One edit in a long name is forgiven."""
+    """Return the valid name for a name of another library, or None; a long name may have one edit."""
     others = {other: candidate for candidate in reversed(list(valid)) for other in _OTHER_NAMES.get(candidate, ())}
-    similar = (other for other in others if len(other) >= _LONG and _is_one_edit(name, other))
+    similar = (other for other in others if len(other) >= _MIN_LENGTH and _is_one_edit(name, other))
     return others.get(name) or others.get(next(similar, ""))
 
 
 def close_match(name: str, valid: Iterable[str]) -> str | None:
-    """Return the valid name that differs by one edit, or else the most similar one; None if all differ much."""
+    """Return the valid name that differs by one edit, or else the most similar one; None if none is similar."""
     names = list(valid)
     one_edit = [candidate for candidate in names if _is_one_edit(name, candidate)]
     return next(iter(one_edit or difflib.get_close_matches(name, names, n=1, cutoff=0.8)), None)

@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-# Control characters, format characters (they reorder text or hide), lone surrogates, private use, line separators.
+# Control and format characters (which hide or reorder text), lone surrogates, private use, line separators.
 _UNSAFE_CATEGORIES = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 _MISSING = "–"
 _MAX_REPR = 60  # characters of a value in a `short_repr`
@@ -64,22 +64,17 @@ def origin_text(parent: int | None, changes: Mapping[str, tuple[float | str | No
     return f"clone of #{parent}" + (f" with {changes_text(changes)}" if changes else ", unchanged")
 
 
-def pluralize(number: int, what: str, plural: str = "s") -> str:
+def pluralize(number: int, noun: str, plural: str = "s") -> str:
     """Format a count with its noun, such as `1 group` or `3 groups`."""
-    return f"{count_text(number)} {what}{'' if number == 1 else plural}"
+    return f"{count_text(number)} {noun}{'' if number == 1 else plural}"
 
 
 def score_text(mean: float | None, standard_error: float | None) -> str:
     """Format a fitness and its standard error, such as `0.412 ± 0.031` or `486.6 ± 3.7`."""
     if mean is None:
         return _MISSING
-    digits = decimals(mean)
+    digits = 3 if abs(mean) < 10 else 2 if abs(mean) < 100 else 1
     return f"{mean:.{digits}f}" if standard_error is None else f"{mean:.{digits}f} ± {standard_error:.{digits}f}"
-
-
-def decimals(value: float) -> int:
-    """Return the number of decimals for a reward: 3 below 10, 2 below 100, otherwise 1."""
-    return 3 if abs(value) < 10 else 2 if abs(value) < 100 else 1
 
 
 def duration_text(seconds: float | None) -> str:
@@ -132,5 +127,5 @@ def _short_value(value: Any) -> str:
 def reference_to(thing: Callable[..., Any]) -> str:
     """Return the reference of a user's function or class: `path.py:name` or `module:name`."""
     module = thing.__module__
-    place = sys.modules[module].__file__ if module.startswith(USER_MODULE_PREFIX) else module
-    return f"{place}:{thing.__qualname__}"
+    source = sys.modules[module].__file__ if module.startswith(USER_MODULE_PREFIX) else module
+    return f"{source}:{thing.__qualname__}"

@@ -38,7 +38,7 @@ _RULES: Mapping[str, str] = {
     "string_type": "must be text",
     "tuple_type": "must be a list",
 }
-"""Our words by pydantic's type of error; other errors keep pydantic's words."""
+"""Texts of errors by their type in pydantic; other errors keep the text of pydantic."""
 _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
 
 # ---- types of settings
@@ -62,12 +62,12 @@ def _real(value: object) -> int | float:
 
 
 WHOLE, REAL = BeforeValidator(_whole), BeforeValidator(_real)
-"""Annotations of numbers in settings: they accept numpy scalars, and no text. The last one of an `Annotated`."""
+"""Annotations of numbers in settings: they accept numpy scalars but no text. Must be last in an `Annotated`."""
 
 FLOAT32_LIMIT = 1e38
 """Largest size of a number that members compute with in float32."""
 MAX_COUNT = 10**15
-"""Largest number that is only counted, never looped over."""
+"""Maximum of numbers that are counted but never looped over."""
 
 Flag = Annotated[bool, Strict()]
 Text = Annotated[str, Strict()]
@@ -81,7 +81,7 @@ Share = Annotated[float, Field(ge=0, le=1), REAL]
 PositiveShare = Annotated[float, Field(gt=0, le=1), REAL]
 Seed = Annotated[int, Field(ge=0, lt=2**63), WHOLE]
 Number = Annotated[int | float, Field(ge=-FLOAT32_LIMIT, le=FLOAT32_LIMIT), REAL]
-"""An integer stays one."""
+"""Number that stays an integer if it is one."""
 
 _SETTINGS = ConfigDict(extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
 
@@ -90,8 +90,8 @@ _SETTINGS = ConfigDict(extra="forbid", allow_inf_nan=False, arbitrary_types_allo
 def settings(kind: type[T]) -> type[T]:
     """Make a class a frozen, keyword-only dataclass that validates its arguments by their annotations.
 
-    Integers are annotated as `Int`, floats as `Float`, booleans as `Flag` and text as `Text`, or narrower. Lists become
-    tuples. `__post_init__` checks fields against each other. Every error is a ValueError that names the field.
+    Integers are annotated as `Int`, floats as `Float`, booleans as `Flag` and text as `Text`, or narrower types. Lists
+    become tuples. `__post_init__` checks combinations of fields. Every error is a ValueError that names the field.
     """
     made = dataclass(frozen=True, kw_only=True)(kind)
     made.__pydantic_config__ = _SETTINGS  # type: ignore[attr-defined]  # read by pydantic
@@ -109,7 +109,7 @@ def settings(kind: type[T]) -> type[T]:
 
 
 Misplaced = Callable[[str, str, Sequence[str]], str | None]
-"""Function of an unknown key, its section and the valid keys; returns the path of a key elsewhere that is meant."""
+"""Function of an unknown key, its section and the valid keys. Returns the path of the intended key, or None."""
 
 
 def build(kind: Any, values: object, where: str = "", misplaced: Misplaced | None = None) -> Any:
@@ -117,9 +117,9 @@ def build(kind: Any, values: object, where: str = "", misplaced: Misplaced | Non
 
     Args:
         kind: A class of settings, or another type that pydantic knows.
-        values: Plain values, or settings that are built already.
+        values: Plain values, or built settings.
         where: Dotted path of the values, for messages.
-        misplaced: Finds the place of a key that belongs elsewhere.
+        misplaced: Finds the section of a key that belongs to another one.
 
     Raises:
         ValueError: With one line for each of the first errors: key, rule and value.
@@ -222,10 +222,10 @@ def describe(
         source: Name of the file, or an empty text.
         kind: Name of an unknown key at the top level, such as "key".
         where: Dotted path of the values.
-        misplaced: Finds the place of a key that belongs elsewhere.
+        misplaced: Finds the section of a key that belongs to another one.
     """
-    # A value that fits no part of a union has one error for each part. These are joined to one line; errors inside the
-    # value are more precise.
+    # A value that fits no type of a union has one error for each type, which are joined in one line. Errors inside the
+    # value are more precise and replace them.
     rules: dict[tuple[str, str], list[str]] = {}
     found = [([*([where] if where else []), *_keys_in(data, each)], each) for each in error.errors(include_url=False)]
     for keys, details in found:
@@ -236,12 +236,12 @@ def describe(
         if name in _UNKNOWN_KEY:
             section, key = dotted(keys[:-1]), str(keys[-1])
             valid = _valid_keys(_schema(model), keys[depth:-1])
-            place = misplaced(key, section, valid) if misplaced else None
+            intended = misplaced(key, section, valid) if misplaced else None
             rule = str(unknown_name_error(f"key in {section}" if section else kind, key, valid))
-            path, value, rule = "", "", rule if place is None else f"Unknown key {path!r}. Use {place!r}."
+            path, value, rule = "", "", rule if intended is None else f"Unknown key {path!r}. Use {intended!r}."
         elif name == "missing":
             rule, value = "must be given", ""
-        elif name in ("value_error", "assertion_error"):  # raised by a validator, with words of its own
+        elif name in ("value_error", "assertion_error"):  # raised by a validator, with its own message
             rule, value = str(context["error"]), ""
             path = f"{path}:" if path and not rule.startswith("must ") else path
         elif name == "literal_error":
@@ -266,7 +266,7 @@ def describe(
 
 
 def _bound(value: object) -> object:
-    """Return a bound as text: whole numbers in full."""
+    """Return a bound of an error message; whole numbers are written in full."""
     return f"{int(value):,}" if isinstance(value, int | float) and value == int(value) and value < 1e18 else value
 
 
@@ -280,14 +280,15 @@ def dotted(keys: Sequence[str | int]) -> str:
 
 
 def _keys_in(data: object, details: ErrorDetails) -> Iterator[str | int]:
-    """Yield the keys and positions of an error's location; pydantic also lists the parts of unions there."""
+    """Yield the keys and positions of an error's location, without the types of unions that pydantic adds to it."""
     location = details["loc"]
     for number, key in enumerate(location, 1):
-        if key in (data if isinstance(data, Mapping) else range(len(data)) if isinstance(data, list | tuple) else ()):
+        keys = data if isinstance(data, Mapping) else range(len(data)) if isinstance(data, list | tuple) else ()
+        if key in keys:
             data = data[key]  # type: ignore[index]  # a key of a mapping, or a position in a list
-        elif number < len(location) or details["type"] != "missing":
-            continue
-        yield key
+            yield key
+        elif number == len(location) and details["type"] == "missing":
+            yield key
 
 
 def _valid_keys(schema: Mapping[str, Any], keys: Sequence[str | int]) -> list[str]:
@@ -317,7 +318,7 @@ _MAX_WHOLE = 10**300  # fits into a float
 
 
 def refuse_unknown(kind: str, names: Iterable[object], valid: Iterable[str]) -> None:
-    """Raise the error of `unknown_name_error` for the first of `names` that is not in `valid`."""
+    """Raise ValueError for the first of `names` that is not in `valid`, with a hint; see `unknown_name_error`."""
     known = list(valid)
     for name in names:
         if name not in known:
@@ -351,7 +352,7 @@ def whole_number(what: str, value: object) -> int:
 def whole_between(what: str, value: object, low: int, high: int = MAX_COUNT) -> int:
     """Return `value` as a plain int, or raise ValueError if it is not an integer in [low, high].
 
-    The bound catches typing errors in numbers that are looped over or allocated, which would look like a hang.
+    The upper bound refuses typing errors in numbers of repetitions or sizes, which would look like a hang.
     """
     number = whole_number(what, value)
     if number < low:
@@ -383,14 +384,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def lists_options(names: Iterable[str], *records: Callable[..., Any]) -> Callable[[F], F]:
-    """Return a decorator that lists options by name, in place of `**options`, in a function's signature.
+    """Return a decorator that replaces `**options` in the signature of a function by the options themselves.
 
     `help` and the documentation then show each option with its default.
 
     Args:
         names: Names of the options.
-        records: Dataclasses or functions with the defaults; the first with a field or argument of that name counts.
-            Without one the default is None.
+        records: Dataclasses or functions with the defaults; of several with the same name, the first counts. The
+            default of any other option is None.
     """
     defaults: dict[str, Any] = {}
     for record in reversed(records):

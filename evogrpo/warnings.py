@@ -17,12 +17,12 @@ def warn(message: str, *, category: type[Warning] = UserWarning, rank_zero_only:
     """
     if rank_zero_only and not is_rank_zero():
         return
-    # The caller is the frame above the outermost one of this library; frames of torch may be in between.
-    caller, level = 1, 1
+    # Point at the caller of the outermost frame of this library; frames of torch may lie between its frames.
+    stacklevel, level = 1, 1
     frame: FrameType | None = sys._getframe(0)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         if module.startswith("evogrpo.") and not module.startswith("evogrpo.cli"):
-            caller = level + 1
+            stacklevel = level + 1
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, category, stacklevel=caller)
+    warnings.warn(message, category, stacklevel=stacklevel)

@@ -34,7 +34,7 @@ def take_a_step(population, env, stop=NEVER):
 def test_every_part_of_a_step_runs_from_zero_to_its_total(make):
     heard = []
     stop = Stop()
-    stop.listener = lambda work: heard.append((f"{work.activity} {work.count} {work.noun}", work.part))
+    stop.listener = lambda work: heard.append((f"{work.activity} {work.count} {work.noun}", work.fraction))
     listened = take_a_step(*make(), stop)
     learning = next(what for what, _ in heard if what.startswith("learning"))
     acting = "writing 16 completions" if make is language else "playing 16 episodes"

@@ -247,7 +247,7 @@ def resumed_run(
     **schedule: Any,
 ) -> Trainer:
     """Return a run of any kind as another process would load it: new model, new bank, new environment."""
-    saved = open_run(folder, go_on=True)
+    saved = open_run(folder, writable=True)
     kind = saved.base["kind"]
     population, run_state = saved.restore(equal_model() if kind == "language" and model is None else model)
     return Trainer(

@@ -41,7 +41,7 @@ def picture(run: Path) -> Figure:
             name, (x, estimate.mean), (14 * side, above), textcoords="offset points", color=colour,
             ha="left" if side > 0 else "right", va="bottom", weight="bold",
         )  # fmt: skip
-    for chart in charts.measures:
+    for chart in charts.metrics:
         if chart.title == "learning rate":
             draw_chart(rate, chart, charts)
             rate.set_title("learning rate, calibrated")

@@ -23,7 +23,7 @@ from evogrpo.evolution.fitness import (
     Fitness,
     FitnessConfig,
     clearly_behind,
-    looks,
+    comparisons_in_race,
     on_all_questions,
     rounds,
     still_racing,
@@ -152,8 +152,8 @@ def measure_fitness(
         raise ValueError(f"The {split} split is empty, so nothing can be evaluated on it.")
     scores, tokens = np.full((len(slots), count), np.nan), dict.fromkeys(slots, 0)
     evaluated = np.zeros(scores.shape, dtype=np.bool_)
-    # The error of the whole race is divided among all looks and all pairs with the leader (Bonferroni).
-    error = config.race_error / max(1, looks(count)) / max(1, len(slots) - 1)
+    # The error of the whole race is divided among its comparisons and all pairs with the leader (Bonferroni).
+    error = config.race_error / max(1, comparisons_in_race(count)) / max(1, len(slots) - 1)
     running = list(range(len(slots)))
     # 1. Evaluate in rounds; members that are clearly behind leave the race.
     for first, last in rounds(count, racing=config.racing and not base):

@@ -27,10 +27,11 @@ from evogrpo.extras import (
 )
 from evogrpo.models.devices import process_memory
 from evogrpo.safe_parsing import dump_json
+from evogrpo.text import pluralize
 from evogrpo.training.console import make_console
 
-DEMO_MEMORY, DEMO_DISK = 3.5e9, 2e9  # bytes: the demo's peak, and its base model converted plus a run
-_LLM = ("transformers", "peft", "accelerate")  # without them, `check_model` reports what is missing
+DEMO_MEMORY, DEMO_DISK = 3.5e9, 2e9  # bytes: peak memory of the demo; its converted base model and its run directory
+_LANGUAGE_PACKAGES = ("transformers", "peft", "accelerate")  # `check_model` reports the missing ones
 _MARKS = {"ok": ("ok  ", "green"), "note": ("note", "yellow"), "problem": ("FAIL", "bold red")}
 
 
@@ -64,7 +65,7 @@ def doctor(args: argparse.Namespace) -> int:
                 console.print(Text(f"      → {finding.remedy}", "cyan"), soft_wrap=True)
     console.print()
     if problems:
-        console.print(Text(f"The demo cannot run here: {problems} problem{'s' if problems > 1 else ''}", "bold red"))
+        console.print(Text(f"The demo cannot run here: {pluralize(problems, 'problem')}", "bold red"))
         return FAILED
     console.print(Text("The demo can run here: evogrpo demo", "bold green"))
     return OK
@@ -104,7 +105,7 @@ def check_torch() -> Iterator[Finding]:
 
 def check_precision() -> Iterator[Finding]:
     """Report the precision that `precision: auto` selects on this machine."""
-    if missing("The demo", *_LLM) is not None:
+    if missing("The demo", *_LANGUAGE_PACKAGES) is not None:
         return
     from evogrpo.models.language.loading import has_bfloat16_products
 
@@ -132,7 +133,7 @@ def check_memory() -> Iterator[Finding]:
 
 def check_model() -> Iterator[Finding]:
     """Check the demo's base model: the packages of language models, the wheel, its reader and the converted copy."""
-    require("The demo", *_LLM)
+    require("The demo", *_LANGUAGE_PACKAGES)
     from evogrpo.models.language.loading import DEMO_MODEL, DEMO_WHEEL, cache_folder
 
     try:
@@ -156,7 +157,7 @@ def check_model() -> Iterator[Finding]:
 def check_folders() -> Iterator[Finding]:
     """Check that runs and models can be written, and the free disk space."""
     folders = {"runs folder": Path("runs")}
-    if missing("The demo", *_LLM) is None:
+    if missing("The demo", *_LANGUAGE_PACKAGES) is None:
         from evogrpo.models.language.loading import cache_folder
 
         folders["model cache"] = cache_folder()
@@ -191,7 +192,7 @@ def check_extras() -> Iterator[Finding]:
         ("plotly", "report", "charts of the report page"),
         ("tensorboard", "tensorboard", "TensorBoard logs"),
     ):
-        try:  # not an import, which could find a local folder of that name
+        try:  # metadata instead of an import, which would also find a local folder of that name
             yield Finding(name=package, state="ok", detail=importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
             remedy = f"for {use}: {extra_command(extra)}"

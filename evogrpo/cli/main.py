@@ -1,4 +1,4 @@
-"""Command line: arguments, dispatch, error messages and exit codes. Nothing heavy is imported before a command runs."""
+"""Command line: arguments, dispatch, error messages and exit codes. torch is imported by commands only, for speed."""
 
 import argparse
 import importlib
@@ -19,13 +19,13 @@ _EXIT_CODES = (
     "Exit codes: 0 success, 1 failure, 2 invalid arguments or settings, 130 Ctrl-C. A run stopped by signal N exits "
     "with 128 + N."
 )
-_QUIET = {
+_LIBRARY_VARIABLES = {
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_HUB_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""Environment variables that turn off progress bars and advice of libraries, read when these are imported."""
+"""Environment variables that turn off progress bars and advice of libraries, which read them on import."""
 _EXAMPLE = "schedule.generations=8 hyperparameters.lr=1e-4; `evogrpo schema` prints all of them"
 _OVERRIDES = f"settings, e.g. {_EXAMPLE}"
 _WRONG_CHOICE = re.compile(r"argument COMMAND: invalid choice: '?(.*?)'? \(choose from (.*)\)$", re.DOTALL)
@@ -46,24 +46,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] == "help":
         arguments = [*arguments[1:], "--help"]
     args, rest = parser.parse_known_args(arguments)
-    # argparse reads positional arguments in one block; overrides may also follow options.
+    # argparse reads positional arguments in one block. Overrides after an option are left in `rest`.
     unknown = rest if "overrides" not in args else [text for text in rest if text.startswith("-")]
     if unknown:
         _reject(args, unknown[0])
     if rest:
         args.overrides = [*args.overrides, *rest]
     # Imported here so that `--help` stays fast.
-    from evogrpo.training.console import clean_warnings, enduring_output, say_error
+    from evogrpo.training.console import clean_warnings, ignore_output_errors, print_error
 
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # replace characters that its encoding cannot represent
             stream.reconfigure(errors="replace")
-    for name, value in _QUIET.items():
+    for name, value in _LIBRARY_VARIABLES.items():
         os.environ.setdefault(name, value)
     if args.runs_user_code:
-        sys.path.append(str(Path.cwd()))  # last, so that the user's modules shadow nothing
+        sys.path.append(str(Path.cwd()))  # last, so that modules of the user do not shadow installed ones
     module, name = args.command.split(":")
-    with enduring_output():
+    with ignore_output_errors():
         try:
             if args.opens_run:
                 check_folder(args.run_dir)
@@ -73,16 +73,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if args.traceback:
                 raise
             if isinstance(error, ValueError):
-                say_error(str(error))
-                # `_train` sets args.training: from then on a ValueError is a failed run, not a wrong setting.
+                print_error(str(error))
+                # `cli.running` sets `args.training` when training starts. A later ValueError is not a wrong setting.
                 return FAILED if getattr(args, "training", False) else USAGE
             if isinstance(error, OSError):
-                say_error(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
-            else:  # raised by user code only
-                say_error(f"User code ended the program: SystemExit({error.code!r:.80}) was raised")
+                print_error(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+            else:  # SystemExit, which only user code raises
+                print_error(f"User code ended the program: SystemExit({error.code!r:.80}) was raised")
             return FAILED
         except KeyboardInterrupt:
-            say_error("stopped by Ctrl-C")
+            print_error("stopped by Ctrl-C")
             return INTERRUPTED
 
 
@@ -120,7 +120,7 @@ def _did_you_mean(name: str, names: Sequence[str]) -> str:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ValueError if a folder does not exist, naming the closest one that does."""
+    """Raise ValueError if a folder does not exist, with the folder of the most similar name."""
     if folder.is_dir():
         return
     parents = [parent for parent in (folder.parent, Path("runs")) if parent.is_dir()]
@@ -207,7 +207,7 @@ def _add_training_commands(commands: Commands) -> None:
     )
     train.add_argument("--generations", type=int, metavar="N", help="number of generations (schedule.generations)")
     _add_start_options(train)
-    # A positional CONFIG of its own would take the first KEY=VALUE after --env, so `train` splits the words itself.
+    # A separate positional CONFIG would take the first KEY=VALUE after --env, so the command splits the words itself.
     _add_overrides(train, f"a YAML file, then settings that override it, e.g. {_EXAMPLE}", metavar="CONFIG KEY=VALUE")
 
 

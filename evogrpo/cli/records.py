@@ -25,9 +25,9 @@ from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.report import report as run_report
 from evogrpo.reporting.summary import RunSummary, read_summary
 from evogrpo.safe_parsing import read_yaml_file
-from evogrpo.text import count_text, duration_text, number_text, pluralize, printable, score_text, shorten
+from evogrpo.text import count_text, duration_text, number_text, pluralize, printable, shorten
 from evogrpo.training.configuration.sections import CONFIG_FILE
-from evogrpo.training.console import command, make_console, print_rows, show_command, working
+from evogrpo.training.console import command, make_console, print_rows, show_command, spinner
 
 _MAX_VALUE_WIDTH = 60
 """Maximum width of a setting's value in a table, in characters."""
@@ -36,15 +36,15 @@ _MAX_VALUE_WIDTH = 60
 def lineage(args: argparse.Namespace) -> int:
     """Print the tree of a run's members."""
     console, summary = make_console(), read_summary(args.run_dir)
-    winner, results = best_member(summary.generations), reports_by_member(summary.generations)
+    winner, reports = best_member(summary.generations), reports_by_member(summary.generations)
     path = {report.index for report in ancestors(summary, winner)}
     for indent, birth in tree_lines(summary.births, path):
-        origin, lifetime = birth_text(birth, summary.evolvable), _lifetime(birth, results.get(birth.index, ()), winner)
-        wins = birth.index in path
+        origin, lifetime = birth_text(birth, summary.evolvable), _lifetime(birth, reports.get(birth.index, ()), winner)
+        on_path = birth.index in path
         line = Text.assemble(
             ("│ " * indent, "dim"),
-            ("★ ", "bold") if wins else ("· ", "dim"),
-            (f"#{birth.index}", "bold" if wins else ""),
+            ("★ ", "bold") if on_path else ("· ", "dim"),
+            (f"#{birth.index}", "bold" if on_path else ""),
             f"  {printable(origin)}",
             (f"  {lifetime}", "dim"),
         )
@@ -60,7 +60,7 @@ def best(args: argparse.Namespace) -> int:
     schedule = best_schedule(summary)
     member, stages, stored = schedule.member, schedule.stages, args.run_dir / "best"
     values = member.hyperparameters.to_json()
-    # 1. Facts. A member may have other fitness measures, such as training rewards.
+    # 1. Facts about the member. It may have further fitness measures, such as training rewards.
     fitness, untrained = fitness_estimate(member), summary.baseline and {summary.terms.untrained: summary.baseline}
     others = [f"{name} {estimate}" for name, estimate in member.measured.items() if estimate != fitness]
     rows = {
@@ -114,7 +114,7 @@ def compare(args: argparse.Namespace) -> int:
     table.add_row(Text("test, difference to first run", "dim"), *differences)
     console.print(table)
     console.print(
-        "± is one standard error; intervals are 95 %. Best fitness is a maximum over members and biased upwards. "
+        "± is one standard error; intervals are 95 %. Best fitness is the maximum over members and biased upwards. "
         "Compare runs by their tests.",
         style="dim",
     )
@@ -124,7 +124,7 @@ def compare(args: argparse.Namespace) -> int:
 def report(args: argparse.Namespace) -> int:
     """Write the figure and the HTML report of a run."""
     console = make_console()
-    with working(console, "drawing"):
+    with spinner(console, "drawing"):
         page = run_report(args.run_dir).write()
     for line in (missing("report.png", "matplotlib") or page.with_name("report.png"), page):
         console.print(str(line), soft_wrap=True, markup=False)
@@ -140,12 +140,12 @@ def video(args: argparse.Namespace) -> int:
         raise ValueError(f"--episodes must be at least 1, got {args.episodes}.")
     if not (args.run_dir / CONFIG_FILE).is_file():
         raise ValueError(
-            f"{args.run_dir} has no {CONFIG_FILE}: the run was started in Python. Use evogrpo.record_video() there."
+            f"{args.run_dir} has no {CONFIG_FILE}, because the run was started in Python. Use evogrpo.record_video()."
         )
     if not (args.run_dir / "best").is_dir():
         raise ValueError(f"{args.run_dir} has no best member yet. Wait for the first generation.")
     console = make_console()
-    with working(console, "recording"):
+    with spinner(console, "recording"):
         from evogrpo.training.task_types import task_type_of
 
         config = load_config(args.run_dir / CONFIG_FILE)
@@ -162,12 +162,11 @@ def video(args: argparse.Namespace) -> int:
     return OK
 
 
-# ---- lines of the tree
+# ---- texts of members
 
 
 def _fitness_score(member: MemberReport) -> str:
-    fitness = fitness_estimate(member)
-    return score_text(None, None) if fitness is None else score_text(fitness.mean, fitness.standard_error)
+    return str(fitness_estimate(member) or "–")
 
 
 def _lifetime(birth: MemberRecord, reports: Sequence[MemberReport], winner: MemberReport | None) -> str:
@@ -182,23 +181,19 @@ def _lifetime(birth: MemberRecord, reports: Sequence[MemberReport], winner: Memb
     return f"failed in {span}: {printable(failed)}" if failed else f"{_fitness_score(reports[-1])} after {span}"
 
 
-# ---- the winner
-
-
 def _test_text(summary: RunSummary) -> str:
     """Describe the test of the best member with its 95 % interval."""
     test = summary.test
     if test is None:
         return "none yet"
     low, high = interval(test.after)
-    text = f"{score_text(test.after.mean, test.after.standard_error)} [{number_text(low)}, {number_text(high)}]"
+    text = f"{test.after} [{number_text(low)}, {number_text(high)}]"
     noise = "beyond noise" if test.beyond_noise else "within noise"
-    gain = score_text(test.gain.mean, test.gain.standard_error)
     questions = pluralize(test.questions, summary.terms.questions[:-1])
-    return f"{text} on {questions}; {gain} compared with the {summary.terms.untrained}, {noise}"
+    return f"{text} on {questions}; {test.gain} compared with the {summary.terms.untrained}, {noise}"
 
 
-# ---- runs side by side
+# ---- the table of `compare`
 
 
 def _run_rows(run: ComparedRun) -> dict[str, str]:
@@ -217,7 +212,7 @@ def _run_rows(run: ComparedRun) -> dict[str, str]:
         "time": duration_text(done.get("seconds")),
         "ended": printable(summary.ending),
         "best fitness": best_text,
-        "test": "–" if test is None else score_text(test.after.mean, test.after.standard_error),
+        "test": "–" if test is None else str(test.after),
         "  interval": "–" if low is None else f"[{number_text(low)}, {number_text(high)}]",
         "  questions": "–" if test is None else count_text(test.questions),
     }
@@ -230,7 +225,7 @@ def _difference_text(difference: TestDifference) -> Text:
     noise = "beyond noise" if difference.beyond_noise else "within noise"
     gain = difference.gain
     method = f"paired on {difference.questions}" if difference.paired else f"unpaired, {printable(difference.why)}"
-    return Text(f"{'+' if gain.mean > 0 else ''}{score_text(gain.mean, gain.standard_error)}, {noise} ({method})")
+    return Text(f"{'+' if gain.mean > 0 else ''}{gain}, {noise} ({method})")
 
 
 def _setting_text(value: Any) -> str:
@@ -252,7 +247,7 @@ def _table(*heads: str) -> Table:
 def export(args: argparse.Namespace) -> int:
     """Write the best member or its hyperparameter schedule."""
     if args.folder is None and args.schedule is None:
-        raise ValueError("Nothing to export: give FOLDER for the best member, or --schedule FILE.")
+        raise ValueError("Nothing to export. Give FOLDER for the best member, or --schedule FILE.")
     if args.folder is not None:
         _export_member(args.run_dir, args.folder)
     if args.schedule is not None:
@@ -274,7 +269,7 @@ def _export_schedule(run_dir: Path, file: Path) -> None:
 
 
 def _export_member(run_dir: Path, folder: Path) -> None:
-    """Verify the best member and copy the files that PEFT or transformers needs."""
+    """Check the best member, and copy the files that PEFT or transformers needs to a new folder."""
     from evogrpo.storage.checkpoint import checkpoint_path
 
     best = checkpoint_path(run_dir / "best")
@@ -283,7 +278,7 @@ def _export_member(run_dir: Path, folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists and is not an empty folder. Choose a new folder.")
     console = make_console()
-    with working(console, "reading and checking the member"):
+    with spinner(console, "reading and checking the member"):
         from evogrpo.algorithms.factory import AGENT_CLASSES
         from evogrpo.storage.atomic_files import make_folder, write_synced
         from evogrpo.storage.checkpoint import checkpoint_errors, read_checkpoint
@@ -308,18 +303,30 @@ def _export_member(run_dir: Path, folder: Path) -> None:
     console.print(Text.assemble(("load it with ", "dim"), (loading, "cyan")), soft_wrap=True)
 
 
-def _check_export(run_dir: Path, best: Path, source: str) -> str:
-    """Raise ValueError if PEFT or transformers cannot load the member; return a description of the check."""
+def _check_export(run_dir: Path, member: Path, source: str) -> str:
+    """Check that PEFT or transformers can load an exported member into the architecture of its base model.
+
+    Args:
+        run_dir: Run directory.
+        member: Checkpoint folder of the member.
+        source: Name of the base model in the checkpoint, which is not trusted.
+
+    Returns:
+        Result of the check, as text.
+
+    Raises:
+        ValueError: If the member cannot be loaded.
+    """
     from evogrpo.models.language.full_finetuning import check_member
     from evogrpo.models.language.loading import load_outline
     from evogrpo.storage.checkpoint import is_path
 
     if (run_dir / CONFIG_FILE).is_file():
-        source = str(read_yaml_file(run_dir / CONFIG_FILE).get("model") or source)  # reads the path only; runs no code
-    elif is_path(source):  # a path from a checkpoint is not trusted
+        source = str(read_yaml_file(run_dir / CONFIG_FILE).get("model") or source)
+    elif is_path(source):
         return "not checked: the base model is a local folder"
     try:
-        outline = load_outline(source).model
+        outline = load_outline(source).model  # without weights
     except ValueError:
         return f"not checked: {source} cannot be loaded here"
-    return check_member(best, outline)
+    return check_member(member, outline)

@@ -48,11 +48,11 @@ from evogrpo.training.console import (
     clean_warnings,
     command,
     make_console,
+    print_error,
     print_rows,
-    say_error,
-    say_warning,
+    print_warning,
     show_command,
-    working,
+    spinner,
 )
 from evogrpo.training.display import RunDisplay
 from evogrpo.training.forecast import check_memory, gigabytes
@@ -68,8 +68,8 @@ def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
     console = make_console()
     requested_dir = args.run_dir or (None if config.run_dir is None else Path(config.run_dir).expanduser())
     if requested_dir is None and args.resume_if_exists:
-        raise ValueError("--resume-if-exists needs the run directory: add --run-dir DIR.")
-    # The launcher of each machine counts only its own restarts after a failure.
+        raise ValueError("--resume-if-exists needs the run directory. Add --run-dir DIR.")
+    # Each machine's launcher counts its own restarts after a failure, so the counts of all ranks are compared.
     restarts = processes().all_gather(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or "0")
     may_resume = not args.dry_run and (args.resume_if_exists or set(restarts) != {"0"})
     # Rank 0 looks for a checkpoint, because other hosts may not see the folder.
@@ -84,24 +84,23 @@ def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
             return stack.enter_context(new_run_dir(name, requested_dir)) if processes().is_rank_zero else None
 
         run_dir = processes().run_section(claim_folder)[0]
-        assert run_dir is not None  # rank 0 names it for all
+        assert run_dir is not None  # the result of rank 0
         config = dataclasses.replace(config, run_dir=str(run_dir))
-        with working(console, "checking the configuration"):
+        with spinner(console, "checking the configuration"):
             prepared = task_type_of(config.task).prepare(config)
         stack.enter_context(closing(prepared.env))
         show_plan(console, prepared, run_dir, preset=getattr(args, "preset", False))
         if args.dry_run:
             show_forecast(console, prepared, skip_memory_check=args.skip_memory_check)
-            with working(console, "checking the run"):
+            with spinner(console, "checking the run"):
                 dry_run(prepared)
             if config.sampler is not None and config.sampler["name"] == VLLM:
                 for line in _vllm_commands(prepared):
                     show_command(console, "vLLM server", line)
             console.print("Dry run: nothing was trained. Remove --dry-run to start.")
             return OK
-        need = prepared.forecast().need
-        check_memory(need, allowed=args.skip_memory_check, remedy="--skip-memory-check")
-        with working(console, "creating the population"):
+        check_memory(prepared.forecast().memory, allowed=args.skip_memory_check, remedy="--skip-memory-check")
+        with spinner(console, "creating the population"):
             trainer = start(prepared, run_dir)
         with single_threaded(enabled=prepared.one_thread):
             return _train(console, trainer, run_dir, args)
@@ -117,25 +116,24 @@ def resume_run(args: argparse.Namespace) -> int:
     resumable = read_resumable(run_dir, overrides, allow_changed_data=args.allow_changed_data)
     saved, state = resumable.saved, resumable.saved.record.run_state
     for error in saved.skipped:
-        say_warning(f"Skipped an unusable checkpoint: {error}")
+        print_warning(f"Skipped an unusable checkpoint: {error}")
     if resumable.ended is not None:
         console.print(f"This run is finished ({resumable.ended}).", soft_wrap=True)
         if processes().is_rank_zero:
             show_ending(console, run_dir, state.generation, resumable.schedule)
         return OK
-    with working(console, "checking the configuration"):
+    with spinner(console, "checking the configuration"):
         prepared = task_type_of(resumable.config.task).prepare(resumable.config)
     where = f"after generation {state.generation}, learning step {state.step}"
     console.print(f"Resuming {run_dir} {where}", soft_wrap=True)
     with closing(prepared.env):
-        need = prepared.forecast().need
-        check_memory(need, allowed=args.skip_memory_check, remedy="--skip-memory-check")
-        with working(console, "loading the members"):
+        check_memory(prepared.forecast().memory, allowed=args.skip_memory_check, remedy="--skip-memory-check")
+        with spinner(console, "loading the members"):
             trainer = resume(prepared, resumable, run_dir, allow_changed_data=args.allow_changed_data)
         if read_journal(run_dir / JOURNAL)[-1]["event"] not in ("stopped", "ended"):
             console.print("The previous process of this run did not stop cleanly. Resuming from the last checkpoint.")
         for change in trainer.changed_data:
-            say_warning(f"Changed since the run began: {change}")
+            print_warning(f"Changed since the run began: {change}")
         with single_threaded(enabled=prepared.one_thread):
             return _train(console, trainer, run_dir, args)
 
@@ -165,7 +163,7 @@ def _vllm_commands(prepared: PreparedRun) -> list[str]:
     return [
         vllm_command(
             loadable_name(prepared.outline.model) or prepared.model,
-            members=max(1, len(range(number, size, len(urls)))),  # as VLLMSampler deals them out
+            members=max(1, len(range(number, size, len(urls)))),  # VLLMSampler assigns members round robin
             rank=prepared.trained.rank,
             dtype="bfloat16" if precision in PACKAGES else precision,
             url=url,
@@ -176,16 +174,16 @@ def _vllm_commands(prepared: PreparedRun) -> list[str]:
 
 def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Namespace) -> int:
     """Train until the end, a signal or an error, and print how to resume."""
-    args.training = True  # from here on, errors mean a failed run, not a wrong setting
+    args.training = True  # `main` reports errors from here on as a failed run, not as wrong settings
     run_dir = run_dir.absolute()  # user code may change the working directory
     display = RunDisplay(console, trainer)
     trainer.callbacks.append(display)
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as shells start jobs in the background
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # set by a shell that starts the run in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def announce_stop() -> None:
-        if not sys.stdout.isatty():  # a live display announces it itself
-            # A signal handler must not use the console, which may be writing.
+        if not sys.stdout.isatty():  # on a terminal, the live display announces it
+            # A signal handler must not use the console, because it may have interrupted a write of the console.
             os.write(2, b"Stopping and saving. Press Ctrl-C again to abort without saving.\n")
 
     # 1. Train; after an error, print how to continue.
@@ -193,25 +191,25 @@ def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Nam
         with stopping_on_signals(trainer.stop_request, announce_stop), display, clean_warnings(console):
             deque(trainer.reports(), maxlen=0)
     except KeyboardInterrupt:
-        say_error("Aborted. Training since the last checkpoint is lost.")
+        print_error("Aborted. Training since the last checkpoint is lost.")
         _show_resume(console, run_dir)
         return INTERRUPTED
     except (RewardError, StrategyError, AllFailedError, ProcessError, SamplerError) as error:
         console.print()
-        say_error(f"{error}{user_line(error.__cause__) if error.__cause__ else ''}")
+        print_error(f"{error}{user_line(error.__cause__) if error.__cause__ else ''}")
         # A corrected reward function or environment counts as changed data.
         if isinstance(error, RewardError):
             show_command(console, "after the fix", command("resume", run_dir, "--allow-changed-data"))
-        elif not isinstance(error, AllFailedError):  # with the same settings, all members would fail again
+        elif not isinstance(error, AllFailedError):  # a resumed run would fail again with the same settings
             resumes_as_is = isinstance(error, ProcessError | SamplerError)
             _show_resume(console, run_dir, "resume" if resumes_as_is else "after the fix")
         return FAILED
     except Exception as error:
         if latest_checkpoint(run_dir) is None:
-            say_error(f"This run has no checkpoint yet. Fix the error, remove {run_dir} and start again.")
-        elif isinstance(error, OSError):  # e.g. a full disk: the data has not changed
+            print_error(f"This run has no checkpoint yet. Fix the error, remove {run_dir} and start again.")
+        elif isinstance(error, OSError):  # such as a full disk, after which the data is the same
             _show_resume(console, run_dir)
-        else:  # usually an error in user code; the corrected code counts as changed data
+        else:  # usually an error in user code; corrected code counts as changed data
             show_command(console, "after the fix", command("resume", run_dir, "--allow-changed-data"))
         raise
     # 2. Report the end; a stopped run can be resumed.
@@ -263,7 +261,7 @@ def show_forecast(console: Console, prepared: PreparedRun, *, skip_memory_check:
     """
     console.print(Text("Estimated cost", "bold"))
     forecast = prepared.forecast()
-    rows, need = dict(forecast.rows), forecast.need
+    rows, need = dict(forecast.rows), forecast.memory
     if need.processes > 1:
         rows["all processes"] = f"{gigabytes(need.total)} for {need.processes} processes that share memory"
     rows["available"] = check_memory(need, allowed=True)
@@ -307,7 +305,7 @@ def _evolution_text(prepared: PreparedRun) -> str:
     spaces = ", ".join(f"{name} in {_range_text(parameter)}" for name, parameter in config.search_space.items())
     if getattr(config.agent, "evolve_network", None) is not None:
         spaces = f"{spaces}{', ' if spaces else ''}network architecture"
-    # A tournament shows what sets its selection pressure; other strategies show all settings.
+    # Of a tournament, print the settings of its selection pressure; of other strategies, all settings.
     shown_settings = ("size", "z") if strategy["name"] == "tournament" else config.strategy.to_json()
     details = ", ".join(f"{key} {strategy[key]}" for key in shown_settings if not isinstance(strategy[key], Mapping))
     return f"{spaces or 'no hyperparameters (selection only)'}; {strategy['name']}{details and f' ({details})'}"
@@ -399,7 +397,7 @@ def show_ending(console: Console, run_dir: Path, generations: int, schedule: Sch
     show_lineage(console, summary)
     show_files(console, run_dir, summary.facts.get("kind"))
     if generations:
-        # The limit that ended the run would end it again, so the command removes all limits but the new one.
+        # The limit that ended the run would end the resumed run too, so the command removes all other limits.
         no_limits = [f"{name}=null" for name in _OTHER_LIMITS if getattr(schedule, name) is not None]
         show_command(
             console, "train further", command("resume", run_dir, "--generations", str(2 * generations), *no_limits)

@@ -1,4 +1,4 @@
-"""Commands `demo`, `train`, `replay` and `resume`: configuration errors precede torch; `running.py` does the work."""
+"""Commands `demo`, `train`, `replay` and `resume`: read the configuration before torch is imported, then start."""
 
 import argparse
 import dataclasses
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import evogrpo
-from evogrpo.training.console import make_console, working
+from evogrpo.training.console import make_console, spinner
 
 if TYPE_CHECKING:
     from evogrpo.training.configuration.sections import Config
@@ -129,5 +129,5 @@ def _show_imports() -> Iterator[None]:
     console = make_console()
     if not console.is_terminal:
         console.print(f"evogrpo {evogrpo.__version__}")
-    with working(console, "reading the configuration, importing torch"):
+    with spinner(console, "reading the configuration, importing torch"):
         yield

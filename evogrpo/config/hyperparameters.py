@@ -28,8 +28,8 @@ __all__ = [
     "HYPERPARAMETER_NAMES",
     "HyperparameterOptions",
     "Hyperparameters",
+    "LrSchedule",
     "Optimizer",
-    "Schedule",
     "Value",
     "is_categorical",
     "is_integer",
@@ -69,7 +69,7 @@ class Hyperparameters:
         ValueError: If a value is of the wrong type, not finite, or outside the range above.
     """
 
-    # Numbers that are looped over have a maximum: larger ones are typing errors and would look like a hang.
+    # Numbers of repetitions have a maximum, because a typing error would otherwise look like a hang.
     lr: PositiveFloat = 1e-4
     clip_coef: Annotated[float, Field(gt=0, lt=1), REAL] = 0.2
     group_size: Annotated[int, Field(ge=2, le=1_000_000), WHOLE] = 8
@@ -90,7 +90,7 @@ class Hyperparameters:
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
-        """Half-widths below and above a ratio of 1: `clip_low` and `clip_high`, or `clip_coef` where they are None."""
+        """Half-widths of clipping below and above a ratio of 1: `clip_low` and `clip_high`, or `clip_coef` if None."""
         return (
             self.clip_coef if self.clip_low is None else self.clip_low,
             self.clip_coef if self.clip_high is None else self.clip_high,
@@ -119,7 +119,7 @@ class Hyperparameters:
 HYPERPARAMETER_NAMES: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Hyperparameters))
 """Names of all hyperparameters, in the order of their fields."""
 CATEGORIES: Mapping[str, tuple[str, ...]] = {"loss_type": tuple(LOSS_TYPES), "advantage": tuple(ADVANTAGES)}
-"""Values of the hyperparameters that are names."""
+"""Values of categorical hyperparameters, by hyperparameter."""
 _INTEGER_NAMES = frozenset(
     field.name for field in dataclasses.fields(Hyperparameters) if isinstance(field.default, int)
 )
@@ -173,6 +173,8 @@ class HyperparameterAttributes:
 
 
 def _attribute(name: str) -> property:
+    """Return a property of agents that reads and sets one hyperparameter."""
+
     def read(agent: Any) -> Any:
         return getattr(agent.hyperparameters, name)
 
@@ -188,23 +190,18 @@ for _name in HYPERPARAMETER_NAMES:
 
 
 def is_integer(name: str) -> bool:
-    """Return True if a hyperparameter takes integers only; raise ValueError if there is none of this name."""
+    """Return True if the values of a hyperparameter are integers; raise ValueError for an unknown name."""
     refuse_unknown("hyperparameter", [name], HYPERPARAMETER_NAMES)
     return name in _INTEGER_NAMES
 
 
 def is_categorical(name: str) -> bool:
-    """Return True if a hyperparameter takes names; raise ValueError if there is none of this name."""
+    """Return True if the values of a hyperparameter are names; raise ValueError for an unknown name."""
     refuse_unknown("hyperparameter", [name], HYPERPARAMETER_NAMES)
     return name in CATEGORIES
 
 
-def checked_value(name: str, value: Any) -> Any:
-    """Return `value` in the type of hyperparameter `name`, or raise ValueError if it is illegal there."""
-    return getattr(Hyperparameters(**{name: value}), name)
-
-
-Schedule = Literal["constant", "linear", "cosine"]
+LrSchedule = Literal["constant", "linear", "cosine"]
 """Shape of the learning rate after warm-up."""
 _Fraction = Annotated[float, Field(ge=0, lt=1), REAL]
 
@@ -221,8 +218,8 @@ class Optimizer:
             are counted per member, and children inherit the count together with the weights.
         schedule: Shape after the warm-up.
         total_steps: Optimizer step at which a "linear" or "cosine" schedule ends.
-        cycles: Number of waves of a "cosine" schedule, above 0; 0.5 ends in the first trough.
-        floor: Lowest fraction of the learning rate of a "linear" or "cosine" schedule, in [0, 1).
+        cycles: Number of cosine waves of a "cosine" schedule, above 0; 0.5 ends at the first minimum.
+        floor: Minimum of a "linear" or "cosine" schedule, as a fraction of the learning rate, in [0, 1).
 
     Raises:
         ValueError: If a value is of the wrong type, out of range, or without effect beside the schedule.
@@ -232,13 +229,13 @@ class Optimizer:
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
     warmup_steps: NonNegativeInt = 0
-    schedule: Schedule = "constant"
+    schedule: LrSchedule = "constant"
     total_steps: NonNegativeInt | None = None
     cycles: PositiveFloat = 0.5
     floor: _Fraction = 0.0
 
     def __post_init__(self) -> None:
-        # Refuse settings that this schedule lacks or does not use.
+        # Refuse missing settings of the schedule, and settings that it does not use.
         for name, default, readers in (("floor", 0.0, ("linear", "cosine")), ("cycles", 0.5, ("cosine",))):
             if getattr(self, name) != default and self.schedule not in readers:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""The objective: switches of loss, advantages, KL and rewards, which of them go together, and what can evolve."""
+"""The objective: switches of loss, advantages, KL and rewards, with checks of their combinations and of evolution."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
@@ -64,9 +64,9 @@ class Objective:
             action, from step rewards: "process" (DeepSeekMath), "return_to_go_group", "return_to_go_timestep".
         advantage_eps: Added to standard deviations of rewards, in reward units.
         mask_truncated: Leave truncated completions out of the loss. They still count in group statistics.
-        min_group_reward: Leave groups out of the loss whose mean reward is not above this (too hard). They still
+        min_group_reward: Only groups with a mean reward above this are in the loss; others are too hard. They still
             count in statistics of rewards. None = no bound.
-        max_group_reward: Leave groups out of the loss whose mean reward is not below this (too easy).
+        max_group_reward: Only groups with a mean reward below this are in the loss; others are too easy.
         whiten_advantages: Standardise advantages over all valid actions of a member's batch. Groups whose rewards are
             all equal then get an advantage that is not 0, and long completions shift the mean.
         aggregation: Reduction of the loss; None = the loss type's own. "seq-mean-token-sum-norm" divides by the
@@ -102,13 +102,13 @@ class Objective:
             None = no penalty.
         dynamic_sampling: Maximum number of times that groups with equal rewards are resampled (DAPO).
         reference: "base" is the model without adapters, or the initial network. "snapshot" is each member's own
-            earlier policy. "old" is the policy that acted, the member before the learning step: beta then limits the
-            later of several optimizer steps, and does nothing in the first.
+            earlier policy. "old" is the policy that sampled, the member before the learning step: beta then limits the
+            later of several optimizer steps, and has no effect in the first.
         reference_sync_steps: Optimizer steps of the member between updates of its snapshot; None = no updates.
         reference_mixing: Weight of the policy in an update of the snapshot, in (0, 1].
 
     Raises:
-        ValueError: If a value is out of range, or has no effect or no meaning beside the others.
+        ValueError: If a value is out of range, or has no effect or no meaning in combination with others.
 
     Sources: see docs/papers.md, one row per formula.
     """
@@ -152,7 +152,7 @@ class Objective:
 
     @property
     def per_action(self) -> bool:
-        """Return True if actions of one completion can differ in advantage, for any gamma."""
+        """True if actions of one completion can differ in advantage even with gamma 1."""
         return self.advantage in STEP_ADVANTAGES or self.kl_placement == "reward"
 
     def is_set(self, name: str) -> bool:
@@ -162,7 +162,7 @@ class Objective:
     def with_types(self, loss_type: LossType | None = None, advantage: AdvantageType | None = None) -> Self:
         """Return this objective with another loss type and advantage; None keeps the current one.
 
-        Switches that only the former loss type reads (`cispo_clip_low`, `sapo_tau_...`) go back to their defaults.
+        Switches that only the replaced loss type uses (`cispo_clip_low`, `sapo_tau_...`) get their defaults.
         """
         loss_type, advantage = loss_type or self.loss_type, advantage or self.advantage
         if (loss_type, advantage) == (self.loss_type, self.advantage):
@@ -172,7 +172,7 @@ class Objective:
         return dataclasses.replace(self, loss_type=loss_type, advantage=advantage, **defaults)
 
     def of(self, hyperparameters: Hyperparameters) -> Self:
-        """Return a member's own objective: this one with the member's `loss_type` and `advantage`, where it has them.
+        """Return the objective of a member: this one with the `loss_type` and `advantage` of the member, if not None.
 
         Raises:
             ValueError: If another switch is incompatible with them; `check` finds this before a run.
@@ -180,17 +180,17 @@ class Objective:
         return self.with_types(hyperparameters.loss_type, hyperparameters.advantage)
 
     def resolved(self, hyperparameters: Hyperparameters, space: Container[str]) -> Hyperparameters:
-        """Return hyperparameters with loss type and advantage filled in if they evolve, as mutation needs them."""
+        """Return hyperparameters in which loss type and advantage are not None if they evolve, as mutation requires."""
         names = {name: getattr(self, name) for name in ("loss_type", "advantage") if name in space}
         missing = {name: value for name, value in names.items() if getattr(hyperparameters, name) is None}
         return dataclasses.replace(hyperparameters, **missing) if missing else hyperparameters
 
     def check(self, hyperparameters: Hyperparameters, space: HyperparameterConfig | None = None) -> None:
-        """Refuse switches that some member could not use, or that have no effect for any member.
+        """Refuse switches that are invalid for a member, or have no effect for any member.
 
         Args:
-            hyperparameters: The first member's; all members share those that do not evolve.
-            space: Hyperparameters that evolve; None = none.
+            hyperparameters: Hyperparameters of the first member; all members share those that do not evolve.
+            space: Search space; None = nothing evolves.
 
         Raises:
             ValueError: If this objective is incompatible with a loss type, an advantage or a coefficient that a member
@@ -206,19 +206,19 @@ class Objective:
                     raise ValueError(f"{name} has no effect while {coefficient} is 0. Remove it, or set {coefficient}.")
 
     def check_member(self, hyperparameters: Hyperparameters, space: HyperparameterConfig | None = None) -> None:
-        """Refuse switches that one member, or a descendant of it, could not use.
+        """Refuse switches that are invalid for a member or a possible descendant.
 
         Args:
-            hyperparameters: The member's.
-            space: Hyperparameters that evolve; None = none.
+            hyperparameters: Hyperparameters of the member.
+            space: Search space; None = nothing evolves.
 
         Raises:
             ValueError: If there is such a switch.
         """
         space = HyperparameterConfig() if space is None else space
-        loss_types = possible("loss_type", self, hyperparameters, space)
+        loss_types = possible_types("loss_type", self, hyperparameters, space)
         for loss_type in loss_types:
-            for advantage in possible("advantage", self, hyperparameters, space):
+            for advantage in possible_types("advantage", self, hyperparameters, space):
                 try:
                     self.with_types(loss_type, advantage)
                 except ValueError as error:
@@ -249,7 +249,7 @@ class Objective:
 _DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in dataclasses.fields(Objective)}
 
 
-# ---- switches beside each other: generators of messages, the first of which is raised
+# ---- checks of combinations: generators of messages, of which `Objective` raises the first
 
 
 def _loss_problems(objective: Objective) -> Iterator[str]:
@@ -307,14 +307,14 @@ def _kl_problems(objective: Objective) -> Iterator[str]:
         # E[grad log p] = 0, so k1 in the loss moves nothing on average.
         yield 'kl_estimator="k1" has an expected gradient of 0 in the loss. Choose k2, k3 or abs.'
     if objective.kl_bias_correction and in_reward:
-        yield 'kl_bias_correction needs a KL in the loss, got kl_placement="reward": remove one of them.'
+        yield 'kl_bias_correction needs a KL in the loss, got kl_placement="reward". Remove one of them.'
     if objective.kl_estimator in FULL_KLS:
         if in_reward:
-            yield f'kl_estimator={objective.kl_estimator!r} needs kl_placement="loss", or choose k1, k2, k3 or abs.'
+            yield f'kl_estimator={objective.kl_estimator!r} needs kl_placement="loss". Or choose k1, k2, k3 or abs.'
         if objective.kl_bias_correction:
             yield f"kl_bias_correction has no effect: kl_estimator={objective.kl_estimator!r} is exact. Remove it."
     if objective.reference == "old" and in_reward:
-        # Rewards are earned by the policy that acts, whose KL to itself is 0.
+        # The KL in rewards is that of the policy that sampled, which is the reference here: 0.
         yield 'reference="old" has no effect with kl_placement="reward". Choose another reference.'
     for name, needed in {
         "kl_horizon": "kl_target",
@@ -324,7 +324,7 @@ def _kl_problems(objective: Objective) -> Iterator[str]:
         "reward_scale": "reward_norm",
     }.items():
         if objective.is_set(name) and getattr(objective, needed) is None:
-            yield f"{name}={getattr(objective, name)} has no effect without {needed}: give {needed} as well."
+            yield f"{name}={getattr(objective, name)} has no effect without {needed}. Give {needed} as well."
     if objective.reference_sync_steps is not None and objective.reference != "snapshot":
         yield f"reference_sync_steps needs reference='snapshot', got {objective.reference!r}. Remove one of them."
 
@@ -332,10 +332,10 @@ def _kl_problems(objective: Objective) -> Iterator[str]:
 # ---- values that members can evolve to
 
 
-def possible(
+def possible_types(
     name: str, objective: Objective, hyperparameters: Hyperparameters, space: HyperparameterConfig
 ) -> tuple[Any, ...]:
-    """Return every loss type or advantage that a member can have."""
+    """Return every value that `loss_type` or `advantage` can have in a member."""
     first = getattr(hyperparameters, name) or getattr(objective, name)
     return tuple(dict.fromkeys((first, *(space[name].names if name in space else ()))))
 
@@ -353,10 +353,10 @@ def lowest(name: str, hyperparameters: Hyperparameters, space: HyperparameterCon
 
 
 def highest_clip_high(hyperparameters: Hyperparameters, space: HyperparameterConfig) -> float:
-    """Return the widest upper clip that a member can evolve to, from clip_high or clip_coef."""
+    """Return the largest upper half-width of clipping that a member can evolve to, from clip_high or clip_coef."""
     has_clip_high = hyperparameters.clip_high is not None or "clip_high" in space
     high = highest("clip_high", hyperparameters, space) if has_clip_high else 0.0
-    # A member whose clip_high is None, as founders may be, follows clip_coef.
+    # A member with clip_high=None, such as a founder, uses clip_coef.
     return high if hyperparameters.clip_high is not None else max(high, highest("clip_coef", hyperparameters, space))
 
 
@@ -378,14 +378,14 @@ SETTINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """Settings of another library as records of this package. No setting is dropped silently: see `ignored`.
+    """Settings of another library as records of this package. Settings without a counterpart are in `ignored`.
 
     Attributes:
         objective: Switches of loss, advantages, KL, reference and rewards.
-        hyperparameters: Given hyperparameters by name: `Hyperparameters(**imported.hyperparameters)`.
+        hyperparameters: Given hyperparameters by name, for `Hyperparameters(**imported.hyperparameters)`.
         optimizer: Settings of AdamW.
         settings: Settings of other sections of a configuration, by name; see `SETTINGS`.
-        ignored: Fields that were given and have no counterpart here, with the reason. Look through them.
+        ignored: Given fields without a counterpart here, with the reason.
 
     Raises:
         ValueError: If the objective and the hyperparameters are incompatible.
@@ -508,7 +508,7 @@ def without_effect(
     Returns:
         One message per hyperparameter, in the order of `space`; empty if all have an effect.
     """
-    losses = {loss for member in members for loss in possible("loss_type", objective, member, space)}
+    losses = {loss for member in members for loss in possible_types("loss_type", objective, member, space)}
     used = {clip for loss in losses for clip in LOSS_TYPES[loss].clips}
     if objective.cispo_clip_low:
         used.add("clip_low")
@@ -519,13 +519,13 @@ def without_effect(
     for name in ("clip_low", "clip_high"):
         if name not in used:
             reasons[name] = f"the loss types {', '.join(sorted(losses))} do not use it. Remove it"
-    # 2. One optimizer step per rollout: the policy is the one that acted, so every ratio is exactly 1.
+    # 2. With one optimizer step per rollout, the policy is the one that sampled, so every ratio is exactly 1.
     one_epoch = "update_epochs" not in space and all(member.update_epochs == 1 for member in members)
     if rows_are_samples and min(lowest("batch_size", member, space) for member in members) >= samples_per_step:
         reasons["batch_size"] = f"all values are at least samples_per_step ({samples_per_step}). Lower its range"
         if one_epoch and not shared:
             names = [*CLIPS, *(["beta"] if objective.reference == "old" else [])]
-            cause = "with one optimizer step per rollout the policy is the one that acted"
+            cause = "with one optimizer step per rollout the policy is the one that sampled"
             fix = f"Raise update_epochs, or lower batch_size below samples_per_step ({samples_per_step})"
             reasons |= dict.fromkeys(names, f"{cause}. {fix}")
     return {name: f"{name} evolves without effect: {reasons[name]}." for name in space if name in reasons}

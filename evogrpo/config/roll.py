@@ -57,7 +57,7 @@ KEYS: Mapping[str, Key] = {
     "norm_std_type": Key(None, one_of(*REWARD_NORMS)),
     "reward_shift": Key(False, flag),
     "reward_scale": Key(False, flag),
-    # Of these two sections ROLL's defaults count only if the section is given.
+    # The defaults of these two sections are used only if the configuration has the section.
     f"{TRAINING}.learning_rate": Key(5e-5, number, "hyperparameters.lr"),
     f"{TRAINING}.weight_decay": Key(0.0, number, "optimizer.weight_decay"),
     f"{TRAINING}.warmup_steps": Key(0, whole_number, "optimizer.warmup_steps"),
@@ -101,8 +101,7 @@ IGNORED: Mapping[str, str] = {
     **dict.fromkeys((f"{GENERATING}.max_new_tokens", f"{GENERATING}.num_return_sequences"), "repeats another key"),
 }
 """Keys that change nothing here, with the reason."""
-# Advantage switches by the statistics of the mean that is subtracted and of the standard deviation that divides.
-ADVANTAGES: Mapping[tuple[str | None, str | None], dict[str, Any]] = {
+ADVANTAGE_SWITCHES: Mapping[tuple[str | None, str | None], dict[str, Any]] = {
     **{
         (norm if mean else None, norm if std else None): {"advantage": "reinforce", "reward_norm": norm, **switch}
         for norm in REWARD_NORMS
@@ -114,6 +113,7 @@ ADVANTAGES: Mapping[tuple[str | None, str | None], dict[str, Any]] = {
     ("group", "batch"): {"advantage": "batch_std"},
     ("group", "running"): {"advantage": "mean_only", "reward_norm": "running", "reward_scale": True},
 }
+"""Switches of `Objective`, by the statistics of the subtracted mean and of the dividing standard deviation."""
 
 
 def read_roll(source: Mapping[str, Any] | str | Path) -> SettingsReader:
@@ -148,7 +148,7 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> SettingsReader:
     settings = {str(name): value for name, value in values.items() if name not in ("actor_train", "actor_infer")}
     table, ignored, refused = dict(KEYS), dict(IGNORED), []
     for section in (TRAINING, GENERATING):
-        # Of a role, such as actor_train, one section is read; its other keys are infrastructure.
+        # Only one section of each role, such as actor_train, is translated; its other keys are infrastructure.
         role, name = section.split(".")
         role_values: Any = values.get(role)
         if role_values is not None and not isinstance(role_values, Mapping):
@@ -162,7 +162,7 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> SettingsReader:
             refused.append(f"ROLL key {section} must be a mapping, got {section_values!r:.80}")
             section_values = None
         settings |= {f"{section}.{key}": value for key, value in (section_values or {}).items()}
-        if not section_values:  # its defaults do not count
+        if not section_values:  # do not use the defaults of a missing section
             table = {key: entry for key, entry in table.items() if not key.startswith(section)}
     referenced = {name.split(".")[0] for name in REFERENCE.findall(str(values))} - {*KEYS, *UNSUPPORTED, *IGNORED}
     ignored |= dict.fromkeys(referenced, "only used by references of other keys")
@@ -173,9 +173,10 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> SettingsReader:
     roll.ignored.update({name: ignored[name] for name in roll.given if name in ignored})
 
     # 2. Translate the keys that depend on each other; `translate` adds those with a target in `KEYS`.
-    masked, prompts, group = (roll[name] for name in ("difficulty_mask", *_SAMPLES))
-    if (prompts is None) != (group is None):
-        roll.refused.append(f"ROLL keys {' and '.join(_SAMPLES)} must be given together, got {prompts} and {group}")
+    masked, prompts, group_size = (roll[name] for name in ("difficulty_mask", *_SAMPLE_KEYS))
+    if (prompts is None) != (group_size is None):
+        keys = " and ".join(_SAMPLE_KEYS)
+        roll.refused.append(f"ROLL keys {keys} must be given together, got {prompts} and {group_size}")
         prompts = None
     in_loss = roll["kl_loss_coef"] if roll["use_kl_loss"] else 0.0
     in_reward = roll["init_kl_coef"] if roll["add_token_level_kl"] else 0.0
@@ -184,7 +185,7 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> SettingsReader:
     objective = {
         "advantage_eps": 1e-6,
         "loss_type": "gspo" if roll["importance_sampling"] == "seq" else "grpo",
-        # ROLL bounds the loss of negative advantages at this multiple, which has no key of its own.
+        # ROLL bounds the loss of negative advantages at this multiple, which has no key.
         "dual_clip": 1 + 2 * roll["pg_clip"] if roll["dual_clip_loss"] else None,
         "min_group_reward": roll["difficulty_low_threshold"] if masked else None,
         "max_group_reward": roll["difficulty_high_threshold"] if masked else None,
@@ -205,21 +206,21 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> SettingsReader:
     return roll.translate(
         objective=objective,
         hyperparameters={"beta": in_loss or in_reward},
-        settings={"samples_per_step": None if prompts is None else prompts * group},
+        settings={"samples_per_step": None if prompts is None else prompts * group_size},
     )
 
 
-_SAMPLES = ("rollout_batch_size", "num_return_sequences_in_group")
+_SAMPLE_KEYS = ("rollout_batch_size", "num_return_sequences_in_group")
 
 
 def _advantage(roll: SettingsReader) -> dict[str, Any]:
-    """Return the advantage: adv_estimator decides, then reward_norm or the newer norm_mean_type and norm_std_type."""
+    """Return the switches for adv_estimator, and for reward_norm or the newer norm_mean_type and norm_std_type."""
     estimator, norm, mean, std, shift, scale = (
         roll[name]
         for name in ("adv_estimator", "reward_norm", "norm_mean_type", "norm_std_type", "reward_shift", "reward_scale")
     )
     if shift and scale:
-        roll.refused.append("ROLL keys reward_shift and reward_scale exclude each other: leave both out to do both")
+        roll.refused.append("ROLL keys reward_shift and reward_scale exclude each other: remove one of them")
     if estimator not in ("grpo", "reinforce"):
         roll.refused.append(f"ROLL key adv_estimator must be grpo or reinforce, got {estimator!r:.80}")
         return {}
@@ -229,7 +230,7 @@ def _advantage(roll: SettingsReader) -> dict[str, Any]:
         mean = std = "group"
     elif norm is not None:
         if mean is not None or std is not None:
-            roll.refused.append("ROLL keys reward_norm and norm_mean_type, norm_std_type exclude each other: give one")
+            roll.refused.append("ROLL key reward_norm excludes norm_mean_type and norm_std_type: remove it, or both")
         mean = std = norm
     if shift:
         std = None
@@ -237,12 +238,12 @@ def _advantage(roll: SettingsReader) -> dict[str, Any]:
         mean = None
     elif scale:
         roll.ignore("ROLL uses it with reward_norm 'running' only", "reward_scale")
-    if (mean, std) not in ADVANTAGES:
+    if (mean, std) not in ADVANTAGE_SWITCHES:
         roll.refused.append(
             f"ROLL keys norm_mean_type {mean!r} and norm_std_type {std!r} are not supported together: set both to the "
             'same value, one of them to null, or norm_mean_type to "group"'
         )
-    return ADVANTAGES.get((mean, std), {})
+    return ADVANTAGE_SWITCHES.get((mean, std), {})
 
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")

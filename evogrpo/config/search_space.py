@@ -12,7 +12,6 @@ from evogrpo.config.hyperparameters import (
     DEFAULT_TARGET_KL,
     HYPERPARAMETER_NAMES,
     Hyperparameters,
-    checked_value,
     is_categorical,
 )
 from evogrpo.validation import FLOAT32_LIMIT, REAL, Number, Text, plain, refuse_unknown, settings, whole_between
@@ -42,12 +41,13 @@ class RLParameter:
     Attributes:
         min: Smallest value of the range.
         max: Largest value of the range.
-        scale: "log" multiplies or divides by `factor`; "linear" adds or subtracts (`factor` - 1) times the range.
-        choices: At least two distinct values, instead of a range. Numbers are ordered, and mutation
-            moves by one or a few of them. Names have no order, and mutation takes any other one.
-        factor: Size of every mutation on a range, greater than 1. With 1.2 a log step is x1.2 or /1.2, and a linear
-            step is a fifth of the range. By default steps start at about a fifth of the range on its scale and adapt,
-            and some mutations draw from the whole range; see `Mutation`.
+        scale: Scale of steps. A step on a "log" scale multiplies or divides the value; on a "linear" scale it adds or
+            subtracts.
+        choices: At least two distinct values, instead of a range. Numbers are ordered, and mutation moves by one or a
+            few of them. Names have no order, and mutation takes any other one.
+        factor: Fixed step size, greater than 1. A log step multiplies or divides by `factor`; a linear step is
+            (`factor` - 1) times the range. None = adaptive steps of about a fifth of the range on its scale, and some
+            draws from the whole range; see `Mutation`.
         founders: Part of the range, (low, high), over which the members of a first population are spread; by default
             all of it. Mutation may leave it.
 
@@ -149,7 +149,7 @@ _COMMON = {
 LANGUAGE_RANGES: Mapping[str, RLParameter] = {
     **_COMMON,
     # TRL: 1e-6 for full fine-tuning. Adapters need about ten times that (Schulman et al., LoRA Without Regret, 2025),
-    # so the range is a decade on each side of 1e-4 and one further down.
+    # so the range extends from 1e-6 to a hundred times the value for adapters.
     "lr": RLParameter(min=1e-6, max=1e-3, scale="log"),
     "update_epochs": RLParameter(min=1, max=4, scale="log"),  # TRL: 1; each epoch costs a learning step's time
     "max_grad_norm": RLParameter(min=0.1, max=2.0, scale="log"),  # AgileRL: 0.1; TRL: 1
@@ -185,7 +185,7 @@ MAX_SAMPLES = 10_000_000
 
 
 def _parameter(value: Any, default_scale: Scale) -> RLParameter:
-    """Return the parameter that a value of `HyperparameterConfig` describes; a pair is a range on the usual scale."""
+    """Return the parameter that a value of `HyperparameterConfig` describes; a pair is a range on `default_scale`."""
     if isinstance(value, RLParameter):
         return value
     if isinstance(value, Mapping):
@@ -203,10 +203,9 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
     An immutable mapping from name to `RLParameter`, always in the order of the fields of `Hyperparameters`.
 
     Args:
-        values: Values of each evolving hyperparameter, by name. A value is an `RLParameter` or a mapping of its fields,
-            a list of choices, or a pair of numbers. A pair is a range on the usual scale, such as log for lr. The
-            values must contain the first member's value if the caller sets it; otherwise the nearest to the default is
-            used (see `first`).
+        values: For each evolving hyperparameter an `RLParameter`, a mapping of its fields, a list of choices, or a pair
+            of numbers. A pair is a range on the scale of `NETWORK_RANGES`, such as log for lr. A value that the caller
+            sets for the first member must be in the space; a default is moved into it (see `first`).
 
     Raises:
         ValueError: If a name is unknown, or a bound or a choice is illegal for its hyperparameter.
@@ -226,7 +225,8 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
             if name == "group_size" and parameter.founders is not None:
                 raise ValueError(f"group_size must not set founders, got {parameter.founders}. Lower max instead.")
             for value in parameter.bounds if parameter.choices is None else parameter.choices:
-                checked_value(name, value)
+                field: dict[str, Any] = {name: value}
+                Hyperparameters(**field)  # raises ValueError if the value is invalid
         self._parameters = {name: parameters[name] for name in HYPERPARAMETER_NAMES if name in parameters}
 
     @classmethod
@@ -291,7 +291,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
         return dataclasses.replace(record, **moved)
 
     def for_samples_per_step(self, samples_per_step: int) -> "HyperparameterConfig":
-        """Return this space with group_size, if it evolves, as a list of divisors of `samples_per_step`.
+        """Return this space in which the values of group_size, if it evolves, are divisors of `samples_per_step`.
 
         Raises:
             ValueError: If a choice of group_size is not a divisor, or its range has fewer than two divisors.
@@ -323,7 +323,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Mapping[str, Any]]) -> Self:
-        """Build from the fields of every parameter by name; raise ValueError if one is unknown or refused."""
+        """Build from the result of `to_json`; raise ValueError if a name is unknown or a field is invalid."""
         return cls(**values)
 
 
@@ -339,7 +339,7 @@ def feasible_group_sizes(samples_per_step: int) -> tuple[int, ...]:
 
 
 def check_group_size(group_size: int, samples_per_step: int, *, owner: str = "") -> None:
-    """Require a group size that splits a learning step into whole groups.
+    """Check that a learning step consists of whole groups.
 
     Args:
         group_size: Samples of one group.
@@ -350,9 +350,9 @@ def check_group_size(group_size: int, samples_per_step: int, *, owner: str = "")
         ValueError: If `group_size` does not divide `samples_per_step`.
     """
     if samples_per_step % group_size:
-        valid, who = ", ".join(map(str, feasible_group_sizes(samples_per_step))), owner and f" ({owner})"
+        valid, of_owner = ", ".join(map(str, feasible_group_sizes(samples_per_step))), owner and f" ({owner})"
         raise ValueError(
-            f"group_size must divide samples_per_step={samples_per_step}, got {group_size}{who}. Use {valid}."
+            f"group_size must divide samples_per_step={samples_per_step}, got {group_size}{of_owner}. Use {valid}."
         )
 
 

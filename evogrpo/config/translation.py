@@ -1,4 +1,4 @@
-"""Tables of another library's settings, read and checked before they are translated."""
+"""Translation of another library's settings by a table, with parsers of their values."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -9,7 +9,7 @@ from evogrpo.synonyms import unknown_name_error
 from evogrpo.validation import finite_number, whole_between, whole_number
 
 Parse = Callable[[str, Any], Any]
-"""Function of a setting's name in messages and its value; returns the value in our type or raises ValueError."""
+"""Function of a setting's name, for messages, and its value. Returns the parsed value or raises ValueError."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Key:
     Attributes:
         default: The other library's default.
         parse: Check and conversion of the value.
-        target: Field of `Imported` and name there, such as "hyperparameters.lr"; empty if code decides.
+        target: Field of `Imported` and name in it, such as "hyperparameters.lr"; empty if the reader computes it.
     """
 
     default: Any
@@ -31,14 +31,14 @@ class Key:
 class SettingsReader:
     """Settings of another library, parsed by a table.
 
-    A refused setting is noted and its default is used, so that one error can name all refused settings.
+    A refused setting is replaced by its default and listed in `refused`, so that one error can name all of them.
 
     Attributes:
         kind: Name of a setting in messages, such as "TRL field".
         given: Given values by name; None and the text "None", which YAML does not read as null, are left out.
         keys: Table of the settings that are translated.
         values: Parsed values by name, defaults included.
-        ignored: Reasons by name.
+        ignored: Settings that change nothing here, by name, with the reason.
         refused: One sentence for each refused setting.
         arguments: Keyword arguments of the records, by field of `evogrpo.config.objective.Imported`.
     """
@@ -65,13 +65,13 @@ class SettingsReader:
         return self.values[name]
 
     def ignore(self, reason: str, *names: str) -> None:
-        """Note given settings that differ from their default and change nothing here."""
+        """List given settings in `ignored`, unless they have their default."""
         for name in names:
             if name in self.given and (name not in self.keys or self.given[name] != self.keys[name].default):
                 self.ignored[name] = reason
 
     def check_names(self, known: Iterable[str]) -> None:
-        """Refuse names that are neither translated nor known."""
+        """Refuse given settings that are neither in the table nor in `known`."""
         names = [*self.keys, *known]
         for name in self.given:
             if name not in names:
@@ -84,7 +84,7 @@ class SettingsReader:
                 self.refused.append(f"{self.kind} {name} is not supported, got {self.given[name]!r:.80}: {reason}")
 
     def translate(self, **computed: Mapping[str, Any]) -> Self:
-        """Set `arguments`: all values with a target, and `computed` by field of `Imported`; None is left out."""
+        """Set `arguments` to all values with a target and to `computed`, by field of `Imported`; None is left out."""
         arguments: dict[str, dict[str, Any]] = {"objective": {}, "hyperparameters": {}, "optimizer": {}, "settings": {}}
         for name, key in self.keys.items():
             if key.target:
@@ -103,7 +103,7 @@ class SettingsReader:
 
 
 def number(what: str, value: Any) -> float:
-    """Return a finite number. Reads text, since YAML takes 1e-6 for text."""
+    """Return a finite number; text is parsed, because YAML 1.1 reads 1e-6 as text."""
     with suppress(ValueError):
         value = float(value) if isinstance(value, str) else value
     return finite_number(what, value)

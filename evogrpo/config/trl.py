@@ -1,4 +1,4 @@
-"""TRL's GRPOConfig, and transformers' training arguments in it, as keyword arguments of this package's records."""
+"""TRL's GRPOConfig, with its fields from transformers, as keyword arguments of this package's records."""
 
 import dataclasses
 import json
@@ -24,14 +24,14 @@ from evogrpo.synonyms import unknown_name_error
 from evogrpo.validation import finite_number, flag, whole_number
 
 
-def _weights(what: str, value: Any) -> list[float]:
+def _numbers(what: str, value: Any) -> list[float]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ValueError(f"{what} must be a list of numbers, got {value!r:.80}.")
     return [finite_number(what, weight) for weight in value]
 
 
 def _text(what: str, value: Any) -> str:
-    """Return a member of an enumeration, or its value, as text."""
+    """Return the value of an enumeration member, or any other value, as text."""
     return str(getattr(value, "value", value))
 
 
@@ -43,7 +43,7 @@ def _adamw(what: str, value: Any) -> str:
 
 
 def _arguments(what: str, value: Any) -> Mapping[str, Any]:
-    """Return arguments of a schedule, which may be JSON text."""
+    """Return the arguments of a schedule from a mapping or JSON text."""
     if isinstance(value, str):
         with suppress(json.JSONDecodeError):  # refused below
             value = json.loads(value)
@@ -90,7 +90,7 @@ FIELDS: Mapping[str, Key] = {
     "seed": Key(42, whole_number, "settings.seed"),
     "max_completion_length": Key(512, count, "settings.max_output_tokens"),
     "max_prompt_length": Key(None, count, "settings.max_prompt_length"),
-    "reward_weights": Key(None, _weights, "settings.reward_weights"),
+    "reward_weights": Key(None, _numbers, "settings.reward_weights"),
     "top_p": Key(1.0, top_p, "settings.top_p"),
     "top_k": Key(0, top_k, "settings.top_k"),
     "min_p": Key(None, min_p, "settings.min_p"),
@@ -155,8 +155,8 @@ def read_trl(source: object) -> SettingsReader:
     """Translate TRL's settings.
 
     Args:
-        source: A `GRPOConfig`, or a mapping of its fields. Fields left out of a mapping have TRL's defaults, except
-            that the batch is that of one process unless `generation_batch_size` is given.
+        source: A `GRPOConfig`, or a mapping of its fields. Missing fields of a mapping have TRL's defaults for a
+            single process.
 
     Returns:
         The keyword arguments, and every setting that is unknown or not supported in `refused`. Prompts longer than
@@ -179,7 +179,7 @@ def read_trl(source: object) -> SettingsReader:
     trl.ignore("memory is bounded by micro_batch_tokens, with the same results", *GRADIENT_CHECKPOINTING)
     trl.ignore("sampling does not use vLLM", "use_vllm")
 
-    # 2. Translate those that depend on each other.
+    # 2. Translate the fields that depend on each other; `translate` adds those with a target in `FIELDS`.
     loss_type, aggregation = _loss(trl)
     objective: dict[str, Any] = {
         "loss_type": loss_type,
@@ -223,10 +223,7 @@ def read_trl(source: object) -> SettingsReader:
 
 
 def _given_fields(source: object) -> dict[str, Any]:
-    """Return fields by name.
-
-    Of a GRPOConfig, only those that are translated, differ from their default or switch on checkpointing.
-    """
+    """Return fields by name; of a GRPOConfig only those that are translated, not the default, or checkpointing."""
     if isinstance(source, Mapping):
         return dict(source)
     if not dataclasses.is_dataclass(source) or isinstance(source, type):
@@ -235,7 +232,7 @@ def _given_fields(source: object) -> dict[str, Any]:
     for field in dataclasses.fields(source):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         value = getattr(source, field.name)
-        # Checkpointing is on by default in TRL but costs time, so the result says that it is ignored here.
+        # Checkpointing is on by default in TRL and costs time. It is kept here to be listed as ignored.
         if field.name in FIELDS or value != default or (field.name in GRADIENT_CHECKPOINTING and value):
             values[field.name] = value
     return values
@@ -250,7 +247,7 @@ def _batch(trl: SettingsReader) -> tuple[int, int]:
         steps = steps or accumulation
         generation = trl["per_device_train_batch_size"] * steps
     steps = steps or max(generation // trl["per_device_train_batch_size"], 1)
-    # A GRPOConfig's generation batch is that of all processes. One of its steps is one micro-batch of each process.
+    # The generation batch of a GRPOConfig is that of all processes; a step has one micro-batch of each process.
     micro, rest = divmod(generation, steps)
     batch = micro * accumulation
     if rest or batch > generation:

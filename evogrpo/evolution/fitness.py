@@ -19,14 +19,14 @@ MEASURES = (GREEDY, SAMPLED, ROLLOUTS)
 
 @dataclass(frozen=True, kw_only=True)
 class Fitness:
-    """Raw reward of one member on held-out questions or training starts; a failed member has no fitness.
+    """Raw reward of one member on held-out questions, or on training prompts (or reset seeds).
 
     Attributes:
-        mean: Mean raw reward per question; higher is better. If a member left a race early, the leader's mean on all
-            questions plus the mean paired difference to the leader on the common questions.
+        mean: Mean raw reward per question; higher is better. After leaving a race early, the estimate of
+            `on_all_questions`.
         standard_error: Standard error of `mean` over questions, in reward units.
         scores: One raw reward per question.
-        keys: Numbers of these questions, the same for all members; None = the first ones, in order.
+        keys: Number of each question, the same for all members; None = 0, 1, ...
 
     Raises:
         ValueError: If a number is not finite, the standard error is negative, or keys repeat or are not one per score.
@@ -108,10 +108,11 @@ FitnessBy = Literal["validation", "rollouts", "both"]
 class FitnessConfig:
     """Measure of fitness and its cost.
 
-    Training rewards are always recorded, as they cost nothing extra: the raw rewards of the last half of a generation's
-    learning steps, averaged per start. They measure the policy that sampled, so they lag behind learning. In the first
-    learning steps of a child they measure its parent. Under shared experience members are compared on the samples of
-    all: the mean reward, plus the estimated gain of the member's policy over the policy that sampled.
+    Training rewards are always recorded, without extra cost: the raw rewards of the last half of a generation's
+    learning steps, averaged per prompt (or reset seed). They measure the policy that sampled, so they lag behind
+    learning. In the first learning steps of a child they measure its parent. Under shared experience members are
+    compared on the samples of all members: the mean reward, plus the estimated gain of the member's policy over the
+    policy that sampled.
 
     Attributes:
         by: Measure that selection uses. "validation": answers to the validation questions. "rollouts": training
@@ -186,11 +187,11 @@ GREEDY_EVALUATION = FitnessConfig(racing=False)
 
 
 FIRST_ROUND = 8
-"""Questions of the first round; each round ends after twice as many as the one before."""
+"""Number of questions after the first round; it doubles with each further round."""
 
 
 def rounds(questions: int, *, racing: bool) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last question of each round; a single round without racing or with few questions."""
+    """Yield the questions of each round as (first, end); a single round without racing or with few questions."""
     first, last = 0, FIRST_ROUND if racing else questions
     while last < questions:
         yield first, last
@@ -198,17 +199,17 @@ def rounds(questions: int, *, racing: bool) -> Iterator[tuple[int, int]]:
     yield first, questions
 
 
-def looks(questions: int) -> int:
+def comparisons_in_race(questions: int) -> int:
     """Return the number of comparisons in a race: one after each round but the last."""
     return sum(1 for _ in rounds(questions, racing=True)) - 1
 
 
 def clearly_behind(leader: NDArray[np.float64], other: NDArray[np.float64], error: float) -> bool:
-    """Return True if a member is significantly behind the leader, with error probability at most `error`.
+    """Return True if a member is significantly worse than the leader, with error probability at most `error`.
 
     Args:
         leader: `[n]` the leader's scores.
-        other: `[n]` the member's, on the same questions; NaN where either has none.
+        other: `[n]` the member's scores on the same questions; NaN where either has none.
         error: Error probability of this comparison.
     """
     differences = (leader - other)[np.isfinite(leader - other)]
@@ -252,8 +253,8 @@ def on_all_questions(fitness: Fitness, leader: Fitness) -> Fitness:
     )
 
 
-def ahead(fitness: Fitness, rival: Fitness) -> bool:
-    """Return True if a member's fitness is higher than a rival's, on their common questions if they differ."""
+def is_ahead(fitness: Fitness, rival: Fitness) -> bool:
+    """Return True if a member is better than a rival; on their common questions, if their questions differ."""
     questions, rival_questions = fitness.by_key.keys(), rival.by_key.keys()
     if questions != rival_questions and len(questions & rival_questions) >= 2:
         return paired_difference(fitness, rival)[0] > 0

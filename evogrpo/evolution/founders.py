@@ -36,7 +36,7 @@ def spread_founders(
         size: Number of members.
         rng: Random generator.
         samples_per_step: Samples each member collects per learning step; group sizes divide it.
-        given: First members, such as those of `warm_start_founders`; at most `size` are used.
+        given: Hyperparameters of the first members, such as those of `warm_start_founders`; at most `size` are used.
 
     Returns:
         One record per member.
@@ -58,7 +58,7 @@ def spread_founders(
         point_at(space, defaults, {name: float(fractions[position]) for name, fractions in strata.items()})
         for position in range(remaining)
     ]
-    # Redraw duplicates last, so that distinct points stay. Without a free point, a duplicate stays.
+    # Redraw duplicates last, so that the others do not change. Without a free point, a duplicate stays.
     taken: set[tuple[int | None, Hyperparameters]] = {(None, founder) for founder in first}
     duplicates, stream = [], streams(rng)
     for number, founder in enumerate(others):
@@ -99,7 +99,7 @@ def warm_start_founders(
                 changes[f"{name} {value} -> {values[name]}, the closest in its {parameter.extent}"] = None
         founders[dataclasses.replace(first, **values)] = None
     evolved = [name for name in first.to_json() if len({getattr(record, name) for record in earlier}) > 1]
-    for name in (name for name in evolved if name not in space):
+    for name in [name for name in evolved if name not in space]:
         changes[f"{name} stays {getattr(first, name)}: it does not evolve in this run"] = None
     return tuple(founders), tuple(changes)
 
@@ -110,7 +110,7 @@ def random_founder(space: HyperparameterConfig, base: Hyperparameters, rng: np.r
 
 
 def point_at(space: HyperparameterConfig, base: Hyperparameters, fractions: Mapping[str, float]) -> Hyperparameters:
-    """Return the point of the space at these quantiles, in [0, 1), of the founders' ranges, by hyperparameter."""
+    """Return the point of the space at these quantiles of the founders' ranges, which are in [0, 1), by name."""
     values: dict[str, Any] = base.to_json()
     for name, parameter in space.items():
         fraction = fractions[name]

@@ -11,7 +11,7 @@ from evogrpo.evolution.fitness import Fitness
 from evogrpo.validation import Real, Whole
 
 NETWORK = "network"
-"""Name of an architecture change among the changes of a birth; old and new values are text."""
+"""Key of an architecture change among the changes of a birth; its old and new values are text."""
 
 Changes = Mapping[str, tuple[Whole | Real | str | None, Whole | Real | str | None]]
 """Changed hyperparameters by name: (old value, new value)."""
@@ -25,7 +25,7 @@ def changes_between(before: Hyperparameters, after: Hyperparameters) -> dict[str
 
 @dataclass(frozen=True, kw_only=True)
 class MemberRecord:
-    """One member, as it was born: a train state copied into a slot under a new index.
+    """One member at its birth: a train state that is copied into a slot under a new index.
 
     Attributes:
         slot: Storage place in the bank.
@@ -95,7 +95,7 @@ class Generation:
         number: From 1.
         samples_per_step: Samples each member collected per learning step.
         steps_per_generation: Learning steps that were planned for it; a limit of the run may have ended it earlier.
-        slots: One for each slot of the bank.
+        slots: One record for each slot of the bank.
 
     Raises:
         ValueError: If a member's slot differs from its position in `slots`.
@@ -107,10 +107,9 @@ class Generation:
     slots: tuple[SlotRecord, ...]
 
     def __post_init__(self) -> None:
-        for place, record in enumerate(self.slots):
-            if record.member is not None and record.member.slot != place:
-                slot = record.member.slot
-                raise ValueError(f"slots[{place}] must hold the member of slot {place}, got the member of slot {slot}.")
+        for slot, record in enumerate(self.slots):
+            if record.member is not None and record.member.slot != slot:
+                raise ValueError(f"slots[{slot}] must hold the member of slot {slot}, got slot {record.member.slot}.")
 
     @property
     def members(self) -> tuple[MemberRecord, ...]:
@@ -134,7 +133,7 @@ class Generation:
 
     @property
     def healthy(self) -> tuple[tuple[MemberRecord, Fitness], ...]:
-        """Members that have a fitness, with it, the best first; of equal ones the lowest index first.
+        """Members that did not fail, with their fitness: the best first, of equal ones the lowest index first.
 
         Raises:
             ValueError: If all members failed.
@@ -152,7 +151,7 @@ class Generation:
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """Index of the member of each slot, which names random streams; a negative number for empty slots."""
+        """Number of each slot for random streams: the index of its member, or -1 - slot if it is empty."""
         members = (record.member for record in self.slots)
         return tuple(-1 - slot if member is None else member.index for slot, member in enumerate(members))
 
@@ -170,12 +169,12 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """Everything up to the generation that has just been evaluated.
+    """All generations of a run up to the one that has just been evaluated.
 
     Attributes:
         space: The search space.
-        next_index: First unused index; children take this one and those after it.
-        generations: All generations, the one to plan from last.
+        next_index: First unused index; children get this index and the following ones.
+        generations: In order; the last one is to be planned from.
 
     Raises:
         ValueError: If there is no generation, or generations do not follow each other or contradict `next_index`.

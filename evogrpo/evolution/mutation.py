@@ -1,4 +1,4 @@
-"""Mutation of hyperparameters: steps and draws in ranges and choices, and mutations of users."""
+"""Mutation of hyperparameters: steps in ranges, draws from ranges and choices, and custom mutations."""
 
 import dataclasses
 import inspect
@@ -27,7 +27,7 @@ STEP = 0.2
 SPREAD = 0.75
 """Standard deviation, in log units, of step sizes around the default or the inherited one."""
 MIN_STEP, MAX_STEP = 0.02, 0.5
-"""Smallest step that is inherited, and largest step that is taken: half a range always fits in one direction."""
+"""Smallest step size that is inherited, and largest step that is taken: half a range fits in at least one direction."""
 
 
 @settings
@@ -85,8 +85,7 @@ class Mutation:
         if not changing and names:
             changing = {names[int(fallback * len(names))]}
 
-        # 3. Another category, a draw from the whole range, or a step.
-
+        # 3. Give each of them another category, a draw from the whole range, or a step.
         def new_value(column: int, name: str) -> Any:
             _, direction, resample, fraction = (float(draw) for draw in draws[:, column])
             if name not in changing:
@@ -99,8 +98,8 @@ class Mutation:
                 if resampled != value:
                     return resampled
             inherited = (steps or {}).get(name)
-            typical = STEP if inherited is None else max(abs(inherited), MIN_STEP)
-            size = min(typical * float(step_factors[column]), MAX_STEP)
+            median_size = STEP if inherited is None else max(abs(inherited), MIN_STEP)
+            size = min(median_size * float(step_factors[column]), MAX_STEP)
             return neighbour(space[name], value, upward=direction < 0.5, integer=is_integer(name), size=size)
 
         values: dict[str, Any] = {name: new_value(column, name) for column, name in enumerate(names)}
@@ -151,7 +150,7 @@ def neighbour(parameter: RLParameter, value: float, *, upward: bool, integer: bo
     for direction in (upward, not upward):
         moved = _step(parameter, value, upward=direction, integer=integer, size=size)
         for bound in (low, high):
-            # 0.05 + 5 x 0.07 is slightly above 0.4: rounding must not keep a value from reaching the bound.
+            # In floats, 0.05 + 5 x 0.07 is slightly above 0.4. Rounding must not keep a value from its bound.
             if not integer and math.isclose(moved, bound, rel_tol=1e-9):
                 moved = bound
         if low <= moved <= high and moved != value:
@@ -243,7 +242,7 @@ def proposals(
 def last_steps(member: MemberRecord, space: HyperparameterConfig) -> dict[str, float]:
     """Return the steps from a member's parent to the member, as shares of the ranges, by name of the hyperparameter.
 
-    Founders have none, and neither have unchanged hyperparameters.
+    Unchanged hyperparameters are left out, so founders have no steps.
     """
     old_values = {name: old for name, (old, _) in member.changes.items() if name != NETWORK}
     before, after = dataclasses.replace(member.hyperparameters, **old_values), member.hyperparameters  # type: ignore[arg-type]
@@ -265,7 +264,7 @@ def _checked_perturbation(value: Any) -> Perturbation:
 
 
 CheckedPerturbation = Annotated[Perturbation, PlainValidator(_checked_perturbation)]
-"""Type of a setting `mutation`."""
+"""Type of the setting `mutation` of strategies."""
 
 
 def perturbation_to_json(perturbation: Perturbation | None) -> dict[str, Any] | None:
@@ -287,14 +286,14 @@ def perturbation_from_json(values: Any, custom: Callable[..., Any] | None = None
         ValueError: If a setting is invalid, or the custom function or class is missing.
     """
     if not isinstance(values, Mapping):
-        other: Perturbation | None = values  # None, or an invalid value, which the strategy's constructor reports
+        other: Perturbation | None = values  # None, or an invalid value that the constructor of the strategy refuses
         return other
     if "name" not in values:
         return build_from_settings(Mutation, "Mutation", values)
     name, settings = values["name"], {key: value for key, value in values.items() if key != "name"}
     if custom is None:
         raise ValueError(
-            f"Custom mutation {name} is not imported from a file. Pass the strategy with it: Tournament(mutation=...)."
+            f"Custom mutation {name} is not imported from a file. Pass the strategy, as in Tournament(mutation=...)."
         )
     if not isinstance(custom, type):
         refuse_unknown(f"setting of {name}", settings, ())
@@ -325,7 +324,7 @@ def build_from_settings(make: Callable[..., T], name: object, settings: Mapping[
 
 
 def definition_of(perturbation: Perturbation) -> Callable[..., Any]:
-    """Return the function of a custom perturbation, or the class if it is an object."""
+    """Return the function or class that a reference to a custom perturbation names."""
     return perturbation if hasattr(perturbation, "__qualname__") else type(perturbation)
 
 

@@ -1,4 +1,4 @@
-"""Strategy protocol, and its plan: the next member of every slot and the budget of the next generations."""
+"""Protocol of strategies, and their plans: the next member of every slot and the budget of the next generations."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from evogrpo.randomness import streams
 from evogrpo.validation import Whole, plain
 
 MAX_PROPOSALS = 100
-"""Proposals for one child before it may equal another member."""
+"""Maximum number of proposals for one child; after that it may equal another member."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Choice:
         parent: Slot whose train state it takes; its own slot to keep its member; None for a founder or an empty slot.
         reason: Reason as text.
         mutate: Mutate a member that keeps its state; children of other slots are always mutated.
-        hyperparameters: Those of the child, or proposals for them. None = mutated from those of the parent.
+        hyperparameters: Hyperparameters of the child, or a function that proposes them. None = mutate the parent's.
     """
 
     parent: int | None
@@ -46,7 +46,7 @@ class Plan:
     nor child is empty: its member is retired, or the slot stays empty until a later plan fills it.
 
     Attributes:
-        generation: Generation whose fitness it was made from.
+        generation: Generation that it was planned from.
         parents: For each slot, the slot whose train state it takes, its own if unchanged; None for a founder and for
             an empty slot. The argument of `bank.inherit`.
         children: One birth for every slot that gets another member.
@@ -104,9 +104,9 @@ class Plan:
     ) -> Self:
         """Build a plan from one choice per slot: number the children, and record their parents and changes.
 
-        A mutation or proposal is repeated until the hyperparameters differ from those of the parent, if the parent
-        stays, and of all members with the same parent; founders must differ from founders. If no such point is found,
-        the reason says so.
+        A mutation or proposal is repeated until the hyperparameters differ from those of all members with the same
+        parent, and of the parent if it stays. Founders differ from other founders. If no such point is found, the
+        reason says so.
 
         Args:
             history: History to plan from.
@@ -124,8 +124,8 @@ class Plan:
         space = history.space.for_samples_per_step(samples_per_step or last.samples_per_step)
         parents = [None if choice.parent is None else last.member(choice.parent) for choice in choices]
         indices = [None if parent is None else parent.index for parent in parents]
-        # 1. Sort the slots: fixed hyperparameters, drawn ones, and members that stay.
-        taken: set[tuple[int | None, Hyperparameters]] = set()  # with the index of the parent
+        # 1. Collect fixed hyperparameters in `values`, those to draw in `draws`, and occupied points in `taken`.
+        taken: set[tuple[int | None, Hyperparameters]] = set()  # index of the parent, hyperparameters
         values: dict[int, Hyperparameters] = {}
         draws: dict[int, Proposal] = {}
         for slot, (choice, parent) in enumerate(zip(choices, parents, strict=True)):
@@ -147,7 +147,7 @@ class Plan:
         reasons = [choice.reason for choice in choices]
         if draws:
             if rng is None:
-                raise ValueError("rng must be given with mutations. Pass rng=rng, the argument of Strategy.plan.")
+                raise ValueError("rng must be given with mutations. Pass the argument rng of Strategy.plan.")
             stream = streams(rng)
             for slot in sorted(draws, key=lambda slot: last.indices[slot]):
                 identity = last.indices[slot]
@@ -245,7 +245,7 @@ class Plan:
                 )
 
     def _are_counts(self, samples: Sequence[int]) -> bool:
-        """Return True if samples are whole numbers of each slot."""
+        """Return True if samples have one non-negative count per slot, 0 for vacant slots and not all 0."""
         return (
             len(samples) == len(self.parents)
             and all(isinstance(count, int) and count >= 0 for count in samples)
@@ -261,11 +261,11 @@ def draw_distinct(
     taken: set[tuple[int | None, Hyperparameters]],
     stream: Callable[[int], np.random.Generator],
 ) -> tuple[Hyperparameters, bool]:
-    """Draw hyperparameters until they differ from all members with the same parent, which would be the same learner.
+    """Draw hyperparameters until no member with the same parent has them: it would train in the same way.
 
     Args:
         draw: Proposes hyperparameters.
-        space: Search space; in an empty one every point is free.
+        space: Search space; if it is empty, the first draw is returned.
         parent: Index of the parent; None for a founder.
         taken: Parent index and hyperparameters of every member; the new ones are added.
         stream: Random generator of each attempt, by its number.
@@ -315,16 +315,16 @@ class Strategy(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """Return everything later plans depend on as plain JSON values."""
+        """Return everything that later plans depend on besides the arguments and settings, as plain JSON values."""
         ...
 
     def load_state(self, values: Mapping[str, Any]) -> None:
-        """Restore the value of `state`; later plans equal those of an uninterrupted run."""
+        """Restore the result of `state`, so that later plans equal those of an uninterrupted run."""
         ...
 
 
 class Stateless:
-    """Base class of strategies without state, usually frozen dataclasses whose fields are the settings."""
+    """Base class of strategies without state; their settings are usually the fields of a frozen dataclass."""
 
     def first_samples(self, members: int, samples_per_step: int) -> list[int] | None:
         """Return the samples of each slot per learning step in the first generation; None = `samples_per_step` each.

@@ -58,7 +58,7 @@ def tournament(last: Generation, size: int, z: float, rng: np.random.Generator) 
 def truncation_selection(
     last: Generation, quantile: float, rng: np.random.Generator, *, among: Collection[int] | None = None
 ) -> list[Choice]:
-    """Replace each of the worst members by a clone of a random one of the best, without a test of significance.
+    """Replace each of the worst members by a clone of a random one of the best, without a test for significance.
 
     Args:
         last: Generation that was evaluated.

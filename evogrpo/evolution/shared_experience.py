@@ -22,9 +22,9 @@ class SharedExperience:
     Advantages of other members measure actions under *their* policies, and clipping keeps a member close to the
     policies it learns from. A source is therefore used only while its policy is close to the learner's (`min_ess`).
 
-    With n members learning is n times as expensive; sampling costs the same. Members become similar: about as good as
-    one agent with all samples and average hyperparameters. Training rewards do not tell them apart; the measure "gain"
-    of `FitnessConfig` compares them on the same samples.
+    With n members, learning costs n times as much and sampling the same. Members become similar, and each is about as
+    good as one agent with all samples and average hyperparameters. Their training rewards therefore hardly differ;
+    `FitnessConfig` describes how members are compared on the same samples.
 
     Attributes:
         min_ess: Minimum effective sample size of a source for a learner, as a share of the source's actions, in [0, 1).
@@ -51,7 +51,7 @@ class SharedExperience:
 
 
 def shared_experience(value: object) -> SharedExperience | None:
-    """Return the settings that a value of `experience` stands for; None if members learn from their own samples only.
+    """Return the settings for a value of `experience`; None if members learn from their own samples only.
 
     Args:
         value: "own", "shared" for the defaults, a mapping of settings, or a `SharedExperience`.

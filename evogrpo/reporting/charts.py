@@ -1,5 +1,6 @@
 """Charts of a run as plain data, which the figure and the page draw."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -7,15 +8,14 @@ from typing import Any, NamedTuple
 
 from evogrpo.reporting.lineage import MemberHistory, ancestors, best_member, member_histories
 from evogrpo.reporting.records import Estimate, MemberReport, StepRecord
-from evogrpo.reporting.summary import MEASURES, RunSummary
+from evogrpo.reporting.summary import METRICS, RunSummary
 
 # Colour-blind safe palette of Okabe and Ito, adjusted so that each colour is visible on white and on black.
-# Vermilion is the best member's lineage, grey the untrained base.
-BEST, BASE = "#D55E00", "#7D8590"
-_SLOTS = ("#0A7CC4", "#009E73", "#CC79A7", "#56B4E9", "#D99A00", "#8C8C8C", "#9467BD", "#8C6D31")
-_CROWD = "#7B93AD"
-_MAX_MARKED = 80  # generations; above it, markers would cover the lines
-_MAX_POINTS = 6000  # points of one chart of learning steps; above it, neighbouring steps are averaged
+BEST, BASE = "#D55E00", "#7D8590"  # the best member's lineage, the untrained base
+_SLOT_COLOURS = ("#0A7CC4", "#009E73", "#CC79A7", "#56B4E9", "#D99A00", "#8C8C8C", "#9467BD", "#8C6D31")
+_SHARED_COLOUR = "#7B93AD"  # of all slots, if there are more slots than colours
+_MAX_MARKED = 80  # generations or steps; more markers would cover the lines
+_MAX_POINTS = 6000  # per chart of learning steps; of more points, neighbouring ones are averaged
 
 
 class Point(NamedTuple):
@@ -36,7 +36,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A stretch of a member's line.
+    """A part of a member's line, without gaps and in one colour.
 
     Attributes:
         index: The member.
@@ -93,7 +93,7 @@ class RunCharts:
         fitness: Fitness by generation.
         failures: Failed results, as lines of one point at the lower edge of the fitness chart.
         lineage: Slot of every member by generation.
-        measures: One chart per metric of learning steps.
+        metrics: One chart per metric of learning steps.
         hyperparameters: One chart per evolving hyperparameter.
     """
 
@@ -105,7 +105,7 @@ class RunCharts:
     fitness: Chart
     failures: tuple[Line, ...]
     lineage: Chart
-    measures: tuple[Chart, ...]
+    metrics: tuple[Chart, ...]
     hyperparameters: tuple[Chart, ...]
 
     def label(self, colour: str) -> str:
@@ -152,7 +152,7 @@ def run_charts(summary: RunSummary) -> RunCharts:
         crowded=styles.crowded,
         fitness=Chart(
             title="fitness",
-            unit=f"{summary.fitness_words} ± SE",
+            unit=f"{summary.fitness_text} ± SE",
             limits=limits,
             lines=styles.lines(
                 (history.index, history.results[0].slot, stretch)
@@ -167,7 +167,7 @@ def run_charts(summary: RunSummary) -> RunCharts:
             for index, slot, number in failures
         ),
         lineage=_lineage_chart(histories, styles),
-        measures=tuple(_measure_chart(name, summary.steps, styles) for name in summary.measures if histories),
+        metrics=tuple(_metric_chart(name, summary.steps, styles) for name in summary.metrics if histories),
         hyperparameters=tuple(_hyperparameter_chart(name, space, histories, styles) for name, space in spaces.items()),
     )
 
@@ -186,13 +186,13 @@ class _Styles:
 
     @property
     def crowded(self) -> bool:
-        return len(self.slots) > len(_SLOTS)
+        return len(self.slots) > len(_SLOT_COLOURS)
 
     def colour(self, slot: int) -> str:
-        return _CROWD if self.crowded else _SLOTS[self.slots.index(slot)]
+        return _SHARED_COLOUR if self.crowded else _SLOT_COLOURS[self.slots.index(slot)]
 
     def lines(self, stretches: Iterable[tuple[int, int, Sequence[Point]]]) -> tuple[Line, ...]:
-        """Return the lines of (index, slot, points), split where the best member's lineage leaves them."""
+        """Return the lines of stretches (index, slot, points), split where the best member's lineage ends in them."""
         best, others = [], []
         for index, slot, points in stretches:
             inherited = sum(point.generation <= self.lineage.get(index, -1) for point in points)
@@ -205,7 +205,7 @@ class _Styles:
 
 
 def _fitness_stretches(history: MemberHistory, start: Estimate | None) -> list[list[Point]]:
-    """Return the points of a member from its origin on, split where a fitness is missing."""
+    """Return the points of a member from its origin on, split at generations without fitness."""
     first = history.results[0]
     stretches: list[list[Point]] = [[]]
     if first.parent is None and start is not None:
@@ -243,7 +243,7 @@ def _limits(values: Sequence[float], *, log: bool = False) -> tuple[float, float
 
 def _lineage_chart(histories: Sequence[MemberHistory], styles: _Styles) -> Chart:
     """Return the slot of every member by generation; a line from another slot is a birth."""
-    position = {slot: place for place, slot in enumerate(styles.slots)}
+    position = {slot: height for height, slot in enumerate(styles.slots)}
     stretches, births = [], []
     for history in histories:
         first = history.results[0]
@@ -251,8 +251,8 @@ def _lineage_chart(histories: Sequence[MemberHistory], styles: _Styles) -> Chart
         births.append((history.index, first.slot, [start]))
         origin = history.origin
         parent = [] if origin is None else [Point(origin.generation, position[origin.slot], first.generation)]
-        lives = [Point(result.generation, position[result.slot], result.generation) for result in history.results]
-        stretches.append((history.index, first.slot, [*parent, start, *lives]))
+        points = [Point(result.generation, position[result.slot], result.generation) for result in history.results]
+        stretches.append((history.index, first.slot, [*parent, start, *points]))
     return Chart(
         title="lineage",
         unit="slot of every member",
@@ -264,9 +264,9 @@ def _lineage_chart(histories: Sequence[MemberHistory], styles: _Styles) -> Chart
     )
 
 
-def _measure_chart(name: str, steps: Sequence[StepRecord], styles: _Styles) -> Chart:
+def _metric_chart(name: str, steps: Sequence[StepRecord], styles: _Styles) -> Chart:
     """Return one metric of every member by learning step."""
-    title, unit = MEASURES[name]
+    title, unit = METRICS[name]
     curves: dict[tuple[int, int], list[Point]] = {}
     for step in steps:
         for member in step.members:
@@ -274,7 +274,7 @@ def _measure_chart(name: str, steps: Sequence[StepRecord], styles: _Styles) -> C
             if value is not None and member.slot in styles.slots:
                 points = curves.setdefault((member.index, member.slot), [])
                 points.append(Point(step.step + 1, value, step.generation))
-    stride = max(1, -(-sum(map(len, curves.values())) // _MAX_POINTS))
+    stride = max(1, math.ceil(sum(map(len, curves.values())) / _MAX_POINTS))
     values = [point.y for points in curves.values() for point in points] or [0.0]
     log = name == "learning_rate" and min(values) > 0
 
@@ -301,7 +301,7 @@ def _hyperparameter_chart(
     values = [value for result in results if (value := _value(result, name)) is not None]
     choices = space.get("choices")
     choices = choices if isinstance(choices, list) else []
-    # Names are those of members, which are validated; the search space of a journal is not.
+    # Names come from members, which are validated, instead of the search space in the journal, which is not.
     names = sorted({value for value in values if isinstance(value, str)})
     numbers = [value for value in values if not isinstance(value, str)]
     ticks = sorted({choice for choice in choices if isinstance(choice, int | float)})
@@ -317,7 +317,7 @@ def _hyperparameter_chart(
     stretches, births = [], []
     for history in histories:
         first, origin = history.results[0], history.origin
-        if _value(first, name) is None:  # as for a founder whose clip_low follows clip_coef
+        if _value(first, name) is None:  # such as clip_low of a founder that uses clip_coef instead
             continue
         points = [Point(first.generation - 1, height(first), first.generation)]
         if origin is not None:

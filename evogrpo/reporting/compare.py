@@ -12,14 +12,14 @@ from evogrpo.reporting.records import Estimate, MemberReport
 from evogrpo.reporting.summary import RunSummary, read_summary
 from evogrpo.validation import flat
 
-CONFIDENT = 1.96
+Z_95 = 1.96
 """Half-width of a 95 % confidence interval in standard errors, for normal errors."""
 
 
 def interval(estimate: Estimate) -> tuple[float, float]:
     """Return the bounds of a mean's 95 % confidence interval."""
-    half = CONFIDENT * estimate.standard_error
-    return estimate.mean - half, estimate.mean + half
+    half_width = Z_95 * estimate.standard_error
+    return estimate.mean - half_width, estimate.mean + half_width
 
 
 _NO_SETTINGS = ("run_id", "time", "members", "data", "run_dir", "logging")
@@ -51,7 +51,7 @@ class TestDifference:
         gain: Difference of the best members' mean rewards; None if not comparable.
         paired: True if computed question by question, False if from the two means.
         questions: Number of common questions, if paired.
-        why: Reason why it is not paired or not comparable; empty if paired.
+        why: Reason for no comparison or an unpaired one; empty if paired.
     """
 
     gain: Estimate | None
@@ -59,7 +59,7 @@ class TestDifference:
     questions: int | None = None
     why: str = ""
 
-    __test__ = False  # the name is not pytest's
+    __test__ = False  # pytest must not collect it
 
     @property
     def beyond_noise(self) -> bool | None:
@@ -83,7 +83,7 @@ class Comparison:
 
 
 def compare_runs(folders: Sequence[Path], configurations: Sequence[Mapping[str, Any] | None]) -> Comparison:
-    """Compare runs.
+    """Compare runs: their settings, best members and tests.
 
     Args:
         folders: At least two run directories; the runs may still be active.
@@ -96,7 +96,8 @@ def compare_runs(folders: Sequence[Path], configurations: Sequence[Mapping[str, 
         names = ", ".join(map(str, folders))
         raise ValueError(f"compare needs at least two different run directories, got {names}.")
     summaries = [read_summary(folder) for folder in folders]
-    # Compare configurations. If one run has none, compare the facts of all run events: their names of settings differ.
+    # Settings are those of the configurations. If a run has none, they are those of all run events, because
+    # configurations and run events have different names for settings.
     configured = [values for values in configurations if values is not None]
     settings_of_runs = configured if len(configured) == len(folders) else [summary.facts for summary in summaries]
     runs = tuple(
@@ -122,31 +123,30 @@ def difference_of_tests(run: RunSummary, first: RunSummary) -> TestDifference:
 
     Runs with different environments, rewards or measures are not comparable.
     """
-    tests = run.test, first.test
-    if tests[0] is None or tests[1] is None:
+    test, first_test = run.test, first.test
+    if test is None or first_test is None:
         return TestDifference(gain=None, why="one of the runs has no test yet")
-    test, first_test = tests[0], tests[1]
     if test.measure != first_test.measure:
         return TestDifference(gain=None, why=f"measured differently: {test.measure} and {first_test.measure}")
     data, reference = run.facts.get("data"), first.facts.get("data")
     if not isinstance(data, Mapping) or not isinstance(reference, Mapping):
         return TestDifference(gain=None, why="a journal has no fingerprint of its test")
-    differs = {
-        str(name) for name in (*data, *reference) if data.get(name) != reference.get(name)
-    }  # names such as "seed", "test questions" or "reward score"
-    changed = run.changed_data or first.changed_data
+    # 1. The task: all differences besides those of questions. Names are such as "test questions" or "reward score".
+    differs = {str(name) for name in (*data, *reference) if data.get(name) != reference.get(name)}
     other_task = sorted(
         name for name in differs if not (name in ("seed", "prompts") or name.endswith((" starts", " questions")))
     )
-    if other_task or changed:
+    if other_task or run.changed_data or first.changed_data:
         reason = ", ".join(other_task) or "data changed when a run was resumed"
         return TestDifference(gain=None, why=f"not the same task: {reason}")
-    # Datasets have a fingerprint per split; starts sampled from a seed depend on the seed and on all sizes.
-    same_test = {"seed", "prompts", "train questions", "validation questions"} if "test questions" in data else set()
-    if differs - same_test:
+    # 2. Different test questions: compare the means. A dataset has a fingerprint per split, so its test questions can
+    # be the same with another seed. Reset seeds depend on the seed and on the sizes of all splits.
+    irrelevant = {"seed", "prompts", "train questions", "validation questions"} if "test questions" in data else set()
+    if differs - irrelevant:
         standard_error = math.hypot(test.after.standard_error, first_test.after.standard_error)
         gain = Estimate(mean=test.after.mean - first_test.after.mean, standard_error=standard_error)
         return TestDifference(gain=gain, why=f"different test questions: {', '.join(sorted(differs))}")
+    # 3. Equal test questions, of which one run may have used fewer: compare question by question.
     count = min(len(test.scores), len(first_test.scores))
     pairs = Fitness.from_scores(test.scores[:count]), Fitness.from_scores(first_test.scores[:count])
     mean, standard_error = paired_difference(*pairs)

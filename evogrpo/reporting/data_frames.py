@@ -29,17 +29,11 @@ COLUMNS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "step": (WHOLE, "learning steps of the run by the end of the generation"),
         "fitness": (REAL, "mean raw reward per question that selection uses, in reward units; missing if it failed"),
         "standard_error": (REAL, "standard error of the mean over questions, in reward units"),
-        "fitness_before": (
-            REAL,
-            "fitness of the state that it began the generation with; missing if unknown",
-        ),
+        "fitness_before": (REAL, "fitness of its state at the start of the generation; missing if unknown"),
         "questions": (WHOLE, "number of validation questions"),
         "failed": (TEXT, "reason of its failure; missing if it did not fail"),
         "best": (FLAG, "true for the best member of the generation"),
-        "in_best_lineage": (
-            FLAG,
-            "true if this report belongs to the lineage of the run's best member",
-        ),
+        "in_best_lineage": (FLAG, "true if the row belongs to the lineage of the run's best member"),
         "tokens": (WHOLE, "tokens (small networks: transitions) processed in the generation, without evaluations"),
         "seconds": (REAL, "its share of the generation's wall-clock time"),
         "evaluation_tokens": (WHOLE, "tokens (small networks: environment steps) of its evaluation"),
@@ -76,8 +70,8 @@ COLUMNS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "evaluations": {
         "split": (TEXT, "validation, test, or train where fitness is measured by training rewards"),
         "measure": (TEXT, "greedy, sampled or rollouts"),
-        "who": (TEXT, "untrained, member, or gain: a member less the untrained, question by question"),
-        "member": (WHOLE, "index of the member; missing for the untrained"),
+        "who": (TEXT, "untrained, member, or gain: the paired difference of a member and the untrained base"),
+        "member": (WHOLE, "index of the member; missing for the untrained base"),
         "generation": (WHOLE, "generation at whose end it was measured; 0 for the baseline, missing for the test"),
         "questions": (WHOLE, "number of questions"),
         "fitness": (REAL, "mean raw reward per question, in reward units"),
@@ -153,8 +147,8 @@ def read_run(run_dir: str | Path) -> RunFrames:
 
 def _members(summary: RunSummary) -> Iterator[dict[str, Any]]:
     """Yield one row per member and generation."""
-    # Fitness of the state with which a member began a generation: its own of the previous one; in its first one, its
-    # parent's before its birth, or the untrained baseline's for a founder.
+    # Fitness of a member's state at the start of each generation: that of the previous generation. In its first
+    # generation it is that of its parent before the birth, or for a founder the baseline.
     baseline = None if summary.start is None else summary.start.mean
     earlier_fitness: dict[tuple[int, int], float | None] = {}
     for history in member_histories(summary):
@@ -239,9 +233,10 @@ def _evaluations(summary: RunSummary) -> Iterator[dict[str, Any]]:
     for generation in summary.generations:
         for member in generation.members:
             for measure, estimate in member.measured.items():
-                questions = None if measure == ROLLOUTS else member.questions  # training starts are not counted
-                place = {"member": member.index, "generation": generation.generation}
-                yield row("member", measure, estimate, questions, **place)
+                questions = (
+                    None if measure == ROLLOUTS else member.questions
+                )  # the number of training groups is unknown
+                yield row("member", measure, estimate, questions, member=member.index, generation=generation.generation)
     if test is not None:
         for who, estimate in {"untrained": test.before, "member": test.after, "gain": test.gain}.items():
             index = None if who == "untrained" else test.index

@@ -33,7 +33,7 @@ _STYLE = {
     "grid.color": "#e8e8e8",
     "axes.axisbelow": True,
 }
-_WIDTH, _HEADER, _FITNESS, _ROW = 11.0, 1.2, 4.8, 2.35  # inches
+_WIDTH, _HEADER_HEIGHT, _FITNESS_HEIGHT, _ROW_HEIGHT = 11.0, 1.2, 4.8, 2.35  # inches
 
 
 def figure_png(summary: RunSummary) -> bytes:
@@ -49,7 +49,7 @@ def figure_png(summary: RunSummary) -> bytes:
 
 
 def run_figure(summary: RunSummary) -> "Figure":
-    """Return the matplotlib figure of a run, without window or backend."""
+    """Return the matplotlib figure of a run. pyplot and its backends are not used."""
     with _styled():
         return _figure(run_charts(summary))
 
@@ -60,7 +60,6 @@ def _styled() -> Iterator[None]:
     require("The figure", "matplotlib")
     import matplotlib.style
 
-    # The figure has its own canvas; pyplot and its global backend are never imported.
     with matplotlib.style.context(["default", _STYLE]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         yield
@@ -73,20 +72,20 @@ def _figure(run: RunCharts) -> "Figure":
 
     count = len(run.hyperparameters)
     columns = {1: 1, 2: 2, 4: 2}.get(count, 3)
-    rows = [run.measures, *(run.hyperparameters[start : start + columns] for start in range(0, count, columns))]
+    rows = [run.metrics, *(run.hyperparameters[start : start + columns] for start in range(0, count, columns))]
     rows = [row for row in rows if row]
-    heights = [_HEADER + _FITNESS, *(_ROW for _ in rows)]
+    heights = [_HEADER_HEIGHT + _FITNESS_HEIGHT, *(_ROW_HEIGHT for _ in rows)]
     figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(len(heights), 1, height_ratios=heights)
     axes = figure.add_subplot(grid[0])
     _draw_fitness(axes, run)
-    for place, charts in enumerate(rows, start=1):
-        # An unfinished row of hyperparameters keeps the width of the columns above it.
-        cells = grid[place].subgridspec(1, len(charts) if charts is run.measures else columns)
+    for number, charts in enumerate(rows, start=1):
+        # Charts in a last row that is not full are as wide as those above.
+        cells = grid[number].subgridspec(1, len(charts) if charts is run.metrics else columns)
         for column, chart in enumerate(charts):
             draw_chart(figure.add_subplot(cells[0, column]), chart, run)
-    # Texts of the run are shown as they are, dollar signs included.
+    # `parse_math=False` shows dollar signs in texts of the run as they are.
     figure.suptitle(_one_line(run.summary.title, 120), x=0.01, ha="left", size=13.5, weight="bold", parse_math=False)
     legend = axes.legend(
         title=_facts(run.summary), alignment="left", loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=4,
@@ -100,7 +99,7 @@ def draw_chart(axes: "Axes", chart: Chart, run: RunCharts) -> None:
     """Plot the lines of a chart; the lineage of the best member is highlighted."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-    # 1. Lines of equal colour are one line with gaps, since thousands of single lines take minutes.
+    # 1. Lines of equal colour are plotted as one line with gaps, because thousands of lines take minutes.
     for colour in dict.fromkeys(line.colour for line in chart.lines):
         lines = [line for line in chart.lines if line.colour == colour]
         x, y, errors = _joined(lines)

@@ -19,13 +19,13 @@ def best_member(generations: Sequence[GenerationReport]) -> MemberReport | None:
     Args:
         generations: In order, as `evogrpo.storage.journal.latest_generations` returns them.
     """
-    named = generations[-1].best_ever if generations else None
+    best_ever = generations[-1].best_ever if generations else None
     members = (member for generation in generations for member in generation.members)
-    return next((member for member in members if (member.index, member.generation) == named), None)
+    return next((member for member in members if (member.index, member.generation) == best_ever), None)
 
 
 def fitness_estimate(member: MemberReport) -> Estimate | None:
-    """Return the estimate that members are compared by: validation questions where evaluated, else training rewards."""
+    """Return the fitness of a member on validation questions, or by training rewards if it answered none."""
     for measure in (GREEDY, SAMPLED):
         if measure in member.measured:
             return member.measured[measure]
@@ -51,7 +51,8 @@ def lineage_of(generations: Sequence[GenerationReport], member: MemberReport) ->
         member: The member's report of one of them.
 
     Returns:
-        The founder's first report first, `member` last. Training of an ancestor after its child's birth is left out.
+        In order, from the founder's first report to `member`. Training of an ancestor after its child's birth is left
+        out.
     """
     by_member = reports_by_member(generations)
     line: list[MemberReport] = []
@@ -72,8 +73,8 @@ def origin_of(first: MemberReport, parents: Sequence[MemberReport]) -> MemberRep
         parents: All reports of its parent, in order.
 
     Returns:
-        The parent's last report before the member's first; None if there is none. It is of an earlier generation even
-        if the journal is corrupt, so following origins terminates.
+        The parent's last report before the member's first; None if there is none. Its generation is always earlier,
+        even in a damaged journal, so a loop over origins ends.
     """
     return next((report for report in reversed(parents) if report.generation < first.generation), None)
 
@@ -119,8 +120,8 @@ def best_schedule(summary: RunSummary) -> BestSchedule:
     for report in line:
         number = report.generation
         samples = generations[number - 1].samples_per_step or 0
-        # The plan before it may give each slot samples of its own. A member that samples nothing learns from as many
-        # samples of other members.
+        # The plan before this generation may set the samples of each slot. A member that does not sample learns from as
+        # many samples of other members.
         plan = generations[number - 2].plan if number > 1 else None
         if plan is not None and plan.samples is not None:
             samples = dict(enumerate(plan.samples)).get(report.slot) or samples
@@ -212,14 +213,14 @@ def birth_text(member: MemberRecord | MemberReport, evolvable: Iterable[str]) ->
 
 
 def tree_lines(births: Sequence[MemberRecord], path: Collection[int]) -> list[tuple[int, MemberRecord]]:
-    """Return the lines of a printed lineage, each a depth and a member.
+    """Return the lines of a printed lineage: the indentation and the member of each.
 
-    The main line of descent continues below a member, others are indented. It follows the best member's path, else the
-    child with most descendants. A side line therefore has at most half as many members as its parent line, which
-    bounds the indentation.
+    One child of a member, its heir, continues its line without indentation; other children are indented below it. The
+    heir is the child on the best member's path, or the child with most descendants. Indentation therefore grows with
+    the logarithm of the number of members.
 
     Args:
-        births: Every birth by index; a parent comes before its children.
+        births: All births in order of index; a parent comes before its children.
         path: Indices of the best member's ancestors and itself.
 
     Raises:

@@ -24,7 +24,7 @@ class JournalRecord:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read the result of `to_json`; raises ValueError for an invalid value."""
+        """Build from the result of `to_json`; raise ValueError for an invalid value."""
         return validate(cls, values, f"journal, {cls.__name__}")
 
 
@@ -33,7 +33,7 @@ class Estimate(JournalRecord):
     """A mean with its standard error.
 
     Attributes:
-        mean: Mean raw reward over questions or starts; higher is better.
+        mean: Mean raw reward over questions (or reset seeds); higher is better.
         standard_error: Standard error of that mean, in reward units.
     """
 
@@ -122,7 +122,7 @@ class StepReport(JournalRecord):
         generation: The generation it belongs to, from 1.
         learned: Each member's step, by slot.
         seconds: Its wall-clock time.
-        phases: Seconds of it by phase: "sampling", "scoring" (reward functions) and "learning".
+        phases: Seconds by phase: "sampling", "scoring" (reward functions) and "learning".
         waiting: Seconds that each rank waited for others; empty for one process.
         tokens: Tokens processed by all members, including updates.
         examples: One completion of each member.
@@ -181,7 +181,7 @@ class BaselineReport(JournalRecord):
     """Fitness of the untrained base before training.
 
     Attributes:
-        questions: Validation questions; starts of the first step where fitness is measured by training rewards.
+        questions: Number of validation questions, or of starts of the first step if fitness is the training rewards.
         fitness: Mean reward on them.
         measure: "greedy", "sampled" or "rollouts", as for members.
         cost: Cost of the evaluation.
@@ -200,8 +200,8 @@ class BaselineReport(JournalRecord):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read the result of `to_json`; raises ValueError for an invalid value."""
-        return super().from_json({**values, "fitness": values})  # the fields of the estimate are those of the event
+        """Build from the result of `to_json`; raise ValueError for an invalid value."""
+        return super().from_json({**values, "fitness": values})  # `to_json` merges the fields of the estimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,7 +326,7 @@ class TestReport(JournalRecord):
         scores: Raw reward of the member per question, in the split's order, for paired comparison with other runs.
     """
 
-    __test__ = False  # the name is not pytest's
+    __test__ = False  # pytest must not collect it
     event: ClassVar[str] = "test"
 
     questions: Whole
@@ -406,7 +406,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """Terms that texts use for one kind of members.
+    """Terms of one kind of members, for texts.
 
     Attributes:
         untrained: The baseline.
@@ -439,12 +439,12 @@ TERMS: Mapping[str, Terms] = {"language": LANGUAGE, "networks": NETWORKS, "joint
 
 
 def terms_of(kind: object) -> Terms:
-    """Return the terms of a kind of members; those of language models for unknown kinds."""
+    """Return the terms of a kind of members; for an unknown kind, those of language models."""
     return TERMS.get(kind, LANGUAGE) if isinstance(kind, str) else LANGUAGE
 
 
 def processed(report: GenerationReport, terms: Terms) -> str:
-    """Describe the work of a run so far: environment steps, where there are any, and tokens."""
+    """Describe the work of a run so far: environment steps, if members take any, and tokens."""
     played = "" if report.timesteps is None else f"{count_text(report.timesteps)} environment steps, "
     return f"{played}{count_text(report.tokens)} {terms.tokens} processed"
 

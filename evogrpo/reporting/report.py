@@ -16,7 +16,7 @@ from evogrpo.reporting.charts import BASE, BEST, Chart, Line, RunCharts, run_cha
 from evogrpo.reporting.figure import figure_png, run_figure
 from evogrpo.reporting.lineage import ancestors, best_member, fitness_estimate
 from evogrpo.reporting.records import Estimate, Example, GenerationReport, MemberReport, processed, verdict
-from evogrpo.reporting.summary import MEASURES, RunSummary, changed_budgets, read_summary, retired_members
+from evogrpo.reporting.summary import METRICS, RunSummary, changed_budgets, read_summary, retired_members
 from evogrpo.storage.atomic_files import replace_file
 from evogrpo.text import (
     changes_text,
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from plotly.graph_objects import Figure as PlotlyFigure
 
-_MAX_TABLES = 100  # of generations
+_MAX_TABLES = 100  # generations with a table of members
 _MAX_TEXT = 4000  # characters of one prompt or completion
-_MAX_TOTAL_TEXT = 100_000  # characters of all texts; above it, each is cut shorter
-_MAX_NAMED = 60  # members in the lineage chart; above it, births have no labels
+_MAX_TOTAL_TEXT = 100_000  # characters of all of them; with many, each is cut further
+_MAX_NAMED = 60  # members; a lineage chart of more has no labels
 _DRAW = """"use strict";
 const charts = JSON.parse(document.getElementById("charts").textContent);
 for (const [name, { data, layout }] of Object.entries(charts))
@@ -151,17 +151,17 @@ def _charts(summary: RunSummary) -> tuple[str, list[str]]:
     details = {(result.index, result.generation): _hover_text(result, summary) for result in results}
     whole = {"fitness": _fitness_figure(run, details), "lineage": _lineage_figure(run, details)}
     small = {
-        title: {f"{title.split()[0]}-{place}": _chart_figure(chart, run, {}) for place, chart in enumerate(charts)}
-        for title, charts in (("Hyperparameters", run.hyperparameters), ("Learning steps", run.measures))
+        title: {f"{title.split()[0]}-{number}": _chart_figure(chart, run, {}) for number, chart in enumerate(charts)}
+        for title, charts in (("Hyperparameters", run.hyperparameters), ("Learning steps", run.metrics))
     }
     lead = "Bands: ± one standard error. "
     lead += "In the lineage, a line from another slot is a birth. Hover or tap to see a member."
     parts = []
     for title, group in {"Fitness and lineage": whole, **small}.items():
         kind = "chart whole" if group is whole else "chart"
-        places = "".join(f'<div class="{kind}" id="{name}"></div>' for name in group)  # where the script draws
+        elements = "".join(f'<div class="{kind}" id="{name}"></div>' for name in group)  # the script draws in them
         if group:
-            parts.append(_section(title, lead if group is whole else "", f'<div class="charts">{places}</div>'))
+            parts.append(_section(title, lead if group is whole else "", f'<div class="charts">{elements}</div>'))
     figures = {name: figure for group in (whole, *small.values()) for name, figure in group.items()}
     data = _embedded({name: figure.to_plotly_json() for name, figure in figures.items()})
     parts.append(f'<script type="application/json" id="charts">{data}</script>')
@@ -170,7 +170,7 @@ def _charts(summary: RunSummary) -> tuple[str, list[str]]:
 
 
 def _hover_text(result: MemberReport, summary: RunSummary) -> str:
-    """Return the hover text of a result: numbers and names of hyperparameters, no text of the run."""
+    """Return the hover text of a result, which has numbers and names of hyperparameters but no untrusted text."""
     values = result.hyperparameters.to_json()
     lines = [
         f"fitness {score_text(result.fitness, result.standard_error)}",
@@ -196,7 +196,7 @@ def _fitness_figure(run: RunCharts, details: Mapping[tuple[int, int], str]) -> "
     for label, colour, x, estimate in run.tests:
         marker = {"symbol": "diamond", "size": 11, "color": colour}
         error = {"type": "data", "array": [estimate.standard_error], "thickness": 1.5}
-        name = f"{label} {score_text(estimate.mean, estimate.standard_error)}"
+        name = f"{label} {estimate}"
         figure.add_scatter(
             x=[x], y=[estimate.mean], mode="markers", marker=marker, error_y=error, name=name, hoverinfo="name"
         )
@@ -365,11 +365,11 @@ def _outcome(summary: RunSummary) -> str:
         last, count = summary.generations[-1], pluralize(len(summary.generations), "generation")
         lead = f"{count}, {processed(last, terms)}, {duration_text(last.seconds)}."
     if summary.resumes:
-        lead += f" Resumed {summary.resumes} time{'s' if summary.resumes > 1 else ''}."
+        lead += f" Resumed {pluralize(summary.resumes, 'time')}."
     if summary.changed_data:
-        lead += " Questions, rewards or environment changed during the run (see below), so fitness before and after is "
-        lead += "not comparable."
-    lead += f" Fitness: {summary.fitness_words}. End: {summary.ending}."
+        lead += " Questions, rewards or environment changed during the run (see below), so fitness before and after "
+        lead += "cannot be compared."
+    lead += f" Fitness: {summary.fitness_text}. End: {summary.ending}."
     baseline, test, best = summary.baseline, summary.test, best_member(summary.generations)
     rows: list[tuple[str, str, Estimate | None, int]] = []
     if baseline is not None:
@@ -388,7 +388,7 @@ def _outcome(summary: RunSummary) -> str:
 
 
 def _costs(summary: RunSummary) -> str:
-    """Return the table of time and tokens by kind of work: phases of learning steps, evaluations, and the test."""
+    """Return the table of time and tokens by kind of work: phases of learning steps, evaluations and the test."""
     if not summary.generations:
         return ""
     last, terms, test = summary.generations[-1], summary.terms, summary.test
@@ -464,7 +464,7 @@ def _generation_table(summary: RunSummary, generation: GenerationReport) -> str:
             f"#{member.index}",
             _parent_text(member.parent),
             *_values(member, summary),
-            *(number_text(member.metrics.get(name)) for name in summary.measures),
+            *(number_text(member.metrics.get(name)) for name in summary.metrics),
             f"failed: {member.failed}" if member.failed else score_text(member.fitness, member.standard_error),
             *(member.measured.get(name, "–") for name in measures),
             count_text(member.tokens),
@@ -473,7 +473,7 @@ def _generation_table(summary: RunSummary, generation: GenerationReport) -> str:
             member.reason,
         ]
         rows.append((kind, cells))
-    heads = ["slot", "member", "parent", *summary.evolvable, *(MEASURES[name][0] for name in summary.measures)]
+    heads = ["slot", "member", "parent", *summary.evolvable, *(METRICS[name][0] for name in summary.metrics)]
     heads += ["fitness ± SE", *measures, terms.tokens, "evaluation", "time", "reason of birth"]
     words = f"Generation {generation.generation}: best #{best.index}, {score_text(best.fitness, best.standard_error)}"
     budgets = ", ".join(changed_budgets(generation.plan))

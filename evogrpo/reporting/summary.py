@@ -37,7 +37,7 @@ def changed_budgets(plan: Plan | None) -> list[str]:
     return changes + ([f"{' '.join(map(str, plan.samples))} samples per step by slot"] if plan.samples else [])
 
 
-MEASURES: Mapping[str, tuple[str, str]] = {
+METRICS: Mapping[str, tuple[str, str]] = {
     "reward": ("reward", "mean of the samples"),
     "kl": ("KL to the reference", "nats per action"),
     "entropy": ("entropy", "nats per action"),
@@ -77,14 +77,14 @@ class RunSummary:
 
     @property
     def terms(self) -> Terms:
-        """Terms for its kind of members."""
+        """Terms of the kind of members of this run."""
         return terms_of(self.facts.get("kind"))
 
     @property
-    def measures(self) -> tuple[str, ...]:
-        """Metrics of `MEASURES` that its learning steps have; the learning rate only if it was calibrated."""
+    def metrics(self) -> tuple[str, ...]:
+        """Names of `METRICS` that the learning steps have; the learning rate only if it was calibrated."""
         members = [member for step in self.steps for member in step.members]
-        values = {name: {member.metrics.get(name) for member in members} - {None} for name in MEASURES}
+        values = {name: {member.metrics.get(name) for member in members} - {None} for name in METRICS}
         if "lr" in self.evolvable or len(values["learning_rate"]) < 2:
             del values["learning_rate"]
         return tuple(name for name in values if values[name])
@@ -92,12 +92,12 @@ class RunSummary:
     @property
     def split(self) -> str:
         """Split that fitness is measured on: "validation" or "training"."""
-        return "training" if self._by in (ROLLOUTS, "both") else "validation"
+        return "training" if self._fitness_by in (ROLLOUTS, "both") else "validation"
 
     @property
     def baseline_split(self) -> str:
         """Split that the untrained base is measured on."""
-        return "training" if self._by == ROLLOUTS else "validation"
+        return "training" if self._fitness_by == ROLLOUTS else "validation"
 
     @property
     def start(self) -> Estimate | None:
@@ -105,13 +105,14 @@ class RunSummary:
         return self.baseline.fitness if self.baseline is not None and self.split == self.baseline_split else None
 
     @property
-    def _by(self) -> object:
-        measured = self.facts.get("fitness")
-        return measured.get("by") if isinstance(measured, Mapping) else None
+    def _fitness_by(self) -> object:
+        """`FitnessConfig.by` of the run; untrusted."""
+        config = self.facts.get("fitness")
+        return config.get("by") if isinstance(config, Mapping) else None
 
     @property
-    def fitness_words(self) -> str:
-        """Definition of fitness."""
+    def fitness_text(self) -> str:
+        """Definition of fitness in this run."""
         return self.terms.fitness.replace("validation", self.split)
 
     @property
@@ -157,10 +158,10 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
     started = next(event for event in events if event["event"] == "run")
     run = validate(_RunRecord, started, "journal, run event")
     refuse_unknown("hyperparameter in evolvable of the run event", run.evolvable, HYPERPARAMETER_NAMES)
-    # A test and an end are of the whole run only if the run did not go on.
+    # A test and an end count only if no training follows.
     names = [event["event"] for event in events]
-    went_on = max((n for n, name in enumerate(names) if name in ("step", "generation", "resumed")), default=-1)
-    ending = {event["event"]: event for event in events[went_on + 1 :]}
+    last_training = max((n for n, name in enumerate(names) if name in ("step", "generation", "resumed")), default=-1)
+    ending = {event["event"]: event for event in events[last_training + 1 :]}
     reasons = [event for event in ending.values() if event["event"] in ("stopped", "ended")]
     generations = tuple(map(GenerationReport.from_json, latest_generations(events)))
     steps = {
@@ -174,7 +175,7 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
     if stopped is None and test is not None:  # killed between the test and the last event
         stopped = "the test is done"
     resumed = [event for event in events if event["event"] == "resumed"]
-    births = list(run.lineage)  # a birth may also be in generations and plans
+    births = list(run.lineage)  # the founders; children are in the plans, and all members in generations
     for generation in generations:
         births += [member.record() for member in generation.members]
         births += () if generation.plan is None else generation.plan.children

@@ -25,15 +25,15 @@ def sync_folder(folder: Path) -> None:
 
 def make_folder(folder: Path) -> None:
     """Create a folder and missing parents, and sync them to disk."""
-    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for place in reversed(missing):
-        sync_folder(place.parent)
+    for path in reversed(missing):
+        sync_folder(path.parent)
 
 
 @contextmanager
 def errors_with_path(path: Path) -> Iterator[None]:
-    """Add the file name to system errors in the block that have none, such as those of a full disk."""
+    """Add the path to system errors in the block that name no file, such as those of a full disk."""
     try:
         yield
     except OSError as error:
@@ -53,7 +53,7 @@ def write_synced(path: Path, content: bytes) -> None:
 def replace_file(path: Path, content: bytes) -> None:
     """Replace the content of a file atomically: readers see the old or the new bytes, also after a kill."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.temporary")  # removed by `remove_temporary_files`
-    temporary.unlink(missing_ok=True)  # left by a killed process with the same number
+    temporary.unlink(missing_ok=True)  # left by a killed process with the same process id
     try:
         write_synced(temporary, content)
         temporary.replace(path)
@@ -70,7 +70,7 @@ def remove_temporary_files(folder: Path) -> None:
 
 
 class NotRegularFileError(OSError):
-    """The path is not a regular file, but a link, pipe, device or folder."""
+    """The path is a link, pipe, device or folder instead of a regular file."""
 
 
 def open_regular_file(path: Path, flags: int = os.O_RDONLY) -> int:
@@ -92,27 +92,27 @@ def open_regular_file(path: Path, flags: int = os.O_RDONLY) -> int:
     return descriptor
 
 
-LEAST_ROOM = 1 << 26
-"""Free bytes required for a new run."""
+MIN_FREE_BYTES = 1 << 26
+"""Free disk space that a new run needs, in bytes."""
 
 
-def check_new_folder(folder: Path, *, left_over: Collection[str] = ()) -> None:
-    """Check that a folder can take a new run, without creating it.
+def check_new_folder(folder: Path, *, allowed: Collection[str] = ()) -> None:
+    """Check that a new run can be written into a folder, without creating it.
 
     Args:
         folder: Folder that does not exist or has only hidden files.
-        left_over: File names that are allowed in it.
+        allowed: Names of files that it may have besides.
 
     Raises:
-        ValueError: If it is not a folder, holds files, cannot be written into, or has no room.
+        ValueError: If it is not a folder, holds other files, cannot be written into, or its disk is full.
     """
-    existing = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
+    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir():
         raise ValueError(f"{existing} is not a folder. Choose another run directory than {folder}.")
     try:
         if existing == folder:
             names = sorted(
-                path.name for path in folder.iterdir() if not path.name.startswith(".") and path.name not in left_over
+                path.name for path in folder.iterdir() if not path.name.startswith(".") and path.name not in allowed
             )
             if names:
                 raise ValueError(f"{folder} must be empty for a new run, but holds {', '.join(names[:3])}.")
@@ -123,5 +123,5 @@ def check_new_folder(folder: Path, *, left_over: Collection[str] = ()) -> None:
     except OSError as error:
         reason = error.strerror or error
         raise ValueError(f"{existing} cannot be written into ({reason}). Choose another run directory.") from error
-    if free < LEAST_ROOM:
-        raise ValueError(f"A run needs {LEAST_ROOM / 1e6:.0f} MB, but {folder} has {free / 1e6:.0f} MB free.")
+    if free < MIN_FREE_BYTES:
+        raise ValueError(f"A run needs {MIN_FREE_BYTES / 1e6:.0f} MB, but {folder} has {free / 1e6:.0f} MB free.")

@@ -37,10 +37,10 @@ VERSION = 4
 """Format of checkpoints; only this one is read."""
 
 MANIFEST_NAME = "manifest.json"
-MANIFEST_BYTES = 1 << 24  # far more than the manifest of a hundred thousand files
-# Serialising takes twice as much again: small beside any model that is trained, and hundreds of files hold gigabytes.
+MAX_MANIFEST_BYTES = 1 << 24  # far more than the manifest of a hundred thousand files
 FILE_BYTES = 16 * 2**20
-MOST_TENSORS = 100_000  # of a file; a forged header may name any number of empty ones, which take long to parse
+"""Bytes of tensors after which the next tensor file is begun. Serialising a file takes twice this memory again."""
+MAX_TENSORS = 100_000  # of a file; parsing a forged header with any number of empty tensors would take long
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in a run directory."""
 
@@ -56,18 +56,18 @@ class CheckpointError(ValueError):
 
 
 def is_path(source: str) -> bool:
-    """Return True if the name of a base model in a checkpoint is, or may be, a local path, which is not followed."""
+    """Return True if the name of a base model in a checkpoint may be a local path, which is never followed."""
     return source.startswith((".", "~", "/", "\\")) or Path(source).exists() or source.endswith(".gguf")
 
 
 def damaged_error(path: Path, reason: str) -> CheckpointError:
-    """Return the error for a file that is not as it was written."""
+    """Return the error for a file that was changed after it was written."""
     return CheckpointError(f"{path} {reason}. The checkpoint is damaged. Use another one, or a copy.")
 
 
 @contextmanager
 def checkpoint_errors(path: Path | str) -> Iterator[None]:
-    """Turn errors of loading a malformed record into CheckpointError; hashes detect damage, not forgery."""
+    """Convert errors of loading a malformed record to CheckpointError; a forged record has valid hashes."""
     try:
         yield
     except (CheckpointError, OSError):
@@ -75,7 +75,7 @@ def checkpoint_errors(path: Path | str) -> Iterator[None]:
     except ValueError as error:
         raise CheckpointError(f"{path} cannot be loaded: {error}") from error
     except (MemoryError, torch.OutOfMemoryError) as error:
-        raise CheckpointError(f"{path} needs more memory than there is: {error}") from error
+        raise CheckpointError(f"{path} needs more memory than is available: {error}") from error
     except Exception as error:
         reason = f"{type(error).__name__}: {error!s:.300}"
         raise CheckpointError(f"{path} cannot be read by this version ({reason}).") from error
@@ -102,7 +102,7 @@ class Manifest:
     """Content of a checkpoint.
 
     Attributes:
-        kind: What was saved; names the record and the tensor files.
+        kind: Kind of the saved object, which is in the names of the record and the tensor files.
         files: Every file of the folder, by name, except the manifest itself.
         format: `FORMAT`.
         version: `VERSION`.
@@ -125,7 +125,7 @@ class Manifest:
 
 
 def tensor_names(kind: Kind, names: Iterable[str]) -> list[str]:
-    """Return those names that tensor files of a kind have, in order."""
+    """Return, in order, those of the names that are names of tensor files of a kind."""
     return sorted(name for name in names if re.fullmatch(rf"{kind}(-[0-9]{{5}})?\.safetensors", name))
 
 
@@ -137,19 +137,19 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and check a folder's manifest; the files themselves are not read.
 
     Raises:
-        CheckpointError: If there is none, or it is not one that this version can use.
+        CheckpointError: If there is no manifest, or this version cannot use it.
     """
     path = folder / MANIFEST_NAME
     if not folder.is_dir():
         raise CheckpointError(f"There is no checkpoint folder at {folder}. Check the path.")
     with _opened(path) as file:
-        if os.fstat(file.fileno()).st_size > MANIFEST_BYTES:
-            raise damaged_error(path, f"has more than {MANIFEST_BYTES} bytes")
+        if os.fstat(file.fileno()).st_size > MAX_MANIFEST_BYTES:
+            raise damaged_error(path, f"has more than {MAX_MANIFEST_BYTES} bytes")
         content = file.read()
     try:
         values = load_json(content)
         if not isinstance(values, dict) or values.get("format") != FORMAT:
-            raise ValueError(f'must have "format": "{FORMAT}"')
+            raise ValueError(f'format must be "{FORMAT}"')
         if values.get("version") != VERSION:
             raise CheckpointError(
                 f"{path} has format version {values.get('version')!r:.80}, but this evogrpo reads version {VERSION}. "
@@ -177,27 +177,26 @@ def write_checkpoint(
 ) -> None:
     """Save tensors and a record as one folder that is complete or absent, even if the process is killed.
 
-    Everything is written and synced in a temporary folder next to `folder`, which is then renamed. A checkpoint that
-    is replaced stays loadable until the new one is in its place. Leftovers of killed writes are removed on the way.
-    Only one process may write a given folder, or the generations of a run, at a time.
+    Everything is written and synced in a temporary folder next to `folder`, which is then renamed. A replaced
+    checkpoint can be loaded until the new one has its name. Leftovers of killed writes are removed first. Only one
+    process may write a given folder, or the generations of a run, at a time.
 
-    The memory taken is about three times what one tensor file holds, which is at most `file_bytes` and one tensor.
+    Memory: about three times the size of one tensor file, which is at most `file_bytes` plus one tensor.
 
     Args:
-        folder: Where the checkpoint goes; its parents are created.
-        tensors: Dense tensors of any dtype, shape and device; views and tied tensors are stored as separate whole
-            tensors. Each is read once, when it is written, so a mapping that makes them on access never has all of
-            them in memory.
+        folder: Folder of the checkpoint; its parents are created.
+        tensors: Dense tensors of any dtype, shape and device; views and tied tensors are stored as separate tensors.
+            Each is read once, when it is written, so a mapping may create them on access.
         record: Strict JSON: text keys, finite numbers.
-        files: Further files, by plain name: their bytes, or a function that is called for them when they are written.
-        kind: What is saved; the reader must ask for the same kind.
-        replace: Replace a checkpoint that is already there.
-        file_bytes: A tensor file that holds this many bytes of tensors takes no more of them.
+        files: Further files, by plain name: their bytes, or a function that returns them when they are written.
+        kind: Kind of the saved object; the reader must give the same kind.
+        replace: Replace an existing checkpoint.
+        file_bytes: See `FILE_BYTES`.
 
     Raises:
         CheckpointError: If `folder` holds a checkpoint and `replace` is False, or other files.
-        ValueError: If a tensor, the record or a name cannot be stored; what was at `folder` is still there.
-        OSError: If writing fails; what was at `folder` is still there.
+        ValueError: If a tensor, the record or a name cannot be stored; `folder` is unchanged.
+        OSError: If writing fails; `folder` is unchanged.
     """
     # 1. Check everything that can be checked before the first write.
     folder, further = Path(folder).resolve(), files or {}
@@ -247,10 +246,10 @@ def _tensor_files(kind: Kind, tensors: Mapping[str, Tensor], file_bytes: int) ->
         tensor = tensors[name]
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             raise ValueError(f"{name!r} must be a dense tensor. Convert it, or leave it out.")
-        # safetensors refuses tensors that share memory, and would write all of the storage behind a view.
+        # safetensors refuses tensors that share memory, and writes the whole storage of a view.
         whole = tensor.detach().resolve_conj().resolve_neg().to("cpu")
         held[name] = whole.clone(memory_format=torch.contiguous_format)
-        del tensor, whole  # else they are alive while the next tensor is made
+        del tensor, whole  # free their memory before the next tensor is created
     yield file_name, _serialise(held)
 
 
@@ -272,7 +271,7 @@ def _check_overwrite(folder: Path, *, kind: Kind, replace: bool, written: Set[st
         raise CheckpointError(f"{folder} is not a folder. Choose another path.")
     found = {entry.name for entry in folder.iterdir()}
     own = {MANIFEST_NAME, f"{kind}.json", *tensor_names(kind, found)}
-    with suppress(CheckpointError):  # damaged: free to be replaced, if every file in it is one that a checkpoint wrote
+    with suppress(CheckpointError):  # a damaged checkpoint may be replaced if all of its files are known by name
         own |= read_manifest(folder).files.keys()
     if found & own and not replace:
         raise CheckpointError(f"{folder} already holds a checkpoint. Pass replace=True, or choose another folder.")
@@ -281,7 +280,7 @@ def _check_overwrite(folder: Path, *, kind: Kind, replace: bool, written: Set[st
 
 
 def checkpoint_path(folder: Path) -> Path:
-    """Return the path of a checkpoint: its folder, or the previous one if a replacement was killed between renames."""
+    """Return the folder of a checkpoint, or the set-aside one if a replacement was killed between its two renames."""
     previous = folder.with_name(f".{folder.name}.previous")
     return previous if previous.is_dir() and not os.path.lexists(folder) else folder
 
@@ -304,7 +303,10 @@ def _move_into_place(temporary: Path, folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove leftovers of killed writes of this folder and its sibling generations, and restore set-aside folders."""
+    """Remove leftovers of killed writes of this folder, and rename set-aside folders back.
+
+    If the folder is a generation of a run, this includes the leftovers of all its generations.
+    """
     for entry in sorted(folder.parent.iterdir()):
         match = _TEMPORARY.fullmatch(entry.name) or _PREVIOUS.fullmatch(entry.name)
         if match is None:
@@ -323,66 +325,57 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def read_checkpoint(folder: Path | str, *, kind: Kind = "population") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Load a checkpoint, after checking every file of it; no more than one tensor file is held besides its tensors.
+    """Load a checkpoint after checking all its files. One tensor file at a time is in memory besides the tensors.
 
     Args:
         folder: The checkpoint's folder.
-        kind: What the checkpoint must hold.
+        kind: Kind that the checkpoint must have.
 
     Returns:
         The tensors, on the CPU, by name; and the record.
 
     Raises:
-        CheckpointError: If anything about the checkpoint is not as it was written.
+        CheckpointError: If a file is missing or was changed, or the kind differs.
     """
-    place, manifest = _find(folder, kind)
+    path, manifest = _find(folder, kind)
     names = tensor_names(kind, manifest.files)
-    _verify_files(place, manifest, besides=(f"{kind}.json", *names))
-    record = _record(place, manifest)
+    _verify_files(path, manifest, besides=(f"{kind}.json", *names))
+    record = _record(path, manifest)
     tensors: dict[str, Tensor] = {}
     for name in names:
-        tensors.update(_read_tensors(place / name, manifest.files[name]))
+        tensors.update(_read_tensors(path / name, manifest.files[name]))
     return tensors, record
 
 
 def read_record(folder: Path | str, *, kind: Kind = "population") -> dict[str, Any]:
-    """Load a checkpoint's record alone, after checking that one file.
+    """Load only the record of a checkpoint, after checking its file.
 
     Raises:
-        CheckpointError: If the manifest or the record is not as it was written.
+        CheckpointError: If the manifest or the record is missing or was changed, or the kind differs.
     """
     return _record(*_find(folder, kind))
 
 
-def verify_checkpoint(folder: Path | str, *, kind: Kind = "population") -> Manifest:
-    """Check that every file of a checkpoint is there, whole and as written, without loading any.
-
-    Args:
-        folder: The checkpoint's folder.
-        kind: What the checkpoint must hold.
-
-    Returns:
-        What the checkpoint holds.
+def verify_checkpoint(folder: Path | str) -> None:
+    """Check that every file of a population's checkpoint is complete and unchanged.
 
     Raises:
-        CheckpointError: If anything about the checkpoint is not as it was written.
+        CheckpointError: If a file is missing or was changed.
     """
-    place, manifest = _find(folder, kind)
-    _verify_files(place, manifest)
-    return manifest
+    _verify_files(*_find(folder, "population"))
 
 
 def _find(folder: Path | str, kind: Kind) -> tuple[Path, Manifest]:
-    """Return the folder and the manifest of a checkpoint of this kind."""
-    place = checkpoint_path(Path(folder).resolve())
-    manifest = read_manifest(place)
+    """Return the folder and the manifest of a checkpoint; raise CheckpointError if it is of another kind."""
+    path = checkpoint_path(Path(folder).resolve())
+    manifest = read_manifest(path)
     if manifest.kind != kind:
-        raise CheckpointError(f"{place} must be a checkpoint of kind {kind!r}, got kind {manifest.kind!r}.")
-    return place, manifest
+        raise CheckpointError(f"{path} must be a checkpoint of kind {kind!r}, got kind {manifest.kind!r}.")
+    return path, manifest
 
 
-def _record(place: Path, manifest: Manifest) -> dict[str, Any]:
-    path = place / f"{manifest.kind}.json"
+def _record(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    path = folder / f"{manifest.kind}.json"
     content = _read_verified(path, manifest.files[path.name])
     try:
         record = load_json(content)
@@ -394,11 +387,11 @@ def _record(place: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _read_tensors(path: Path, entry: FileEntry) -> dict[str, Tensor]:
-    # Parse the same bytes that were verified, so that the file cannot change in between.
+    # Parse the bytes that were verified, because the file may change between two reads.
     content = _read_verified(path, entry)
     header = int.from_bytes(content[:8], "little")
-    if header < len(content) and content.count(b'"dtype"', 8, 8 + header) > MOST_TENSORS:
-        raise damaged_error(path, f"has more than {MOST_TENSORS:,} tensors")
+    if header < len(content) and content.count(b'"dtype"', 8, 8 + header) > MAX_TENSORS:
+        raise damaged_error(path, f"has more than {MAX_TENSORS:,} tensors")
     try:
         return load_tensors(content)
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
@@ -406,7 +399,7 @@ def _read_tensors(path: Path, entry: FileEntry) -> dict[str, Tensor]:
 
 
 def _verify_files(folder: Path, manifest: Manifest, *, besides: Collection[str] = ()) -> None:
-    """Check that a folder holds every file of its manifest as written, `besides` those that are checked elsewhere."""
+    """Check that the files of a manifest are unchanged, except for those in `besides`, which the caller checks."""
     for name, entry in manifest.files.items():
         if name not in besides:
             with _opened(folder / name, entry) as file:
@@ -415,7 +408,7 @@ def _verify_files(folder: Path, manifest: Manifest, *, besides: Collection[str] 
 
 
 def _read_verified(path: Path, entry: FileEntry) -> bytes:
-    """Return the bytes of a file, after checking those very bytes against the manifest."""
+    """Return the bytes of a file after checking them against the manifest."""
     with _opened(path, entry) as file:
         content = file.read()
     if hashlib.sha256(content).hexdigest() != entry.sha256:
@@ -425,7 +418,7 @@ def _read_verified(path: Path, entry: FileEntry) -> bytes:
 
 @contextmanager
 def _opened(path: Path, entry: FileEntry | None = None) -> Iterator[BufferedReader]:
-    """Open a regular file of the size in the manifest."""
+    """Open a regular file; raise CheckpointError if it is missing or its size differs from the manifest."""
     try:
         with os.fdopen(open_regular_file(path), "rb") as file:
             actual = os.fstat(file.fileno()).st_size
@@ -444,7 +437,7 @@ def _opened(path: Path, entry: FileEntry | None = None) -> Iterator[BufferedRead
 
 
 def generation_folder(run_dir: Path | str, generation: int) -> Path:
-    """Return the checkpoint folder of one generation; it need not exist."""
+    """Return the path of the checkpoint of one generation, which may not exist."""
     return Path(run_dir) / CHECKPOINTS / f"generation-{generation:04d}"
 
 
@@ -470,9 +463,9 @@ def latest_checkpoint(run_dir: Path | str) -> int | None:
 def prune(run_dir: Path | str, written: int, keep: int = 2) -> None:
     """Remove old checkpoints without reading them; `written` and the `keep` - 1 before it stay.
 
-    `written` is complete, so the run can be resumed even if all other checkpoints are damaged. Newer generations are
-    checkpoints that a resumed run has skipped, such as damaged ones. They do not count, and stay until they are
-    written again.
+    The checkpoint of `written` is complete, so the run can be resumed even if all others are damaged. Checkpoints of
+    later generations are those that a resumed run has skipped, such as damaged ones. They are not counted or removed,
+    and are replaced when the run reaches these generations.
 
     Args:
         run_dir: Run directory.
@@ -482,6 +475,6 @@ def prune(run_dir: Path | str, written: int, keep: int = 2) -> None:
     older = [generation for generation in stored_generations(run_dir) if generation <= written]
     for generation in older[keep:]:
         folder = checkpoint_path(generation_folder(run_dir, generation))
-        doomed = folder.with_name(f".{folder.name}.temporary-{uuid.uuid4().hex}")
-        folder.rename(doomed)  # atomic: a kill while the files are removed leaves no half checkpoint
-        shutil.rmtree(doomed, ignore_errors=True)
+        temporary = folder.with_name(f".{folder.name}.temporary-{uuid.uuid4().hex}")
+        folder.rename(temporary)  # so that a kill while files are removed leaves no incomplete checkpoint
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Journal of a run: an append-only JSONL file, one event a line, that survives a kill at any byte."""
+"""Journal of a run: an append-only JSONL file with one event per line, valid after a kill at any byte."""
 
 import hashlib
 import os
@@ -6,8 +6,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from evogrpo.safe_parsing import dump_json, load_json
 from evogrpo.storage.atomic_files import (
@@ -19,14 +18,14 @@ from evogrpo.storage.atomic_files import (
 )
 
 VERSION = 3
-"""Format of the journal, written into its first event; only this one is read."""
+"""Version of the format, in the first event; only this one is read."""
 
-# Every line that Journal writes begins so; opening refuses to touch a file that begins otherwise.
+# Start of every line of a journal. Other files are refused, so that they are not changed.
 _LINE_START = b'{"event": '
 
 
 class JournalError(ValueError):
-    """A journal that cannot be read or continued; the message names the line and the remedy."""
+    """A journal that cannot be read or continued."""
 
 
 class Journal:
@@ -35,7 +34,7 @@ class Journal:
     Opening removes an incomplete last line, left by a kill during `append`. One process writes a journal at a time.
 
     Args:
-        path: The file; it and its folder are created when missing.
+        path: The file; it is created with its folder if it does not exist.
 
     Attributes:
         path: As given.
@@ -54,7 +53,7 @@ class Journal:
             with open(self._file, "rb", closefd=False) as reader:
                 content = reader.read()
             if content[: len(_LINE_START)] != _LINE_START[: len(content)]:
-                raise JournalError(f"{self.path} exists and is not a journal: choose another file")
+                raise JournalError(f"{self.path} exists and is not a journal. Choose another file.")
             self.size = content.rfind(b"\n") + 1
             self._digest = hashlib.sha256(content[: self.size])
             if self.size < len(content):
@@ -68,7 +67,7 @@ class Journal:
 
     @property
     def sha256(self) -> str:
-        """Hash of its content; carried forward, so it costs the same at any length."""
+        """Hash of the content; updated with every event, so it costs the same at any length."""
         return self._digest.hexdigest()
 
     def append(self, event: str, /, **fields: Any) -> None:
@@ -76,12 +75,12 @@ class Journal:
 
         Args:
             event: The kind of event, such as "generation".
-            fields: Strict JSON values; a missing number is None, never NaN. The time is added in unix seconds.
+            fields: Strict JSON values; a missing number is None, never NaN. The time is added, in Unix seconds.
 
         Raises:
             ValueError: If a field is not strict JSON; nothing is written then.
             JournalError: If another process changed the file.
-            OSError: If the disk refuses the write; the journal is left as it was before this event.
+            OSError: If writing fails; the journal is unchanged.
         """
         version = {} if self.size else {"journal_version": VERSION}
         values = {"event": event, "time": time.time(), **version, **fields}
@@ -106,16 +105,6 @@ class Journal:
             os.close(self._file)
             self._file = -1
 
-    def __enter__(self) -> Self:
-        """Return the journal itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the file."""
-        self.close()
-
 
 def read_journal(path: Path | str) -> list[dict[str, Any]]:
     """Read the valid events of a journal, oldest first; see `parse_journal`. The file may grow meanwhile.
@@ -137,17 +126,17 @@ def read_bytes(path: Path | str) -> bytes:
             return file.read()
     except OSError as error:
         reason = error.strerror or error
-        raise JournalError(f"cannot read the journal {path} ({reason}): name the folder of a run") from error
+        raise JournalError(f"cannot read the journal {path}: {reason}. Give the directory of a run.") from error
 
 
 def parse_journal(content: bytes, path: Path | str) -> list[dict[str, Any]]:
     """Return the valid events of a journal, oldest first.
 
-    A resumed run goes back to a checkpoint. Its `resumed` event gives the length of the journal at that checkpoint;
-    events between that offset and the `resumed` event are left out. An incomplete last line is left out too.
+    A resumed run continues from a checkpoint. Its `resumed` event has the length of the journal at that checkpoint.
+    Events between this offset and the `resumed` event are left out, and so is an incomplete last line.
 
     Args:
-        content: Content of the file, or the part before any byte.
+        content: Content of the file, or any prefix of it.
         path: Path for messages.
 
     Raises:
@@ -174,8 +163,8 @@ def parse_journal(content: bytes, path: Path | str) -> list[dict[str, Any]]:
         except JournalError:
             raise
         except ValueError as error:
-            message = f"line {number} of {path} is not an event ({error}): restore it from a copy or delete that line"
-            lines.append((offset, JournalError(message)))  # raised below, unless the run went back behind it
+            message = f"line {number} of {path} is not an event: {error}. Restore it from a copy, or delete that line."
+            lines.append((offset, JournalError(message)))  # raised below, unless a later `resumed` event removes it
         offset += len(line) + 1
     events = []
     for _, event in lines:
@@ -193,12 +182,12 @@ def _opened(path: Path, flags: int) -> int:
 
 
 def latest_generations(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the generation events, in order, with what later events add to them.
+    """Return the generation events in order, with the plans of later events.
 
-    A `plan` event holds the plan of a generation that ended a run, if the run was extended.
+    The last generation of a run has no plan. If the run is extended, a `plan` event adds it.
 
     Args:
-        events: Result of `read_journal`; the events themselves are not validated.
+        events: Result of `read_journal`, which does not validate the events.
     """
     generations: list[dict[str, Any]] = []
     for event in events:

@@ -28,15 +28,15 @@ class LockLostError(OSError):
 class DirectoryLock:
     """Exclusive lock on a folder, held until it is released, garbage-collected, or the process ends.
 
-    A second lock in the same process takes over from the first, which is `lost` from then on. A run can therefore be
-    resumed in the session that started it.
+    A second lock in the same process replaces the first, which is then `lost`. A run can therefore be resumed in the
+    process that started it.
 
     Args:
         folder: An existing folder; a file `.lock` is created in it and stays.
 
     Attributes:
         folder: The absolute path of the folder.
-        lost: True if the lock was released or taken over.
+        lost: True if the lock was released or replaced.
 
     Raises:
         ValueError: If another process holds the lock.
@@ -49,9 +49,9 @@ class DirectoryLock:
         path = folder / LOCK
         earlier = _held_by_this_process(path)
         if earlier is None:
-            self._descriptor = _locked(path, folder)
-        else:  # not opened again: closing any descriptor of the file would release the lock of this process
-            self._descriptor = earlier._pass_on()
+            self._descriptor = _lock_file(path, folder)
+        else:  # reuse its descriptor: closing any descriptor of the file would release the lock
+            self._descriptor = earlier._give_up_descriptor()
         self._pid = os.getpid()
         self._close = weakref.finalize(self, os.close, self._descriptor)
         self._close.atexit = False
@@ -61,10 +61,10 @@ class DirectoryLock:
             os.pwrite(self._descriptor, json.dumps({"pid": self._pid, "host": socket.gethostname()}).encode(), 0)
 
     def check(self) -> None:
-        """Check before every write that this process still holds the lock of this very folder.
+        """Check that this process still holds the lock of this folder; called before every write.
 
         Raises:
-            ValueError: If the lock was released or taken over.
+            ValueError: If the lock was released or replaced.
             LockLostError: If the folder or its lock was removed, renamed or replaced, or this process is a fork.
         """
         if self.lost:
@@ -87,7 +87,7 @@ class DirectoryLock:
             self.lost = True
             self._close()
 
-    def _pass_on(self) -> int:
+    def _give_up_descriptor(self) -> int:
         self.lost = True
         self._close.detach()
         return self._descriptor
@@ -106,8 +106,8 @@ def _held_by_this_process(path: Path) -> DirectoryLock | None:
     return None if lock is None or lock.lost or lock._pid != os.getpid() else lock
 
 
-def _locked(path: Path, folder: Path) -> int:
-    """Return a descriptor of the file, on which this process has the lock."""
+def _lock_file(path: Path, folder: Path) -> int:
+    """Open and lock a file, and return its descriptor; raise ValueError if another process has locked it."""
     descriptor = open_regular_file(path, os.O_RDWR | os.O_CREAT)
     if fcntl is None:
         return descriptor
@@ -116,7 +116,7 @@ def _locked(path: Path, folder: Path) -> int:
         if _identity(os.fstat(descriptor)) == _identity(path.lstat()):
             return descriptor
     except FileNotFoundError:
-        pass  # the folder was just removed
+        pass
     except OSError as error:
         if error.errno in _BUSY:
             holder = _holder(descriptor)
@@ -130,15 +130,16 @@ def _locked(path: Path, folder: Path) -> int:
             rank_zero_only=False,
         )
         return descriptor
+    # The folder was removed or replaced after the file was opened: lock the file that is there now.
     os.close(descriptor)
     folder.mkdir(parents=True, exist_ok=True)
-    return _locked(path, folder)
+    return _lock_file(path, folder)
 
 
 def _holder(descriptor: int) -> str:
     """Describe the holder of a lock; the content of the file is untrusted."""
     try:
-        said = json.loads(os.pread(descriptor, 1000, 0))
-        return f"process {int(said['pid'])} on {str(said['host'])[:100]!a}"
+        owner = json.loads(os.pread(descriptor, 1000, 0))
+        return f"process {int(owner['pid'])} on {str(owner['host'])[:100]!a}"
     except (OSError, ValueError, TypeError, KeyError):
         return "another process"

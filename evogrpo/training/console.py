@@ -19,8 +19,8 @@ from rich.text import Text
 from evogrpo.distributed import processes
 from evogrpo.text import printable, relative_path
 
-LOG_WIDTH = 120  # columns of a log file, which has no width of its own
-NOTEBOOK_WIDTH = 92  # columns below a cell, which are seen without scrolling beside a menu or on a page
+LOG_WIDTH = 120  # characters per line of a log file
+NOTEBOOK_WIDTH = 92  # characters per line below a notebook cell that fit without scrolling
 
 
 class VisibleConsole(Console):
@@ -47,8 +47,8 @@ def make_console(stream: TextIO | None = None, *, all_ranks: bool = False) -> Co
     stream = stream or sys.stdout
     terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
     width = None if stream.isatty() or "COLUMNS" in os.environ else LOG_WIDTH
-    # Neither an environment variable nor a CI service makes a file a terminal.
     quiet = not (all_ranks or processes().is_rank_zero)
+    # `force_terminal` overrides the environment variables by which rich would treat a file as a terminal.
     return VisibleConsole(file=stream, force_terminal=terminal, width=width, quiet=quiet)
 
 
@@ -72,18 +72,18 @@ def console_for(progress: bool | None) -> Console | None:
 
 
 @contextmanager
-def working(console: Console, what: str) -> Iterator[None]:
-    """Show a spinner, and warnings above it; a log gets the warnings only."""
+def spinner(console: Console, activity: str) -> Iterator[None]:
+    """Show a spinner with the activity, and warnings above it; a log gets the warnings only."""
     if not console.is_terminal:
         yield
         return
-    with console.status(f"{what}…", spinner="dots"), clean_warnings(console):
+    with console.status(f"{activity}…", spinner="dots"), clean_warnings(console):
         yield
 
 
 def command(*words: str | Path) -> str:
     """Return an evogrpo command line, quoted for the shell."""
-    # Without an activated virtual environment, the bare name is not on the path.
+    # `evogrpo` is on the path only if its virtual environment is activated.
     program = "evogrpo" if shutil.which("evogrpo") else f"{sys.executable} -m evogrpo"
     return f"{program} {shlex.join(relative_path(word) if isinstance(word, Path) else word for word in words)}"
 
@@ -110,20 +110,20 @@ def print_rows(console: Console, rows: Mapping[str, str]) -> None:
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # some libraries colour their warnings
 
 
-def say_error(message: str) -> None:
+def print_error(message: str) -> None:
     """Print an error without traceback."""
     console = make_console(sys.stderr, all_ranks=True)
     console.print(Text.assemble(("error: ", "bold red"), printable(message)), soft_wrap=not console.is_terminal)
 
 
-def say_warning(message: str, console: Console | None = None) -> None:
+def print_warning(message: str, console: Console | None = None) -> None:
     """Print a warning."""
     console = console or make_console(sys.stderr)
     console.print(Text.assemble(("warning: ", "bold yellow"), printable(message)), soft_wrap=not console.is_terminal)
 
 
-class _Enduring:
-    """Stream that ignores output once the wrapped stream cannot be written, so that the program continues."""
+class _ErrorIgnoringStream:
+    """Stream that discards output after the first error of the wrapped stream, so that the program continues."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self.failure = stream, ""
@@ -148,17 +148,17 @@ class _Enduring:
 
     def _give_up(self, error: Exception) -> None:
         self.failure = str(getattr(error, "strerror", None) or error)
-        with suppress(OSError, ValueError):  # its buffer would fail again at exit
+        with suppress(OSError, ValueError):  # at exit Python flushes its buffer, which would fail again
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
         if self._stream is sys.__stdout__ or getattr(sys.stdout, "failure", None):
-            say_warning(f"No further output, as it cannot be written: {self.failure}")
+            print_warning(f"Output stopped, because it cannot be written: {self.failure}")
 
 
 @contextmanager
-def enduring_output() -> Iterator[None]:
-    """Ignore errors of stdout and stderr in the block, such as a closed pipe or a full disk."""
+def ignore_output_errors() -> Iterator[None]:
+    """Ignore errors of writing to stdout and stderr in the block, such as those of a closed pipe or a full disk."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (stream and _Enduring(stream) for stream in before)
+    sys.stdout, sys.stderr = (stream and _ErrorIgnoringStream(stream) for stream in before)
     try:
         yield
     finally:
@@ -167,10 +167,10 @@ def enduring_output() -> Iterator[None]:
 
 @contextmanager
 def clean_warnings(console: Console | None = None) -> Iterator[None]:
-    """Print warnings of evogrpo and of reward files on one line each; hide those of libraries."""
+    """Print warnings of evogrpo and of user files on one line each; hide those of other libraries."""
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        say_warning(_COLOURS.sub("", str(message)), console)
+        print_warning(_COLOURS.sub("", str(message)), console)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -54,7 +54,7 @@ class RunDisplay(Callback):
         self.terms = terms_of(trainer.population.members.kind)
         self._spinner = Spinner("dots")
         self._step: StepReport | None = None
-        self._logged = -SECONDS_BETWEEN_LINES
+        self._last_line_at = -SECONDS_BETWEEN_LINES  # by time.monotonic()
         self._entered = False
         self._baseline_shown = trainer.run_state.baseline is not None
         self._live: Live | None = None
@@ -62,13 +62,13 @@ class RunDisplay(Callback):
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
-            # A new one each time, as an old one would erase the lines at its last position.
+            # A new Live each time, because a stopped one would erase the lines at its last position.
             self._live = Live(self, console=self._console, refresh_per_second=8, transient=True)
             self._live.start()
         elif self._is_log and not self._entered:
             self._console.print(self._phase())
         self._entered = True
-        self._trainer.stop_request.listener = self._hear
+        self._trainer.stop_request.listener = self._on_progress
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -76,8 +76,8 @@ class RunDisplay(Callback):
         if self._live is not None:
             self._live.stop()
 
-    def _hear(self, work: ProgressUpdate) -> None:
-        self._show_baseline()  # there is no report of it
+    def _on_progress(self, work: ProgressUpdate) -> None:
+        self._show_baseline()  # no hook is called for it
         self._work = work
 
     def fraction(self) -> float:
@@ -102,7 +102,7 @@ class RunDisplay(Callback):
         return time.monotonic() - self._began
 
     def _left_text(self) -> str:
-        """Return an estimate of the time left at the average pace so far; empty before the first step."""
+        """Return an estimate of the time left at the average speed so far; empty before the first step."""
         fraction = self.fraction()
         begun = self._trainer.run_state.step and fraction
         return f"{_about(self._elapsed() * (1 / fraction - 1))} left" if begun else ""
@@ -119,12 +119,12 @@ class RunDisplay(Callback):
         # A log gets at most one line a second, and always the last step of a generation.
         state, schedule = self._trainer.run_state, self._trainer.schedule
         last = state.step_in_generation == state.steps_per_generation
-        if self._is_log and (last or time.monotonic() - self._logged >= SECONDS_BETWEEN_LINES):
+        if self._is_log and (last or time.monotonic() - self._last_line_at >= SECONDS_BETWEEN_LINES):
             total = "" if schedule.generations is None else f"/{state.step + self._steps_left()}"
             line = Text.assemble(("step ", "dim"), f"{report.step + 1}{total}", ("  mean reward ", "dim"))
             line.append_text(rewards_text(report)).append(f"  {report.seconds:.1f} s  {self._left_text()}", "dim")
             self._console.print(line, soft_wrap=True)
-            self._logged = time.monotonic()
+            self._last_line_at = time.monotonic()
 
     def on_generation(self, report: GenerationReport) -> None:
         """Show a generation."""
@@ -141,23 +141,23 @@ class RunDisplay(Callback):
         step_size = "lr" if population[0].hyperparameters.target_kl is None else "target_kl"
         evolving = list(population.space) or (step_size, "clip_coef", "group_size")
         best = self._trainer.run_state.best
-        kept = best is None or best.generation == report.generation
-        shown.append(generation_table(report, evolving, width, self.terms, kept=kept))
-        if best is not None and not kept:
+        best_so_far = best is None or best.generation == report.generation
+        shown.append(generation_table(report, evolving, width, self.terms, best_so_far=best_so_far))
+        if best is not None and not best_so_far:
             score = score_text(best.fitness.mean, best.fitness.standard_error)
             shown.append(f"★ best so far: #{best.index} of generation {best.generation}, fitness {score}")
         shown += plan_lines(report)
         table = completions_table(report.examples, report.best.index, width)
         if table is not None:
             shown += ["", table]
-        self._console.print(Group(*shown, ""))  # in one call, as notebooks frame every print
+        self._console.print(Group(*shown, ""))  # in one call, because a notebook shows each print as a separate output
 
     def on_run_end(self, result: Result) -> None:
         """Print the result."""
         console = self._console
         if not result.complete:
-            kept = "no run directory, so nothing was saved" if result.run_dir is None else "the run is saved"
-            console.print(Text(f"{result.reason} after learning step {result.steps}; {kept}", "yellow"))
+            saved = "no run directory, so nothing was saved" if result.run_dir is None else "the run is saved"
+            console.print(Text(f"{result.reason} after learning step {result.steps}; {saved}", "yellow"))
             return
         cost, terms = result.evaluation, self.terms
         lines: list[RenderableType] = [*outcome_lines(result.test, terms), ""] if result.test else []
@@ -194,7 +194,7 @@ class RunDisplay(Callback):
         row.add_row(self._spinner, self._phase(), bar, Text(times, "dim"))
         lines: list[RenderableType] = [row]
         if (work := self._work) is not None:
-            part = "" if work.activity == "rewarding" else f" · {work.part:.0%}"  # rewards report no progress
+            part = "" if work.activity == "rewarding" else f" · {work.fraction:.0%}"  # rewards report no progress
             doing = "learning from" if work.activity == "learning" else work.activity
             lines.append(Text(f"  {doing} {count_text(work.count)} {work.noun}{part}", "dim"))
         if self._step is not None:
@@ -208,18 +208,17 @@ class RunDisplay(Callback):
     def _phase(self) -> Text:
         """Return the current phase of the run."""
         trainer, schedule = self._trainer, self._trainer.schedule
-        progress = trainer.run_state
+        state = trainer.run_state
         total = "" if schedule.generations is None else f"/{schedule.generations}"
-        if not progress.begun and trainer.fitness.uses_validation:
+        if not state.begun and trainer.fitness.uses_validation:
             return Text(f"measuring the {self.terms.untrained}")
         if trainer.limits.finished():
             return Text(f"testing on {schedule.questions('test', trainer.env)} {self.terms.questions}")
-        if progress.step_in_generation >= progress.steps_per_generation:
-            # The generation is counted before it is recorded.
-            number = progress.generation + (0 if progress.unplanned else 1)
+        if state.step_in_generation >= state.steps_per_generation:
+            number = state.generation + (0 if state.unplanned else 1)  # `generation` counts evaluated ones
             return Text(f"generation {number}{total} · validating")
-        where = f"generation {progress.generation + 1}{total}"
-        return Text(f"{where} · step {progress.step_in_generation + 1}/{progress.steps_per_generation}")
+        where = f"generation {state.generation + 1}{total}"
+        return Text(f"{where} · step {state.step_in_generation + 1}/{state.steps_per_generation}")
 
 
 def _about(seconds: float) -> str:
@@ -235,22 +234,22 @@ def outcome_lines(report: TestOutcome, terms: Terms) -> list[Text]:
     colour = "" if not report.beyond_noise else " green" if after.mean > before.mean else " red"
     lines = [
         Text(f"Test: {report.questions} {terms.questions} that neither training nor selection saw", "bold"),
-        Text(f"  {terms.untrained:<17}  {score_text(before.mean, before.standard_error)}"),
+        Text(f"  {terms.untrained:<17}  {before}"),
         Text.assemble(
             f"  {f'member #{report.index}':<17}  ",
-            (score_text(after.mean, after.standard_error), "bold"),
+            (str(after), "bold"),
             "   ",
-            (f"{'+' if gain.mean > 0 else ''}{score_text(gain.mean, gain.standard_error)}", f"bold{colour}"),
+            (f"{'+' if gain.mean > 0 else ''}{gain}", f"bold{colour}"),
         ),
     ]
     remark = verdict(report, terms)
     return lines if remark is None else [*lines, Text(remark, "yellow")]
 
 
-SHOWN = 3
+MAX_COMPLETIONS = 3
 """Maximum number of completions in the table."""
-_GAP = 2  # spaces between columns
-_NARROWEST = 12  # minimum characters of a question and of a completion
+_COLUMN_GAP = 2  # spaces between columns
+_MIN_TEXT_WIDTH = 12  # characters of a question or a completion
 
 
 def completions_table(examples: Sequence[Example], best: int, width: int) -> Table | None:
@@ -258,19 +257,18 @@ def completions_table(examples: Sequence[Example], best: int, width: int) -> Tab
 
     Args:
         examples: One completion of every member.
-        best: Index of the member in the first row; other rewards come before equal ones.
+        best: Index of the member in the first row. Members with another reward than this one come before the others.
         width: Columns of the terminal.
 
     Returns:
         The table; None without examples.
     """
-    # The best member's, then those with other rewards, then those with its reward.
     first = [example for example in examples if example.index == best] or list(examples[:1])
     if not first:
         return None
     others = [example for example in examples if example not in first]
     others.sort(key=lambda example: example.reward == first[0].reward)
-    shown = [*first, *others][:SHOWN]
+    shown = [*first, *others][:MAX_COMPLETIONS]
     # With a single reward function its values are the rewards, unless it has a weight.
     names = list(shown[0].rewards) if len(shown[0].rewards) > 1 else []
     numbers = {name: [number_text(each.rewards.get(name)) for each in shown] for name in names}
@@ -280,12 +278,12 @@ def completions_table(examples: Sequence[Example], best: int, width: int) -> Tab
     members = [f"#{each.index}" for each in shown]
     head = f"step {shown[0].step + 1}"
     columns = {head: members, **numbers}
-    # Question and completion share the width that the numbers leave; the question gets half of it at most.
-    number_width = sum(max(map(len, (name, *values))) + _GAP for name, values in columns.items())
-    text_width = max(width - number_width - 2 * _GAP, 2 * _NARROWEST)
+    # Question and completion share the width that the other columns leave; the question gets at most half of it.
+    number_width = sum(max(map(len, (name, *values))) + _COLUMN_GAP for name, values in columns.items())
+    text_width = max(width - number_width - 2 * _COLUMN_GAP, 2 * _MIN_TEXT_WIDTH)
     questions = [one_line(each.prompt) for each in shown]
-    question_width = max(min(max(map(len, questions)), text_width // 2), _NARROWEST)
-    table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="dim", pad_edge=False)
+    question_width = max(min(max(map(len, questions)), text_width // 2), _MIN_TEXT_WIDTH)
+    table = Table(box=None, padding=(0, _COLUMN_GAP, 0, 0), header_style="dim", pad_edge=False)
     table.add_column(head, style="dim", no_wrap=True)
     table.add_column("question", style="dim", no_wrap=True)
     table.add_column("completion", style="italic", no_wrap=True)
@@ -304,20 +302,20 @@ def one_line(text: str) -> str:
     return " ⏎ ".join(line for line in lines if line)
 
 
-def shortened(text: str, most: int) -> str:
-    """Cut the middle out of a text longer than `most` characters."""
-    if len(text) <= most:
+def shortened(text: str, limit: int) -> str:
+    """Cut the middle out of a text longer than `limit` characters."""
+    if len(text) <= limit:
         return text
-    tail = max(most // 3, 4)
-    return f"{text[: most - tail - 1]}…{text[-tail:]}"
+    tail = max(limit // 3, 4)
+    return f"{text[: limit - tail - 1]}…{text[-tail:]}"
 
 
-NARROW = 100  # columns below which columns are left out that the report page also shows
+WIDE = 100  # characters; a narrower terminal gets a table with fewer columns
 EQUAL_GROUPS = "frac_reward_zero_std"  # 1 if all rewards within each group were equal
 
 
 def rewards_text(report: StepReport) -> Text:
-    """Return the mean rewards of all members in a step."""
+    """Return the mean reward of each member in a step."""
     text = Text()
     rewards = [each.reward for each in report.learned.values() if not each.failed and each.reward is not None]
     for learned in report.learned.values():
@@ -331,7 +329,7 @@ def rewards_text(report: StepReport) -> Text:
 
 
 def generation_table(
-    report: GenerationReport, evolving: Sequence[str], width: int, terms: Terms, *, kept: bool = True
+    report: GenerationReport, evolving: Sequence[str], width: int, terms: Terms, *, best_so_far: bool = True
 ) -> Table:
     """Return the table of a generation, one row per member.
 
@@ -340,13 +338,13 @@ def generation_table(
         evolving: The hyperparameters to show.
         width: Columns of the terminal.
         terms: Terms of the task type.
-        kept: The best member of this generation is the best so far.
+        best_so_far: The best member of this generation is the best of the run so far.
     """
-    wide = width >= NARROW
+    wide = width >= WIDE
     heads = {"slot": "right", "member": "right", "parent": "right", **dict.fromkeys(evolving, "right")}
     heads |= {"fitness ± SE": "left", terms.tokens: "right", **({"time": "right"} if wide else {}), "": "left"}
-    # Names are never split; if the table is too wide, its last column is abbreviated.
     gap = 2 if wide else 1
+    # If the table would be too wide, the notes in the last column are abbreviated.
     short = not wide or sum(max(len(head), 6) + gap for head in heads) + 24 > width
     table = Table(box=None, padding=(0, gap, 0, 0), header_style="dim", pad_edge=False)
     for head, justify in heads.items():
@@ -365,19 +363,19 @@ def generation_table(
         ]
         seconds = f"{member.seconds:.0f} s" if member.seconds < 100 else duration_text(member.seconds)
         costs = [_short_count(member.tokens), *([seconds] if wide else [])]
-        table.add_row(
-            *row, *costs, member_note(member, report, short=short, kept=kept), style="bold green" if best else ""
-        )
+        note = member_note(member, report, short=short, best_so_far=best_so_far)
+        table.add_row(*row, *costs, note, style="bold green" if best else "")
     return table
 
 
-def member_note(member: MemberReport, report: GenerationReport, *, short: bool, kept: bool = True) -> Text:
+def member_note(member: MemberReport, report: GenerationReport, *, short: bool, best_so_far: bool = True) -> Text:
     """Return notes on a member: failed, new, best (with a star if it is the best so far), no learning signal."""
     if member.failed is not None:
         return Text(printable(member.failed), "red")
     notes = []
     if member.index == report.best.index:
-        notes.append(("★" if short else "★ best so far") if kept else "best" if short else "best of this generation")
+        note = "★ best so far" if best_so_far else "best of this generation"
+        notes.append(note.split(maxsplit=1)[0] if short else note)
     if member.parent is not None and member.born == report.generation - 1:
         moves = ", ".join(
             f"{name} {'↑' if new > old else '↓'}"
@@ -385,7 +383,7 @@ def member_note(member: MemberReport, report: GenerationReport, *, short: bool, 
             else f"{name} → {number_text(new)}"
             for name, (old, new) in member.changes.items()
         )
-        # The lines on selection below the table also show the changes.
+        # A short note leaves out the changes, which the lines on selection below the table also show.
         notes.append("new" if short else f"clone of #{member.parent}{f': {moves}' if moves else ''}")
     if member.metrics.get(EQUAL_GROUPS) == 1.0:
         notes.append("no signal" if short else "no learning signal")
@@ -417,7 +415,7 @@ def plan_lines(report: GenerationReport) -> list[Text]:
 
 def _short_count(count: int) -> str:
     """Return a short count: 940, 12.3k, 456k, 7.8M."""
-    rounded = float(f"{count:.3g}")  # first, so that 999,600 is 1M and not 1000k
+    rounded = float(f"{count:.3g}")  # rounded before the unit is chosen: 999,600 becomes 1M, not 1000k
     for unit, size in (("M", 1_000_000), ("k", 1_000)):
         if rounded >= size:
             return f"{rounded / size:.3g}{unit}" if rounded < 1000 * size else f"{count_text(count / size)}{unit}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from evogrpo.algorithms.evaluation import evaluate_states, measure_fitness
 from evogrpo.data import LearnReport
-from evogrpo.evolution.fitness import GREEDY, ROLLOUTS, Fitness, ahead, paired_difference
+from evogrpo.evolution.fitness import GREEDY, ROLLOUTS, Fitness, is_ahead, paired_difference
 from evogrpo.reporting.records import (
     BaselineReport,
     Estimate,
@@ -49,15 +49,18 @@ def _add_cost(run: RunParts, tokens: int, began: float) -> EvaluationCost:
 
 
 def first_step_baseline(run_state: RunState) -> BaselineReport | None:
-    """Return the mean reward of the first step over all members, start by start: the fitness before learning.
+    """Set the baseline to the mean reward of all members in the first step, which was sampled before any learning.
 
-    With a single start, every member's score counts by itself. None if there are fewer than two scores.
+    Each prompt (or reset seed) gives one score, the mean over members; a single one gives a score for each member.
+
+    Returns:
+        The report; None if there are fewer than two scores.
     """
     found: dict[int, list[float]] = {}
     for scores in run_state.rollouts:
-        for step, place, score in scores:
+        for step, position, score in scores:
             if step == 0:
-                found.setdefault(place, []).append(score)
+                found.setdefault(position, []).append(score)
     by_start = [math.fsum(scores) / len(scores) for scores in found.values()]
     every = by_start if len(by_start) > 1 else [score for scores in found.values() for score in scores]
     if len(every) < 2:
@@ -71,18 +74,21 @@ class Measured:
     """Fitness of one member at the end of a generation.
 
     Attributes:
-        by: Fitness by measure; see `evogrpo.evolution.fitness.MEASURES`.
+        fitness: Fitness by measure; see `evogrpo.evolution.fitness.MEASURES`.
         questions: Number of validation questions it answered.
         cost: Cost of these answers.
     """
 
-    by: Mapping[str, Fitness] = field(default_factory=dict)
+    fitness: Mapping[str, Fitness] = field(default_factory=dict)
     questions: int = 0
     cost: EvaluationCost = field(default_factory=EvaluationCost)
 
 
 def measure(run: RunParts) -> dict[int, Measured]:
-    """Measure every healthy member, by slot, and set what selection goes by as its fitness.
+    """Measure every healthy member, and set the measure that selection uses as its fitness.
+
+    Returns:
+        Fitness and cost of each healthy member, by slot.
 
     Raises:
         ValueError: If selection uses training rewards and a member has too few of them.
@@ -93,7 +99,7 @@ def measure(run: RunParts) -> dict[int, Measured]:
     rollouts = {slot: fitness for slot, fitness in earned.items() if fitness is not None}
     if config.selection_measure == ROLLOUTS and len(rollouts) < len(earned):
         lacking = min(earned.keys() - rollouts.keys())
-        count = len({(step, place) for step, place, _ in run_state.rollouts[lacking]})
+        count = len({(step, position) for step, position, _ in run_state.rollouts[lacking]})
         raise ValueError(f"{TOO_FEW}, got {count} of member {population.agents[lacking].index}. {REMEDY}")
     # 2. Validation questions, for all members or for those near the best.
     slots = list(earned) if config.by == "validation" else []
@@ -111,7 +117,7 @@ def measure(run: RunParts) -> dict[int, Measured]:
             rival=None if run_state.best is None else run_state.best.fitness,
             stop=run.stop_request,
         )
-    # 3. Each member's share of the time goes by its tokens.
+    # 3. Divide the time among the members in proportion to their tokens.
     seconds, total = run.clock.now() - began, max(1, sum(tokens.values()))
     costs = {slot: EvaluationCost(tokens=t, seconds=seconds * t / total) for slot, t in tokens.items()}
     measured = {}
@@ -119,19 +125,19 @@ def measure(run: RunParts) -> dict[int, Measured]:
         answers = {config.validation_measure: answered[slot]} if slot in slots else {}
         trained = {ROLLOUTS: rollouts[slot]} if slot in rollouts else {}
         measured[slot] = Measured(
-            by={**answers, **trained},
+            fitness={**answers, **trained},
             questions=len(answered[slot].scores) if slot in slots else 0,
             cost=costs.get(slot, EvaluationCost()),
         )
     for cost in costs.values():
         run_state.add_evaluation(cost)
     for agent in population.agents:  # last, as an interrupted evaluation must change nothing
-        agent.fitness = measured[agent.slot].by[config.selection_measure] if agent.slot in measured else None
+        agent.fitness = measured[agent.slot].fitness[config.selection_measure] if agent.slot in measured else None
     return measured
 
 
-def candidates(fitness: Mapping[int, Fitness], z: float, most: int) -> list[int]:
-    """Return at most `most` slots, the best and those within z standard errors of it, in slot order."""
+def candidates(fitness: Mapping[int, Fitness], z: float, limit: int) -> list[int]:
+    """Return at most `limit` slots, the best and those within z standard errors of it, in slot order."""
     ranked, near = sorted(fitness, key=lambda slot: (-fitness[slot].mean, slot)), []
     for slot in ranked:
         best, other = fitness[ranked[0]], fitness[slot]
@@ -142,22 +148,22 @@ def candidates(fitness: Mapping[int, Fitness], z: float, most: int) -> list[int]
         )
         if difference <= z * standard_error:
             near.append(slot)
-    return sorted(near[:most])
+    return sorted(near[:limit])
 
 
 def update_best(run: RunParts, measured: Mapping[int, Measured]) -> int:
     """Compare the best of a generation with the best so far, and return its slot.
 
-    The best is chosen on validation questions if there are any; of equal ones the lowest index, as in
-    `evogrpo.evolution.history.Generation.healthy`.
+    The best is chosen on validation questions if there are any. Of equal members the one with the lowest index is
+    chosen, as in `evogrpo.evolution.history.Generation.healthy`.
 
     Args:
         run: The run, whose best member is updated.
         measured: Fitness of the members, by slot.
     """
     population, config, run_state = run.population, run.fitness, run.run_state
-    measure_name = config.validation_measure if config.uses_validation else config.selection_measure
-    fitness = {slot: each.by[measure_name] for slot, each in measured.items() if measure_name in each.by}
+    name = config.validation_measure if config.uses_validation else config.selection_measure
+    fitness = {slot: each.fitness[name] for slot, each in measured.items() if name in each.fitness}
     slot = min(fitness, key=lambda slot: (-fitness[slot].mean, population.agents[slot].index, slot))
     best = Best(
         member=population.agents[slot].record(),
@@ -165,7 +171,7 @@ def update_best(run: RunParts, measured: Mapping[int, Measured]) -> int:
         fitness=fitness[slot],
         state=population.members.banks.snapshot([slot])[slot],
     )
-    if run_state.best is None or ahead(best.fitness, run_state.best.fitness):
+    if run_state.best is None or is_ahead(best.fitness, run_state.best.fitness):
         run_state.best = best
     return slot
 
@@ -201,7 +207,7 @@ def estimate(fitness: Fitness) -> Estimate:
     return Estimate(mean=fitness.mean, standard_error=fitness.standard_error)
 
 
-GAP = 4.0
+GREEDY_GAP = 4.0
 """Standard errors by which greedy and training rewards must differ; high, as every generation is checked."""
 
 
@@ -212,13 +218,13 @@ class GreedyGapCheck:
         self._warned = False
 
     def update(self, measured: Mapping[int, Measured]) -> None:
-        """Warn once if the best member in training earns clearly less with greedy answers."""
-        both = [each.by for each in measured.values() if GREEDY in each.by and ROLLOUTS in each.by]
+        """Check a new evaluation: warn once if the best member in training earns clearly less with greedy answers."""
+        both = [each.fitness for each in measured.values() if {GREEDY, ROLLOUTS} <= each.fitness.keys()]
         if self._warned or not both:
             return
-        best = max(both, key=lambda by: by[ROLLOUTS].mean)
+        best = max(both, key=lambda fitness: fitness[ROLLOUTS].mean)
         greedy, trained = best[GREEDY], best[ROLLOUTS]
-        if trained.mean - greedy.mean > GAP * math.hypot(greedy.standard_error, trained.standard_error):
+        if trained.mean - greedy.mean > GREEDY_GAP * math.hypot(greedy.standard_error, trained.standard_error):
             self._warned = True
             warn(
                 f"The best member earns {score_text(trained.mean, trained.standard_error)} in training, but "
@@ -227,7 +233,7 @@ class GreedyGapCheck:
             )
 
 
-STEPS = 3
+CHECKED_STEPS = 3
 """Number of first learning steps that are checked for a learning signal."""
 
 
@@ -240,12 +246,12 @@ class LearningSignalCheck:
     """
 
     def __init__(self, steps: int | None, *, taken: int = 0) -> None:
-        self._all = min(STEPS, steps or STEPS)
+        self._all = min(CHECKED_STEPS, steps or CHECKED_STEPS)
         self._left = 0 if taken else self._all
         self._rewards: set[float] = set()
 
     def update(self, learned: Mapping[int, LearnReport]) -> None:
-        """Take in the reports of a learning step; warn after the last step that is checked if all advantages were 0."""
+        """Check the reports of a learning step; warn after the last checked step if all advantages were 0."""
         if self._left == 0 or not learned:
             return
         reports = learned.values()

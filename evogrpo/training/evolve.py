@@ -1,4 +1,4 @@
-"""`evolve` and `resume`: start a run from Python, or continue one. `Run`: iterator over its generations."""
+"""Start or resume a run from Python: `evolve`, `resume`, and `Run`, the iterator over its generations."""
 
 import signal
 import sys
@@ -42,8 +42,8 @@ from evogrpo.warnings import warn
 class Run(Iterator[GenerationReport]):
     """Run of a trainer: iterating over it trains, and yields a report after every generation.
 
-    A loop that was left continues where it was. Ctrl-C, SIGTERM and similar signals save the run and end the program,
-    on all ranks. Signals that the program handles itself are left to it.
+    A new loop over a run continues where the last one was left. Ctrl-C, SIGTERM and similar signals save the run and
+    end the program, on all ranks, except for signals that the program handles itself.
 
     Args:
         trainer: The training loop.
@@ -64,8 +64,9 @@ class Run(Iterator[GenerationReport]):
         return f"Run(after generation {run_state.generation}, learning step {run_state.step}{where})"
 
     def _start(self, trainer: Trainer) -> None:
+        """Run this trainer from now on, with the display of this run."""
         self.trainer, self._generations = trainer, iter(trainer)
-        # Python unloads modules at its end before it closes generators, which could then not close the run directory.
+        # At exit, Python unloads modules before it closes generators, which then cannot close the run directory.
         weakref.finalize(self, self._generations.close)
         self._display = None if self._console is None else RunDisplay(self._console, trainer)
         if self._display is not None:
@@ -89,8 +90,8 @@ class Run(Iterator[GenerationReport]):
     def best(self) -> Any:
         """Best member so far, as an agent of its own with the train state that earned its fitness.
 
-        `best.predict(observation)` acts, `best.save_checkpoint(folder)` saves it, and its class's `load(folder)` brings
-        it back.
+        `best.predict(observation)` returns its action, `best.save_checkpoint(folder)` saves it, and its class's
+        `load(folder)` loads it.
 
         Raises:
             ValueError: If no member has been evaluated yet.
@@ -129,15 +130,15 @@ class Run(Iterator[GenerationReport]):
         """
         whole_between("total_timesteps", total_timesteps, 1)
         trainer = self.trainer
-        ends = dict.fromkeys(("generations", "max_tokens", "max_seconds", "target_fitness"))
-        limits: dict[str, Any] = {**ends, "max_timesteps": trainer.run_state.timesteps + total_timesteps}
+        limits: dict[str, Any] = dict.fromkeys(("generations", "max_tokens", "max_seconds", "target_fitness"))
+        limits["max_timesteps"] = trainer.run_state.timesteps + total_timesteps
         continued = Trainer(
             trainer.population,
             trainer.env,
             schedule=replace(trainer.schedule, **limits),
             strategy=trainer.strategy,
             fitness=trainer.fitness,
-            run_dir=None if trainer.shared_run_dir is None else trainer.shared_run_dir.again(),
+            run_dir=None if trainer.shared_run_dir is None else trainer.shared_run_dir.reopened(),
             run_state=trainer.run_state,
             experience=trainer.experience,
             callbacks=[each for each in trainer.callbacks if each is not self._display],
@@ -176,8 +177,8 @@ class Run(Iterator[GenerationReport]):
             )
             message = f"Stopped after learning step {step}. {where}"
             if number == signal.SIGINT:
-                # Torch imports tabulate at exit. The import executes strings, and Python then forgets that it is to
-                # end by SIGINT. Imported here, it does no harm.
+                # torch imports tabulate at exit. The import executes strings, after which Python does not end by
+                # SIGINT. Imported here, it has no effect on the exit.
                 with suppress(ImportError):
                     import_module("tabulate")
                 raise KeyboardInterrupt(message)
@@ -234,7 +235,7 @@ def evolve(
         completions: See `LoggingConfig`.
         callbacks: Hooks called after every learning step, generation and test; see `evogrpo.Callback`.
         progress: Show the progress of the run; None = only on a terminal and in a notebook.
-        skip_memory_check: Start although the estimated memory exceeds the available memory.
+        skip_memory_check: Start even if the estimated memory exceeds the available memory.
         schedule: The fields of `evogrpo.training.schedule.Schedule`: generations, steps_per_generation, ...
 
     Returns:
@@ -269,7 +270,7 @@ def evolve(
     _check_memory(population, env, planned, shared, allowed=skip_memory_check)
     if isinstance(env, SupportsPreflight):
         env.preflight()
-    run = Trainer(
+    trainer = Trainer(
         population,
         env,
         schedule=planned,
@@ -279,7 +280,7 @@ def evolve(
         run_dir=None if run_dir is None else RunDir(run_dir, logging),
         callbacks=callbacks,
     )
-    return Run(run, console)
+    return Run(trainer, console)
 
 
 @lists_options(LIMITS)
@@ -306,7 +307,7 @@ def resume(
         actor_network: Base model of the run; for small networks only a custom module.
         strategy: Class or instance of a custom strategy, as names found in a checkpoint are never imported.
         algorithm: Class of custom agents, for the same reason.
-        allow_changed_data: Continue although the environment differs. Journal and report list the differences; fitness
+        allow_changed_data: Continue even if the environment differs. Journal and report list the differences; fitness
             before and after cannot be compared.
         callbacks: See `evolve`.
         progress: Show the progress of the run; see `evolve`.
@@ -322,28 +323,28 @@ def resume(
     if not isinstance(run_dir, str | Path):
         raise ValueError(f"resume takes the run directory first: resume(run_dir, env), got {type(run_dir).__name__}.")
     console = console_for(progress)
-    saved = open_run(run_dir, go_on=True)
+    saved = open_run(run_dir, writable=True)
     for error in saved.skipped:
         warn(f"Skipped an unusable checkpoint: {error}")
     schedule, chosen = replace(saved.record.schedule, **limits), saved.strategy(strategy)
     changed = saved.check_data(env, allowed=allow_changed_data)
-    population, so_far = saved.restore(actor_network, algorithm=algorithm)
+    population, run_state = saved.restore(actor_network, algorithm=algorithm)
     _check_memory(population, env, schedule, saved.record.experience, allowed=skip_memory_check)
-    run = Trainer(
+    trainer = Trainer(
         population,
         env,
         schedule=schedule,
         strategy=chosen,
         fitness=saved.record.fitness,
         run_dir=saved.run_dir(run_dir),
-        run_state=so_far,
+        run_state=run_state,
         changed_data=changed,
         experience=saved.record.experience,
         callbacks=callbacks,
     )
-    if run.limits.finished():
-        warn(f"The run in {run_dir} has finished ({run.limits.ended()}). To train further, pass a higher limit.")
-    return Run(run, console)
+    if trainer.limits.finished():
+        warn(f"The run in {run_dir} has finished ({trainer.limits.reached()}). Pass a higher limit to train further.")
+    return Run(trainer, console)
 
 
 def _check_memory(
@@ -354,9 +355,8 @@ def _check_memory(
     *,
     allowed: bool,
 ) -> None:
-    """Raise ValueError if the run needs more memory than there is."""
-    if not isinstance(population, Population) or population.members.kind not in TASK_TYPES:
-        return  # `Trainer` raises for the first; memory of custom members is unknown
+    """Raise ValueError if the run needs more memory than is available."""
     population.check(env)
-    need = TASK_TYPES[population.members.kind].need(population, env, schedule, experience)
-    check_memory(need, allowed=allowed)
+    task_type = TASK_TYPES.get(population.members.kind)
+    if task_type is not None:  # the memory of custom members is unknown
+        check_memory(task_type.memory_need(population, env, schedule, experience), allowed=allowed)

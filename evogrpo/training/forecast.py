@@ -12,12 +12,18 @@ from evogrpo.text import count_text, pluralize
 from evogrpo.training.configuration.sections import Config
 
 
-def round_rows(config: Config, env: GroupEnvironment, held_out: str) -> dict[str, str]:
-    """Return the rows on groups, learning steps and evaluations; `held_out` names what evaluations count."""
+def schedule_rows(config: Config, env: GroupEnvironment, held_out: str) -> dict[str, str]:
+    """Return the rows of the plan on groups, learning steps and evaluations.
+
+    Args:
+        config: Configuration of the run.
+        env: Its environment.
+        held_out: Plural noun for the units of an evaluation, such as "completions".
+    """
     schedule, size, generations = config.schedule, config.population.size, config.schedule.generations
     groups = ", ".join(
         f"{pluralize(schedule.samples_per_step // group, 'group')} of {group}"
-        for group in possible(config, "group_size")
+        for group in possible_values(config, "group_size")
     )
     steps = "until a limit of the schedule is reached"
     if generations is not None:
@@ -29,11 +35,12 @@ def round_rows(config: Config, env: GroupEnvironment, held_out: str) -> dict[str
     return {"groups": f"{groups} per member and learning step", "steps": steps}
 
 
-def samples_row(config: Config, samples: str) -> str:
-    """Return the row on completions or episodes per learning step."""
-    size, each, most = config.population.size, config.schedule.samples_per_step, config.agent.objective.dynamic_sampling
-    times = "once" if most == 1 else f"up to {most} times"
-    refills = f". Groups with equal rewards are resampled {times}" if most else ""
+def samples_text(config: Config, samples: str) -> str:
+    """Return the row of the plan on samples per learning step; `samples` is their plural noun, such as "episodes"."""
+    size, each = config.population.size, config.schedule.samples_per_step
+    resamples = config.agent.objective.dynamic_sampling
+    times = "once" if resamples == 1 else f"up to {resamples} times"
+    refills = f". Groups with equal rewards are resampled {times}" if resamples else ""
     if isinstance(config.strategy, Leader):
         return f"{each} {samples} per learning step, all sampled by the leader. All members learn from them{refills}"
     each_learns = "" if config.experience is None else ". Each member learns from all of them"
@@ -45,8 +52,8 @@ def sizes_text(env: GroupEnvironment) -> str:
     return ", ".join(f"{split} {count_text(env.size(split))}" for split in SPLITS)
 
 
-def possible(config: Config, name: str) -> list[int]:
-    """Return the possible values of an integer hyperparameter: its start, and its ladder or bounds."""
+def possible_values(config: Config, name: str) -> list[int]:
+    """Return values of an integer hyperparameter: its first value, and its choices or the bounds of its range."""
     space = config.search_space.for_samples_per_step(config.schedule.samples_per_step)
     values = {int(getattr(config.hyperparameters, name))}
     if name in space:
@@ -55,7 +62,7 @@ def possible(config: Config, name: str) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Need:
+class MemoryNeed:
     """Estimated peak memory of a run.
 
     Attributes:
@@ -82,29 +89,29 @@ class Forecast:
 
     Attributes:
         rows: Rows of the plan: label -> text.
-        need: Peak memory.
+        memory: Peak memory.
     """
 
     rows: dict[str, str]
-    need: Need
+    memory: MemoryNeed
 
 
-def sharing(device: str) -> int:
+def processes_per_device(device: str) -> int:
     """Return the largest number of processes that share one device's memory. A collective.
 
     Args:
         device: Device of this process, such as "cpu" or "cuda:1".
     """
-    place = (socket.gethostname(), "cuda:0" if device == "cuda" else device)
-    return max(Counter(processes().all_gather(place)).values())
+    location = (socket.gethostname(), "cuda:0" if device == "cuda" else device)
+    return max(Counter(processes().all_gather(location)).values())
 
 
-def check_memory(need: Need, *, allowed: bool = False, remedy: str = "skip_memory_check=True") -> str:
-    """Compare the memory that a run needs with the available memory.
+def check_memory(need: MemoryNeed, *, allowed: bool = False, remedy: str = "skip_memory_check=True") -> str:
+    """Raise ValueError if a run needs more memory than is available.
 
     Args:
         need: The estimate.
-        allowed: Do not raise.
+        allowed: Return even if the memory is too small.
         remedy: Option that sets `allowed`, for the message.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Launch of a configured run: run directory, start and resume."""
+"""Start and resume of a configured run, with its run directory."""
 
 import dataclasses
 import itertools
@@ -38,7 +38,7 @@ def new_run_dir(name: str, wanted: Path | None = None) -> Iterator[Path]:
 
     Args:
         name: Name of the run: the first of `runs/NAME`, `runs/NAME-2`, ... that does not exist is created.
-        wanted: Directory, if the caller gives one; it may exist.
+        wanted: Directory to create instead, which may exist; None = choose one by `name`.
 
     Raises:
         ValueError: If the given directory holds a run or cannot be used.
@@ -47,7 +47,7 @@ def new_run_dir(name: str, wanted: Path | None = None) -> Iterator[Path]:
         RunDir(wanted).check_unused()
     for number in itertools.count(1):
         folder = wanted or Path("runs", name if number == 1 else f"{name}-{number}")
-        missing = [place for place in (folder, *folder.parents) if not place.exists()]
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=wanted is not None)
             break
@@ -56,9 +56,9 @@ def new_run_dir(name: str, wanted: Path | None = None) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        with suppress(OSError):  # raised by the first that holds something
-            for place in missing:
-                place.rmdir()
+        with suppress(OSError):  # raised by the first folder that is not empty
+            for path in missing:
+                path.rmdir()
 
 
 def make_trainer(prepared: PreparedRun, run_dir: RunDir | None = None, **resumed: Any) -> Trainer:
@@ -67,7 +67,8 @@ def make_trainer(prepared: PreparedRun, run_dir: RunDir | None = None, **resumed
     Args:
         prepared: The prepared configuration.
         run_dir: Run directory; None = no records.
-        resumed: Arguments of `Trainer` that a stored run replaces: population, schedule, strategy and so on.
+        resumed: Arguments of `Trainer` for a stored run, such as population and run_state; they replace those of the
+            configuration.
     """
     config = prepared.config
     options = {
@@ -84,7 +85,7 @@ def make_trainer(prepared: PreparedRun, run_dir: RunDir | None = None, **resumed
 
 
 def dry_run(prepared: PreparedRun) -> None:
-    """Run the checks of `start` without writing anything or loading the weights of a base model.
+    """Run the checks of `start`, without writing files or loading the weights of a base model.
 
     Raises:
         ValueError: As `start`.
@@ -123,7 +124,7 @@ def start(prepared: PreparedRun, run_dir: Path) -> Trainer:
 
 
 def write_config(config: Config, run_dir: Path) -> None:
-    """Write a resolved configuration to a run directory atomically."""
+    """Write a resolved configuration to a run directory, atomically."""
     head = f"{CONFIG_HEAD} {evogrpo.__version__} for `evogrpo resume`.\n"
     text = yaml.safe_dump(config.to_json(), sort_keys=False, allow_unicode=True)
     replace_file(run_dir / CONFIG_FILE, (head + text).encode("utf-8"))
@@ -153,7 +154,7 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
         run_dir: Directory of the run.
         overrides: `key=value` for a limit of the schedule, such as `generations=8`, for `model`, `device` or
             `base_parts`.
-        allow_changed_data: The stored configuration may name another task.
+        allow_changed_data: Accept a stored configuration that names another task.
 
     Raises:
         ValueError: If the directory holds no run or is locked, its configuration is damaged or was changed, or an
@@ -175,18 +176,18 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
         elif keys in (("model",), ("device",), ("base_parts",)):
             rest.append(text)
         elif counterpart(name, LIMITS) is not None:
-            raise ValueError(f"unknown limit {name!r}: it is called {counterpart(name, LIMITS)!r} here.")
+            raise ValueError(f"unknown limit {name!r}. Use {counterpart(name, LIMITS)}.")
         else:
             raise ValueError(
                 f"A resumed run may only change {', '.join(LIMITS)}, model, device and base_parts, got "
                 f"{'.'.join(keys)!r}. Start a new run with `evogrpo train` instead."
             )
     config = parse_config(override(read_yaml_file(path), rest))
-    saved = open_run(run_dir, go_on=True)
+    saved = open_run(run_dir, writable=True)
     _check_unchanged(saved, config, path, allow_changed_data=allow_changed_data)
     schedule, run_state = dataclasses.replace(saved.record.schedule, **limits), saved.record.run_state
-    # A complete run has ended and was tested if it has a test. It can continue if no limit, overrides included, is
-    # reached. Runs that stopped within a generation, or before the first has ended, are left to `Limits`.
+    # A complete run has ended, after its test if it has one. It has nothing left to do if it has reached a limit,
+    # overrides included. `Limits` decides about runs that stopped within a generation or before the end of the first.
     ended = None
     is_complete = run_state.ended is not None and (run_state.tested is not None or schedule.test_questions == 0)
     if is_complete and run_state.generation > 0 and run_state.step_in_generation == 0:
@@ -201,7 +202,7 @@ def _check_unchanged(saved: StoredRun, config: Config, path: Path, *, allow_chan
         saved: The run, with the configuration that it began with.
         config: Configuration in the file.
         path: The file.
-        allow_changed_data: The task may differ; the environment is compared separately.
+        allow_changed_data: Accept another task; `resume` compares the environments.
 
     Raises:
         ValueError: With every name that differs.
@@ -220,8 +221,8 @@ def _check_unchanged(saved: StoredRun, config: Config, path: Path, *, allow_chan
     ]
     if refused:
         raise ValueError(
-            f"{path} was changed since the run began: {', '.join(refused)}. Restore these values, and pass limits to "
-            "`evogrpo resume`; or start a new run with `evogrpo train`."
+            f"{path} was changed since the run began: {', '.join(refused)}. Restore these values, or start a new run "
+            "with `evogrpo train`. Pass new limits to `evogrpo resume`."
         )
 
 
@@ -232,7 +233,7 @@ def resume(prepared: PreparedRun, resumable: Resumable, run_dir: Path, *, allow_
         prepared: Its prepared configuration.
         resumable: Its stored state.
         run_dir: Directory of the run.
-        allow_changed_data: Continue although questions, rewards or environment differ from those at the start.
+        allow_changed_data: Continue even if questions, rewards or environment differ from those at the start.
 
     Raises:
         ValueError: If these differ, the weights cannot be loaded, or they are not the ones the run was trained on.

@@ -45,7 +45,7 @@ class HyperparameterSchedule:
 
     Attributes:
         stages: Stages with their hyperparameters, in order.
-        of: Facts about the run and its best member; untrusted.
+        of: Facts about the run that found the schedule and about its best member; untrusted.
         configuration: Configuration of the run as plain values; None if it was started in Python.
         version: Version of the file format.
     """
@@ -105,7 +105,7 @@ class HyperparameterSchedule:
         )
 
     def write(self, file: str | Path) -> None:
-        """Write the schedule as YAML; `read` reads it.
+        """Write the schedule to a new YAML file, which `read` reads.
 
         Raises:
             ValueError: If the file exists already.
@@ -113,7 +113,7 @@ class HyperparameterSchedule:
         path = Path(file)
         if path.exists():
             raise ValueError(f"{path} already exists. Choose another file.")
-        # `ascii` keeps untrusted names on the comment line.
+        # `ascii` escapes newlines in untrusted names, which would end the comment.
         names = {
             "member": self.of.get("member"),
             "run": ascii(str(self.of.get("task") or "a run")),
@@ -125,7 +125,7 @@ class HyperparameterSchedule:
         write_synced(path, text.encode("utf-8"))
 
     def config(self, overrides: Sequence[str] = ()) -> Config:
-        """Return the configuration of a run of one agent with this schedule; all other settings are the run's.
+        """Return the configuration of a run of one agent with this schedule; other settings are the earlier run's.
 
         Args:
             overrides: `key=value` with dots between nested keys, such as `seed=1`.
@@ -141,12 +141,11 @@ class HyperparameterSchedule:
         values = _without_location(self.configuration)
         first = self.stages[0].hyperparameters
         space = build(HyperparameterConfig, values.get("search_space") or {}, "search_space")
+        # Hyperparameters that start outside their range cannot be in the search space.
         start = {name: getattr(first, name) for name in space}
         evolving = {n: p for n, p in space.items() if start[n] is None or p.closest(start[n]) == start[n]}
         if values.get("experience", "own") != "own":
-            warn(
-                "The run used shared experience, which needs several members. The replay uses the agent's own samples."
-            )
+            warn("The run used shared experience, which needs several members. The agent learns from its own samples.")
         values |= {
             "experience": "own",
             "hyperparameters": first.to_json(),
@@ -174,7 +173,7 @@ def replay(
         source: Run directory of that run, or a file written by `evogrpo export RUN --schedule FILE`.
         population: New members that follow the schedule, for a run that was started in Python.
         env: Environment of `population`.
-        run_dir: Run directory of the new run; None = no records.
+        run_dir: Run directory of the new run; None = keep no records.
         overrides: Changes of the configuration as on the command line, such as "seed=1"; not with `population`.
         progress: Show the progress of the run; see `evogrpo.evolve`.
         skip_memory_check: See `evogrpo.evolve`.
@@ -183,15 +182,17 @@ def replay(
         The run. Iterate over it, or call `finish()`; it can be resumed like any other run.
 
     Raises:
-        ValueError: If there is no such schedule, it does not fit, or the run was started in Python and `population` or
-            `env` is missing.
+        ValueError: If there is no such schedule, it is incompatible with the population, or the run was started in
+            Python and `population` or `env` is missing.
     """
     schedule = HyperparameterSchedule.read(source)
     if (population is None) != (env is None):
-        raise ValueError("population and env must be given together, or neither for a run with a configuration.")
+        raise ValueError("population and env must be given together. Leave out both for a run with a configuration.")
     if population is not None and env is not None:
         if overrides:
-            raise ValueError(f"overrides change a configuration and cannot be used with population, got {overrides!r}.")
+            raise ValueError(
+                f"overrides change a configuration, which population replaces, got {overrides!r:.80}. Remove overrides."
+            )
         for agent in population.agents:
             agent.hyperparameters = schedule.stages[0].hyperparameters
         return evolve(
@@ -205,7 +206,7 @@ def replay(
         )
     config = replace(schedule.config(overrides), run_dir=None if run_dir is None else str(run_dir))
     prepared = task_type_of(config.task).prepare(config)
-    check_memory(prepared.forecast().need, allowed=skip_memory_check)
+    check_memory(prepared.forecast().memory, allowed=skip_memory_check)
     trainer = make_trainer(prepared) if run_dir is None else start(prepared, Path(run_dir))
     return Run(trainer, console_for(progress), one_thread=prepared.one_thread)
 

@@ -62,7 +62,7 @@ def step_report(
     # 1. Pick completions to show, the first one of each member among them.
     step, generation, seconds = run_state.step, run_state.generation + 1, sum(phases.values())
     indices = {slot: population.agents[slot].index for slot in learned}
-    table = _select_examples(collected, indices, learned, step=step, most=completions)
+    table = _select_examples(collected, indices, learned, step=step, total=completions)
     first: dict[int, Example] = {}
     for example in table:
         first.setdefault(example.index, example)
@@ -123,7 +123,7 @@ def _estimated_rewards(collected: RolloutBatch, learned: Mapping[int, LearnRepor
 
 
 def _select_examples(
-    collected: RolloutBatch, indices: Mapping[int, int], learned: Mapping[int, LearnReport], *, step: int, most: int
+    collected: RolloutBatch, indices: Mapping[int, int], learned: Mapping[int, LearnReport], *, step: int, total: int
 ) -> tuple[Example, ...]:
     """Return the first completions of each member in a learning step, equally many of each.
 
@@ -132,20 +132,20 @@ def _select_examples(
         indices: Member index by slot.
         learned: Reports of the learning step, by slot.
         step: Number of the step.
-        most: Total number; every member gets at least one.
+        total: Number of examples; every member gets at least one.
 
     Returns:
         Examples in slot order; those of a member in the order they were sampled, so groups stay together.
     """
     if not collected.questions:
-        return ()  # not a task in words
-    share, rest = divmod(max(most, len(indices)), len(indices))
+        return ()  # small networks
+    share, rest = divmod(max(total, len(indices)), len(indices))
     slots = collected.member_ids.tolist()
     prompt_ids = collected.start_ids.tolist()
     examples = []
     for number, (slot, index) in enumerate(indices.items()):
         own = [row for row, owner in enumerate(slots) if owner == slot]
-        for place, row in enumerate(own[: share + (number < rest)]):
+        for position, row in enumerate(own[: share + (number < rest)]):
             examples.append(
                 Example(
                     prompt=collected.questions[prompt_ids[row]],
@@ -154,7 +154,7 @@ def _select_examples(
                     index=index,
                     step=step,
                     rewards={name: _number(values[row]) for name, values in collected.scores.components.items()},
-                    advantage=_number(learned[slot].advantages[place]),
+                    advantage=_number(learned[slot].advantages[position]),
                     truncated=bool(collected.truncated[row]),
                     columns={name: _plain(values[row]) for name, values in collected.scores.columns.items()},
                 )
@@ -204,10 +204,10 @@ def generation_report(run: RunParts, measured: Mapping[int, Measured], *, best: 
             changes=birth.changes,
             reason=birth.reason,
             metrics={name: total / count for name, (total, count) in run_state.metrics[agent.slot].items()},
-            measured={name: estimate(fitness) for name, fitness in evaluated.by.items()},
+            measured={name: estimate(fitness) for name, fitness in evaluated.fitness.items()},
             questions=evaluated.questions,
             evaluation=evaluated.cost,
-            scores=evaluated.by,
+            scores=evaluated.fitness,
         )
         members.append(member)
     return GenerationReport(

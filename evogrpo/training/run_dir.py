@@ -114,20 +114,21 @@ def _completion_row(example: Example) -> dict[str, Any]:
     return row | {name: value for name, value in logged.items() if name not in row}
 
 
-EARNED = ("fitness", "reward")
-"""Metrics with a best and a mean; each has one chart with all its curves under "custom scalars"."""
+POPULATION_METRICS = ("fitness", "reward")
+"""Metrics with further scalars, the best and the mean of all members; each has one chart in TensorBoard."""
 
 
 def step_curves(report: StepReport) -> dict[str, float]:
-    """Return scalars of a learning step by tag: metrics by slot, tokens per second, seconds by phase and rank."""
+    """Return TensorBoard scalars of a learning step by tag: metrics by slot, speed, seconds by phase and rank."""
     speed = {"tokens_per_second": report.tokens / report.seconds} if report.seconds else {}
     seconds = {f"seconds/{phase}": value for phase, value in report.phases.items()}
     waiting = {f"seconds/waiting_{rank}": value for rank, value in enumerate(report.waiting)}
-    return {**scalars({slot: each.metrics for slot, each in report.learned.items()}), **speed, **seconds, **waiting}
+    members = _member_scalars({slot: each.metrics for slot, each in report.learned.items()})
+    return {**members, **speed, **seconds, **waiting}
 
 
-def scalars(members: Mapping[int, Mapping[str, float | None]]) -> dict[str, float]:
-    """Return scalars by tag.
+def _member_scalars(members: Mapping[int, Mapping[str, float | None]]) -> dict[str, float]:
+    """Return TensorBoard scalars by tag: the metrics of each member, and best and mean of `POPULATION_METRICS`.
 
     Args:
         members: Metrics of each member, by slot; None = not finite.
@@ -138,7 +139,7 @@ def scalars(members: Mapping[int, Mapping[str, float | None]]) -> dict[str, floa
         for name, value in each.items()
         if value is not None
     }
-    for name in EARNED:
+    for name in POPULATION_METRICS:
         values = [value for each in members.values() if (value := each.get(name)) is not None]
         if values:
             curves |= {f"{name}/best": max(values), f"{name}/mean": sum(values) / len(values)}
@@ -146,11 +147,11 @@ def scalars(members: Mapping[int, Mapping[str, float | None]]) -> dict[str, floa
 
 
 def generation_curves(members: Sequence[MemberReport], evolving: Collection[str]) -> dict[str, float]:
-    """Return scalars of an evaluation by tag: fitness by every measure, its cost, and hyperparameters.
+    """Return TensorBoard scalars of an evaluation by tag: fitness by every measure, its cost, and hyperparameters.
 
     Args:
         members: Reports of the members.
-        evolving: Names of the evolving hyperparameters. Others are included if members differ in them.
+        evolving: Names of the evolving hyperparameters. Others are logged if members differ in them.
     """
     values = {member.slot: member.hyperparameters.to_json() for member in members}
     first = next(iter(values.values()), {})
@@ -161,7 +162,7 @@ def generation_curves(members: Sequence[MemberReport], evolving: Collection[str]
         others = {f"measured_{name}": each.mean for name, each in member.measured.items()}
         cost = {} if member.evaluation is None else {"evaluation_cost": float(member.evaluation.tokens)}
         curves[member.slot] = {"fitness": member.fitness, **others, **cost, **numbers}
-    return scalars(curves)
+    return _member_scalars(curves)
 
 
 # ---- the directory
@@ -173,7 +174,7 @@ class RunDir:
     Args:
         path: The directory.
         logging: Records to keep.
-        lock: The right to write into it, if the caller has it already.
+        lock: Lock on it, if the caller holds it already.
         run_id: Identity of its run; a new one by default.
         config: Configuration of the run as plain values, stored in its checkpoints; None if it has none.
         saved: Length of the journal at the newest checkpoint.
@@ -203,10 +204,10 @@ class RunDir:
         self._journal: Journal | None = None
         self._exported: Best | None = None
         self._writer: Any = None
-        self._unlogged = missing("TensorBoard", "tensorboard") is not None  # or after an error of it
+        self._tensorboard_failed = missing("TensorBoard", "tensorboard") is not None  # also set after an error
 
-    def again(self) -> Self:
-        """Return the same directory for a closed run that continues; it is locked again."""
+    def reopened(self) -> Self:
+        """Return this directory for the continuation of a closed run; the first write locks it again."""
         return type(self)(self.path, self.logging, run_id=self.run_id, config=self._config, saved=self._saved)
 
     def check_unused(self) -> None:
@@ -215,22 +216,22 @@ class RunDir:
         Raises:
             ValueError: If it holds a run or cannot be used; see `evogrpo.storage.atomic_files.check_new_folder`.
         """
-        journal, first, left_over = self.path / JOURNAL, b'{"event": "run", ', list[str]()
-        with suppress(OSError):  # killed between its first event and its first checkpoint
+        journal, first, leftovers = self.path / JOURNAL, b'{"event": "run", ', list[str]()
+        with suppress(OSError):  # left by a run that was killed between its first event and its first checkpoint
             content = journal.read_bytes()
             if content.count(b"\n") <= 1 and content[: len(first)] == first[: len(content)]:
-                left_over.append(JOURNAL)
-        if (journal.exists() and not left_over) or latest_checkpoint(self.path) is not None:
+                leftovers.append(JOURNAL)
+        if (journal.exists() and not leftovers) or latest_checkpoint(self.path) is not None:
             raise ValueError(
                 f"{self.path} already holds a run. Continue it (`evogrpo resume` or evogrpo.resume in Python), or "
                 "choose another run directory."
             )
         if (self.path / CHECKPOINTS).is_dir() and not any((self.path / CHECKPOINTS).glob("[!.]*")):
-            left_over.append(CHECKPOINTS)
+            leftovers.append(CHECKPOINTS)
         with suppress(OSError), (self.path / CONFIG_FILE).open(encoding="utf-8", errors="replace") as file:
             if file.readline(200).startswith(CONFIG_HEAD):  # written by a run, not by the user
-                left_over.append(CONFIG_FILE)
-        check_new_folder(self.path, left_over=left_over)
+                leftovers.append(CONFIG_FILE)
+        check_new_folder(self.path, allowed=leftovers)
 
     def create(self) -> None:
         """Create and lock the directory; raise ValueError if it already holds a run."""
@@ -283,11 +284,11 @@ class RunDir:
             data=run.data,
             config=self._config,
         )
-        everything = ChainMap(run_state.tensors(), tensors)  # type: ignore[arg-type]  # only the first can be changed
+        all_tensors = ChainMap(run_state.tensors(), tensors)  # type: ignore[arg-type]  # only the first can be changed
         number = run_state.generation + (1 if run_state.step_in_generation else 0)
         folder = generation_folder(self.path, number)
         try:
-            write_checkpoint(folder, everything, dump(record), replace=True)
+            write_checkpoint(folder, all_tensors, dump(record), replace=True)
         except OSError as error:
             left = latest_checkpoint(self.path)
             note = "Nothing was saved yet" if left is None else f"The run can be resumed from generation {left}"
@@ -297,7 +298,7 @@ class RunDir:
         self.export_best(population, run_state.best)
 
     def export_best(self, population: Population, best: Best | None) -> None:
-        """Write the best member to `best/`, a PEFT folder and agent checkpoint in one, unless it is there already."""
+        """Write the best member to `best/`, a PEFT folder and an agent checkpoint in one, unless it is up to date."""
         if best is None or best is self._exported:
             return
         self._check_lock()
@@ -334,21 +335,21 @@ class RunDir:
             replace_file(self.path / COMPLETIONS / f"step-{step:06d}.jsonl", "".join(lines).encode())
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Log scalars for TensorBoard by tag, under the number of the latest learning step; stop after an error."""
-        if not self.logging.tensorboard or self._unlogged:
+        """Log TensorBoard scalars by tag, at the number of the latest learning step; stop logging after an error."""
+        if not self.logging.tensorboard or self._tensorboard_failed:
             return
         try:
             if self._writer is None:
                 from torch.utils.tensorboard import SummaryWriter
 
                 self._writer = SummaryWriter(str(self.path / "tensorboard"), purge_step=step)
-                charts: dict[str, list[object]] = {name: ["Multiline", [f"^{name}/"]] for name in EARNED}
+                charts: dict[str, list[object]] = {name: ["Multiline", [f"^{name}/"]] for name in POPULATION_METRICS}
                 self._writer.add_custom_scalars({"population": charts})
             for tag, value in values.items():
                 self._writer.add_scalar(tag, value, step)
             self._writer.flush()
         except Exception as error:  # noqa: BLE001  # errors of TensorBoard must not end a run
-            self._unlogged = True
+            self._tensorboard_failed = True
             reason = (error.strerror if isinstance(error, OSError) else None) or error
             warn(f"TensorBoard logging stopped: {reason}", rank_zero_only=False)
 
@@ -364,7 +365,7 @@ class StoredRun:
         history: Generations before the checkpoint; empty if only the members were loaded.
         lineage: All members of the run in order of birth; None if only its members were loaded.
         skipped: Errors of newer checkpoints that cannot be used, newest first.
-        lock: The right to write into the run's folder, if it was opened to go on.
+        lock: Lock on the run directory, if it was opened for writing.
     """
 
     tensors: dict[str, Tensor]
@@ -429,13 +430,13 @@ class StoredRun:
         return population, run_state
 
 
-def open_run(path: str | Path, *, go_on: bool = False, members_only: bool = False) -> StoredRun:
-    """Load the newest checkpoint that is complete and fits the journal. With several ranks, rank 0 locks first.
+def open_run(path: str | Path, *, writable: bool = False, members_only: bool = False) -> StoredRun:
+    """Load the newest checkpoint that is complete and matches the journal. With several ranks, rank 0 locks first.
 
     Args:
         path: The run directory.
-        go_on: Lock the directory for writing, and remove incomplete files of a killed process.
-        members_only: Load the newest complete checkpoint without the journal. The members can found a new run.
+        writable: Lock the directory for writing, and remove incomplete files of a killed process.
+        members_only: Load the newest complete checkpoint without the journal, to start a new run from its members.
 
     Raises:
         CheckpointError: If there is no run, or no such checkpoint.
@@ -443,26 +444,26 @@ def open_run(path: str | Path, *, go_on: bool = False, members_only: bool = Fals
     """
     path = Path(path).absolute()
     group, found = processes(), []
-    if not go_on or group.size == 1:
-        return _open(path, go_on=go_on, members_only=members_only)
+    if not writable or group.size == 1:
+        return _open(path, writable=writable, members_only=members_only)
 
     def open_on_rank_zero() -> None:
         if group.is_rank_zero:
-            found.append(_open(path, go_on=True))
+            found.append(_open(path, writable=True))
 
     group.run_section(open_on_rank_zero)
     return found[0] if group.is_rank_zero else _open(path)
 
 
-def _open(folder: Path, *, go_on: bool = False, members_only: bool = False) -> StoredRun:
+def _open(folder: Path, *, writable: bool = False, members_only: bool = False) -> StoredRun:
     """Load a run in this process; see `open_run`."""
     # 1. Lock the directory, remove incomplete files, and restore folders that were being replaced.
-    lock = DirectoryLock(folder) if go_on and (folder / CHECKPOINTS).is_dir() else None
+    lock = DirectoryLock(folder) if writable and (folder / CHECKPOINTS).is_dir() else None
     if lock is not None:
         remove_leftovers(generation_folder(folder, 0))
         remove_leftovers(folder / BEST)
-        for place in (folder, folder / COMPLETIONS):
-            remove_temporary_files(place)
+        for path in (folder, folder / COMPLETIONS):
+            remove_temporary_files(path)
     # 2. Take the newest checkpoint that can be used.
     journal = None if members_only else read_bytes(folder / JOURNAL) if (folder / JOURNAL).is_file() else b""
     skipped: list[CheckpointError] = []
@@ -471,11 +472,11 @@ def _open(folder: Path, *, go_on: bool = False, members_only: bool = False) -> S
             return _load(generation_folder(folder, generation), journal, skipped, lock)
         except CheckpointError as error:
             skipped.append(error)
-    # 3. Explain why there is none.
+    # 3. No checkpoint can be used: raise an error with the reasons.
     reasons = "".join(f" {error}" for error in skipped)
     if any(isinstance(error, JournalChangedError) for error in skipped):
         raise JournalChangedError(
-            f"{folder} cannot be resumed.{reasons} Restore {JOURNAL} from a copy, or start a new run from the members: "
+            f"{folder} cannot be resumed.{reasons} Restore {JOURNAL} from a copy, or start a new run from its members: "
             f"population, _ = evogrpo.training.run_dir.open_run({str(folder)!r}, members_only=True).restore(model). "
             f"GRPO.load({str(folder / BEST)!r}) loads the best member."
         )
@@ -504,7 +505,7 @@ def _load(
             events = journal[: record.journal.bytes]
             if hashlib.sha256(events).hexdigest() != record.journal.sha256:
                 raise JournalChangedError(
-                    f"{folder} does not fit {JOURNAL}, which was lost or changed after the checkpoint was written."
+                    f"{folder} does not match {JOURNAL}, which was lost or changed after the checkpoint was written."
                 )
             history, lineage = _replay(parse_journal(events, JOURNAL), record)
     tensors, _ = read_checkpoint(folder)

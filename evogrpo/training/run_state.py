@@ -70,7 +70,8 @@ class RunState:
         samples_per_step: Current completions per member and learning step; 0 before the run began.
         steps_per_generation: Current learning steps per generation; 0 before the run began.
         samples: Samples per slot instead of `samples_per_step`; None = equal numbers.
-        block: Length of a step's block of starts, which never shrinks; 0 before the run began.
+        block: Number of starts (prompts or reset seeds) that each step takes from their order, which never shrinks; 0
+            before the run began.
         unplanned: The last generation was evaluated, but its plan was not applied.
         threads: Threads of torch, which affect rounding; 0 before the run began.
         seconds: Wall-clock time spent, over all parts of the run.
@@ -151,15 +152,16 @@ class RunState:
         self.evaluation_seconds += cost.seconds
 
     def spent(self, *, evaluations: bool) -> dict[str, int]:
-        """Return timesteps and tokens so far, as limits count them: with or without those of evaluations."""
+        """Return timesteps and tokens so far, by name, with or without those of evaluations."""
         extra = self.evaluation_tokens if evaluations else 0
         return {"timesteps": self.timesteps + extra, "tokens": self.tokens + extra}
 
     def reached_limit(self, schedule: Schedule) -> str | None:
         """Return the limit of a schedule that was reached, as text; None if none was."""
-        untrained = self.baseline if self.step == 0 else None
-        fitness = untrained if self.best is None else self.best.fitness
-        return schedule.ended_by(
+        # Before the first step, the baseline may reach the target fitness.
+        baseline = self.baseline if self.step == 0 else None
+        fitness = baseline if self.best is None else self.best.fitness
+        return schedule.reached_limit(
             **self.spent(evaluations=schedule.count_evaluations),
             generation=self.generation,
             seconds=max(self.seconds, self.out_of_time),
@@ -193,7 +195,7 @@ class RunState:
             earned: By slot, the rewards to add to `rollouts`, by position of the start or by source.
         """
         for slot, groups in earned.items():
-            self.rollouts[slot] += [(self.step, place, score) for place, score in groups.items()]
+            self.rollouts[slot] += [(self.step, position, score) for position, score in groups.items()]
         total = max(1, sum(tokens.values()))
         self.step += 1
         self.step_in_generation += 1
@@ -212,15 +214,18 @@ class RunState:
                     sums[name] = (so_far + value, count + 1)
 
     def training_fitness(self, slot: int) -> Fitness | None:
-        """Return the training rewards of a slot in the last half of its generation; None with fewer than two starts.
+        """Return the training rewards of a slot in the last half of its generation; see `rollouts`.
 
-        If the last half has fewer than two starts, as in a generation that a budget cut short, all steps count.
+        If the last half has fewer than two scores, as in a generation that a budget cut short, all steps count.
+
+        Returns:
+            The fitness; None if the generation has fewer than two scores.
         """
         for counted_steps in (math.ceil(self.step_in_generation / 2), self.step_in_generation):
             since = self.step - counted_steps
-            counted = {(step, place): score for step, place, score in self.rollouts[slot] if step >= since}
+            counted = {(step, position): score for step, position, score in self.rollouts[slot] if step >= since}
             if len(counted) > 1:
-                keys = [step * MAX_SAMPLES + place for step, place in counted]  # the same for all members
+                keys = [step * MAX_SAMPLES + position for step, position in counted]  # the same for all members
                 return Fitness.from_scores(list(counted.values()), keys=keys)
         return None
 
@@ -240,14 +245,14 @@ class RunState:
             ValueError: If the state does not fit the banks.
         """
         if self.best is not None:
-            held, state = banks.state(0), {part: tensors[f"best: {part}"] for part in banks.state_keys}
-            banks.load_state(0, state)
-            banks.load_state(0, held)
+            current, state = banks.state(0), {part: tensors[f"best: {part}"] for part in banks.state_keys}
+            banks.load_state(0, state)  # raises ValueError if it does not fit
+            banks.load_state(0, current)
             self.best = replace(self.best, state=state)
 
 
 def as_generation(report: GenerationReport, *, slots: int, measure: str) -> Generation:
-    """Return what strategies see of a generation.
+    """Return a generation as strategies see it.
 
     Args:
         report: Its report.
@@ -302,7 +307,7 @@ class Clock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out the time of the block, in which the caller has control."""
+        """Do not count the time of the block, which is the time of the caller of the run."""
         self.tick()
         yield
         self.start()
@@ -358,7 +363,7 @@ class Limits:
             if self._run.fitness.selection_measure == ROLLOUTS and not all(map(state.training_fitness, healthy)):
                 return True
             spent = state.spent(evaluations=self._schedule.count_evaluations)
-            if self._schedule.spent(**spent, seconds=state.seconds) or self._exceeded_limit():
+            if self._schedule.reached_budget(**spent, seconds=state.seconds) or self._limit_of_next_step():
                 return False
         # Leave time for this step, the evaluation and the test. The test evaluates the best member and the base.
         clock, run = self._run.clock, self._run
@@ -381,21 +386,21 @@ class Limits:
         # Other limits end a run between generations only; `step_fits` shortens the one under way. At least one runs.
         if state.generation == 0 or state.step_in_generation:
             return False
-        return self.ended() is not None
+        return self.reached() is not None
 
     def _finished_untrained(self) -> bool:
         """Return True if the target fitness was reached before training."""
         target, baseline = self._schedule.target_fitness, self._run_state.baseline
         return self._run_state.step == 0 and target is not None and baseline is not None and baseline.mean >= target
 
-    def ended(self) -> str | None:
-        """Return the limit of the schedule that was reached, as text; None if none was."""
+    def reached(self) -> str | None:
+        """Return the limit that ends the run, as text; None if none does."""
         reached = self._run_state.reached_limit(self._schedule)
         if reached is not None and self._finished_untrained():
             return f"{reached} before training"
-        return self._exceeded_limit() if reached is None else reached
+        return self._limit_of_next_step() if reached is None else reached
 
-    def _exceeded_limit(self) -> str | None:
+    def _limit_of_next_step(self) -> str | None:
         """Return the limit that the next learning step and its evaluation would exceed, or None.
 
         Assumes that the next step costs as much as the last one. Only used with `count_evaluations`: otherwise a run

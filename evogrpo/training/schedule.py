@@ -45,17 +45,17 @@ class Schedule:
     evaluation and a test fit. Nothing is cut short, so a run may exceed the limit; its result says by how much.
 
     Attributes:
-        generations: Generations in all, resumed ones included; None = until another limit.
+        generations: Total number of generations, resumed ones included; None = until another limit.
         steps_per_generation: Learning steps before each evaluation and selection, until a plan changes it.
         samples_per_step: Completions per member and learning step, until a plan changes it.
         validation_questions: Questions of the validation split used for fitness; None = all.
         test_questions: Questions of the test split used at the end; None = all; 0 = no test.
-        max_timesteps: Most environment steps of all members together. The last learning step is completed, so a run may
-            exceed this by one step. Not for language models.
-        max_tokens: Most tokens of all members, updates included.
+        max_timesteps: Maximum number of environment steps of all members together. The last learning step is completed,
+            so a run may exceed this by one step. Not for language models.
+        max_tokens: Maximum number of tokens of all members, updates included.
         count_evaluations: `max_timesteps` and `max_tokens` also count evaluations, except for the test. No learning
             step then starts that would exceed them together with its evaluation, judged by the latest step.
-        max_seconds: Most wall-clock time of the whole run, evaluations and the test included.
+        max_seconds: Maximum wall-clock time of the whole run, evaluations and the test included.
         target_fitness: Stop once a member reaches it.
     """
 
@@ -83,7 +83,7 @@ class Schedule:
         limit = self.validation_questions if split == "validation" else self.test_questions
         return env.size(split) if limit is None else min(limit, env.size(split))
 
-    def ended_by(
+    def reached_limit(
         self, *, generation: int, timesteps: int, tokens: int, seconds: float, fitness: float | None
     ) -> str | None:
         """Return the limit that a run has reached, as text; None if none.
@@ -99,10 +99,10 @@ class Schedule:
             return f"target_fitness {self.target_fitness:g} reached"
         if self.generations is not None and generation >= self.generations:
             return pluralize(generation, "generation")
-        return self.spent(timesteps=timesteps, tokens=tokens, seconds=seconds)
+        return self.reached_budget(timesteps=timesteps, tokens=tokens, seconds=seconds)
 
-    def spent(self, *, timesteps: int, tokens: int, seconds: float) -> str | None:
-        """Return the limit on cost that is reached, as text; None if none. It ends a generation early."""
+    def reached_budget(self, *, timesteps: int, tokens: int, seconds: float) -> str | None:
+        """Return the limit on steps, tokens or seconds that a run has reached, as text; None if none."""
         if self.max_timesteps is not None and timesteps >= self.max_timesteps:
             return f"max_timesteps {self.max_timesteps:,} reached"
         if self.max_tokens is not None and tokens >= self.max_tokens:
@@ -111,7 +111,7 @@ class Schedule:
             return f"max_seconds {self.max_seconds:g} reached"
         return None
 
-    def check_counted(self, *, plays: bool) -> None:
+    def check_timesteps(self, *, plays: bool) -> None:
         """Raise ValueError for a limit on environment steps with language models.
 
         Args:
@@ -119,37 +119,37 @@ class Schedule:
         """
         if self.max_timesteps is not None and not plays:
             raise ValueError(
-                f"language models take no environment steps, got max_timesteps={self.max_timesteps}: use max_tokens."
+                f"max_timesteps is for small networks, got {self.max_timesteps} for language models. Use max_tokens."
             )
 
     def check_held_out(self, env: "GroupEnvironment") -> None:
         """Check the sizes of the held-out splits; warn if a split has fewer questions than the schedule uses.
 
         Raises:
-            ValueError: If a split that is used has fewer than two starts.
+            ValueError: If a split that is used has fewer than two questions.
         """
         held_out: tuple[tuple[Split, int | None, str], ...] = (
             ("validation", self.validation_questions, ""),
             ("test", self.test_questions, ", or set test_questions=0"),
         )
-        for split, wanted, instead in held_out:
-            if wanted != 0 and (size := env.size(split)) < 2:
+        for split, questions, instead in held_out:
+            if questions != 0 and (size := env.size(split)) < 2:
                 raise ValueError(
-                    f"the {split} split must hold at least 2 starts, got {size}. One start gives no standard error. "
-                    f"Increase {split}_size{instead}."
+                    f"the {split} split must hold at least 2 questions (or reset seeds), got {size}. Increase "
+                    f"{split}_size{instead}."
                 )
-            if wanted is not None and wanted > size:
-                warn(f"{split}_questions={wanted}, but the {split} split has {size}: all of them are used.")
+            if questions is not None and questions > size:
+                warn(f"{split}_questions={questions} exceeds the {split} split. All {size} questions are used.")
 
     def block(self, population: "Population", *, distinct_starts: bool = False) -> int:
-        """Return the most prompts that any member, current or evolved, can use in a step.
+        """Return the maximum number of prompts (or reset seeds) that a member, current or evolved, uses in a step.
 
         Args:
             population: The members.
-            distinct_starts: Members use different prompts: return the most that all of them can use.
+            distinct_starts: Members use different prompts: return the maximum number of all members together.
 
         Raises:
-            ValueError: If a group size that a member has, or could come to have, does not divide samples_per_step.
+            ValueError: If a group size that a member has or can evolve to does not divide samples_per_step.
         """
         samples = self.samples_per_step
         members = [agent for agent in population.agents if not agent.retired]
@@ -161,7 +161,7 @@ class Schedule:
             sizes.append(int(parameter.bounds[0]))
         return samples // min(sizes) * (len(population) if distinct_starts else 1)
 
-    def warn_neutral(self, population: "Population", *, shared: bool) -> None:
+    def warn_without_effect(self, population: "Population", *, shared: bool) -> None:
         """Warn about hyperparameters that evolve without effect under this schedule and objective.
 
         Args:
@@ -185,7 +185,7 @@ class Schedule:
 
 
 def why_not_shared(population: "Population") -> str | None:
-    """Return why the members cannot learn from each other's samples, as a message of an error; None if they can."""
+    """Return an error message if the members cannot learn from each other's samples; None if they can."""
     if getattr(population.members.settings, "normalise_observations", False):
         return (
             "normalise_observations must be False with shared experience, as each member would normalise by its own "
@@ -212,22 +212,22 @@ def check_run(
     # 1. Members, environment and schedule.
     population.check(env)
     schedule.check_held_out(env)
-    schedule.check_counted(plays=population.plays)
+    schedule.check_timesteps(plays=population.plays)
     # 2. Shared experience.
     if experience is not None:
         experience.check_size(len(population))
         if (reason := why_not_shared(population)) is not None:
             raise ValueError(reason)
-    # 3. Questions or training rewards that fitness is measured by.
+    # 3. Training rewards, if selection uses them.
     if fitness.selection_measure != ROLLOUTS:
         return
     if experience is not None:
         if not experience.min_ess:
-            raise ValueError("fitness by training rewards needs min_ess above 0 with shared experience, got 0.")
+            raise ValueError("min_ess must be above 0 for fitness by training rewards with shared experience, got 0.")
         if schedule.steps_per_generation < 2:
             raise ValueError(
-                "fitness by training rewards needs at least 2 steps_per_generation with shared experience, got "
-                f"{schedule.steps_per_generation}: members are compared on samples that they have not learned from."
+                "steps_per_generation must be at least 2 for fitness by training rewards with shared experience, got "
+                f"{schedule.steps_per_generation}. Members are compared on samples that they have not learned from."
             )
         return
     space = population.space.for_samples_per_step(schedule.samples_per_step)

@@ -36,6 +36,7 @@ MakesEnv = Callable[..., "gymnasium.Env[Any, Any]"]
 
 
 def _names(kind: type[Any], *left_out: str) -> frozenset[str]:
+    """Return the names of the fields of a dataclass, except for some."""
     return frozenset(field.name for field in fields(kind)) - frozenset(left_out)
 
 
@@ -48,16 +49,15 @@ _SECTIONS: Mapping[str, frozenset[str]] = {
     "logging": _names(LoggingConfig, "completions"),
 }
 """Section of each setting; names are unique over all sections."""
-_OTHERS = ("seed", "device", "hp_config", "strategy", "experience", "fitness")
-_OWN = ("env", "total_timesteps", "preset", "run_dir", "progress", "callback", "callbacks", "skip_memory_check")
+_WITHOUT_SECTION = ("seed", "device", "hp_config", "strategy", "experience", "fitness")
+_PARAMETERS = ("env", "total_timesteps", "preset", "run_dir", "progress", "callback", "callbacks", "skip_memory_check")
 _POLICIES = ("MlpPolicy", "CnnPolicy", "MultiInputPolicy")
-_SPACE = "HyperparameterConfig(lr=RLParameter(min=1e-3, max=1e-2))"
-
-_KNOWN = (*_OWN, *_OTHERS, *sorted(frozenset().union(*_SECTIONS.values())))
+_SPACE_EXAMPLE = "HyperparameterConfig(lr=RLParameter(min=1e-3, max=1e-2))"
+_OPTIONS = (*_WITHOUT_SECTION, *sorted(frozenset().union(*_SECTIONS.values())))
 
 
 @lists_options(
-    [name for name in _KNOWN if name not in _OWN],
+    _OPTIONS,
     Hyperparameters,
     Schedule,
     PopulationConfig,
@@ -82,26 +82,26 @@ def train(
     By default one agent is trained and its learning rate is calibrated. `size=8` trains a population that evolves.
 
     Args:
-        env: The id of a registered environment, a callable that makes one, or `GymnasiumGroups` of either.
+        env: Id of a registered environment, a callable that creates one, or `GymnasiumGroups` of either.
         total_timesteps: Maximum number of environment steps of all members, without evaluations. The last learning
             step is completed. None = until the environment is solved, or 20 generations.
-        preset: Start from the tuned hyperparameters of this environment; see `evogrpo tasks`.
-        run_dir: Where the journal, the checkpoints, the best member and TensorBoard logs go; None keeps no record.
+        preset: Start from the tuned hyperparameters of this environment; `evogrpo tasks` lists the environments.
+        run_dir: Directory for journal, checkpoints, the best member and TensorBoard logs; None = keep no records.
         progress: Show the progress of the run; None = only on a terminal and in a notebook.
-        callback: Called with the run after every generation; False from it ends the run.
+        callback: Called with the run after every generation; if it returns False, the run is stopped.
         callbacks: Hooks called after every learning step, generation and test; see `evogrpo.Callback`.
-        skip_memory_check: Train even if the estimated memory exceeds what is available.
+        skip_memory_check: Train even if the estimated memory exceeds the available memory.
         settings: Hyperparameters (lr, gamma, ...) and other arguments of `GRPO.population` (size, seed, network,
             hp_config, ...), of `evolve` (steps_per_generation, target_fitness, strategy, fitness, ...) and of
-            `GymnasiumGroups` (env_kwargs, max_episode_steps, ...), by the names that they have there.
+            `GymnasiumGroups` (env_kwargs, max_episode_steps, ...).
 
     Returns:
         The run, which has ended: `run.best` is the best member as an agent, with `predict` and `save_checkpoint`;
-        `run.result` holds the test on unseen starts; `run.learn(total_timesteps)` continues the run.
+        `run.result` holds the test on unseen reset seeds; `run.learn(total_timesteps)` continues the run.
 
     Raises:
-        ValueError: If a setting is unknown or out of range, there is no such environment or preset, or more memory is
-            needed than is there.
+        ValueError: If a setting is unknown or out of range, there is no such environment or preset, or the run needs
+            more memory than is available.
     """
     _check_env(env, total_timesteps)
     if callback is not None and not callable(callback):
@@ -109,14 +109,14 @@ def train(
             f"callback must be a function of the run, got {type(callback).__name__}. Stable-Baselines3 callbacks work "
             "only with its own models."
         )
-    refuse_unknown("argument of train", settings, _KNOWN)
+    refuse_unknown("argument of train", settings, (*_PARAMETERS, *_OPTIONS))
     console = console_for(progress)
     config = _configured(env, total_timesteps, preset=preset, settings=settings)
     prepared = prepare_in(config, _environment(env, config, settings))
-    check_memory(prepared.forecast().need, allowed=skip_memory_check)
+    check_memory(prepared.forecast().memory, allowed=skip_memory_check)
     if run_dir is None:
         trainer = make_trainer(prepared)
-    elif isinstance(env, str):  # a registered environment: the configuration is kept, for every command
+    elif isinstance(env, str):  # a registered environment: the run can have a config.yaml, which commands read
         trainer = start(replace(prepared, config=replace(prepared.config, run_dir=str(run_dir))), Path(run_dir))
     else:
         trainer = make_trainer(prepared, RunDir(run_dir, prepared.config.logging))
@@ -128,21 +128,20 @@ def train(
 
 
 def _check_env(env: object, total_timesteps: object) -> None:
-    """Raise ValueError for arguments that make no environment, with a hint."""
-    named = isinstance(total_timesteps, str) and not total_timesteps[:1].isdigit()  # the policy or the environment
-    if isinstance(env, str) and (env in _POLICIES or named):
+    """Raise ValueError for an `env` that is no environment, or for a policy as in Stable-Baselines3, with a hint."""
+    is_name = isinstance(total_timesteps, str) and not total_timesteps[:1].isdigit()
+    if isinstance(env, str) and (env in _POLICIES or is_name):
         known = total_timesteps if env in _POLICIES and isinstance(total_timesteps, str) else env
         known = "CartPole-v1" if known in _POLICIES else known
         raise ValueError(
-            f"train takes no policy, because the network is built from the spaces, got {env!r} and "
+            f"train takes no policy, because the network is built from the spaces, got {env!r:.80} and "
             f"{total_timesteps!r:.80}. Write train({known!r}, total_timesteps=100_000)."
         )
     if isinstance(env, str | GymnasiumGroups) or (callable(env) and not isinstance(env, gymnasium.Env)):
         return
     raise ValueError(
-        f"env must be an id, a callable that makes an environment, or GymnasiumGroups, got {env!r:.80}. Write "
-        "train(lambda: MyEnv(...), ...): episodes run in parallel. For several agents and language "
-        "models, use evolve(population, env, generations=...)."
+        f"env must be an id, a callable that creates an environment, or GymnasiumGroups, got {env!r:.80}. Write "
+        "train(lambda: MyEnv(...), ...). For several agents or language models, use evolve(population, env, ...)."
     )
 
 
@@ -151,7 +150,10 @@ def _configured(
 ) -> Config:
     """Return the packaged configuration with preset and settings applied."""
     if flag("preset", preset) and not isinstance(env, str):
-        raise ValueError("preset requires the id of a registered environment. Give the id, or leave out preset.")
+        raise ValueError(
+            f"preset requires the id of a registered environment, got {type(env).__name__}. Give the id, or leave out "
+            "preset."
+        )
     values = packaged_values(env if isinstance(env, str) else None, with_preset=preset)
     name = env.name if isinstance(env, GymnasiumGroups) else getattr(env, "__name__", type(env).__name__)
     values = merge_sections(values, {"task": {"env": env if isinstance(env, str) else name}})
@@ -174,7 +176,7 @@ def _configured(
     values = merge_sections(values, given) | {key: settings[key] for key in ("seed", "device") if key in settings}
     if "hp_config" in settings:
         space = settings["hp_config"] or HyperparameterConfig()
-        values["search_space"] = instance("hp_config", space, HyperparameterConfig, _SPACE).to_json()
+        values["search_space"] = instance("hp_config", space, HyperparameterConfig, _SPACE_EXAMPLE).to_json()
     if "experience" in settings:
         values["experience"] = settings["experience"]
     if settings.get("fitness") is not None:
@@ -191,6 +193,6 @@ def _environment(
         return made
     if not isinstance(env, GymnasiumGroups):
         return EnvironmentTask.groups(config.task, env, seed=config.task_seed)
-    for name in sorted(_SECTIONS["task"] & settings.keys()):
-        raise ValueError(f"{name} is a setting of the environment. Pass it to GymnasiumGroups(...).")
+    if of_env := sorted(_SECTIONS["task"] & settings.keys()):
+        raise ValueError(f"{of_env[0]} is a setting of the environment. Pass it to GymnasiumGroups(...).")
     return env

@@ -159,7 +159,7 @@ class Trainer(RunParts):
         self._complete = False
         self._resumed = run_state is not None
         if run_state is None:
-            schedule.warn_neutral(population, shared=experience is not None)
+            schedule.warn_without_effect(population, shared=experience is not None)
             if run_dir is not None:
                 check_resumable(strategy)
             # Create the directory and lock it; an error stops all ranks.
@@ -220,7 +220,7 @@ class Trainer(RunParts):
                                 shared=shared,
                                 stop=stop,
                             )
-                    except BaseException as error:  # the state becomes that after the last step, so it can be resumed
+                    except BaseException as error:  # go back to the state after the last step, which can be resumed
                         for slot, train_state in snapshot.items():
                             banks.load_state(slot, train_state)
                         if isinstance(error, Exception | SystemExit):  # most often of a reward function
@@ -274,7 +274,7 @@ class Trainer(RunParts):
         return (report for report in self.reports() if isinstance(report, GenerationReport))
 
     def _begin(self) -> None:
-        """Record the start, with the untrained base's fitness and a checkpoint of the founders, or that it resumed."""
+        """Record the start or the resumption, with a checkpoint; then measure the untrained base, if not yet done."""
         state = self.run_state
         before, state.threads = state.threads, torch.get_num_threads()
         state.ended = state.tested = None
@@ -290,7 +290,7 @@ class Trainer(RunParts):
         else:
             self._record_start()
             self._save()
-        if state.begun or not self.fitness.uses_validation:  # without, the first step's mean reward is the baseline
+        if state.begun or not self.fitness.uses_validation:  # without validation, the first step gives the baseline
             return
         self._set_progress()
         with self.stop_request.interruptible():
@@ -303,13 +303,13 @@ class Trainer(RunParts):
     def _record_start(self) -> None:
         """Write the event that describes the run."""
         population, schedule, settings = self.population, self.schedule, self.population.members.settings
-        tokens = getattr(settings, "micro_batch_tokens", None)  # networks have none
+        micro_batch_tokens = getattr(settings, "micro_batch_tokens", None)  # small networks have none
         self._event(
             "run",
             **self._description,
             kind=population.members.kind,
             seed=settings.seed,
-            **({} if tokens is None else {"micro_batch_tokens": tokens}),
+            **({} if micro_batch_tokens is None else {"micro_batch_tokens": micro_batch_tokens}),
             population_size=len(population),
             samples_per_step=schedule.samples_per_step,
             steps_per_generation=schedule.steps_per_generation,
@@ -334,8 +334,8 @@ class Trainer(RunParts):
         """Count a learning step and record it."""
         self.clock.tick()
         self.clock.longest_step = max(self.clock.longest_step, sum(phases.values()))
-        most = 0 if self.run_dir is None else self.run_dir.logging.completions
-        report, examples = step_report(self, collected, learned, phases, most)
+        completions = 0 if self.run_dir is None else self.run_dir.logging.completions
+        report, examples = step_report(self, collected, learned, phases, completions)
         if report.step == 0 and not self.fitness.uses_validation:
             baseline = first_step_baseline(self.run_state)
             if baseline is not None:
@@ -372,8 +372,8 @@ class Trainer(RunParts):
         report = generation_report(self, measured, best=best)
         state.step_in_generation = 0
         state.unplanned = True
-        seen = as_generation(report, slots=len(population), measure=self.fitness.selection_measure)
-        state.history.append(seen)
+        generation = as_generation(report, slots=len(population), measure=self.fitness.selection_measure)
+        state.history.append(generation)
         # 2. Plan the next generation.
         try:
             plan = None if self.limits.finished() else self._plan()
@@ -386,7 +386,7 @@ class Trainer(RunParts):
         report = replace(report, plan=plan)
         self._report(report)
         if self.run_dir is not None:
-            # Under the last learning step: a resumed run purges scalars from the next step on.
+            # With the number of the last step: a resumed run deletes the scalars of later steps.
             self.run_dir.log_scalars(state.step - 1, generation_curves(report.members, population.space))
         state.start_generation()
         if plan is not None:
@@ -397,8 +397,8 @@ class Trainer(RunParts):
         return report
 
     def _plan(self) -> Plan:
-        """Ask the strategy for a plan; on an error, restore the state of the strategy."""
-        remembered = self.strategy.state()
+        """Return the plan of the strategy; on an error, restore the state of the strategy."""
+        strategy_state = self.strategy.state()
         try:
             plan = self.population.plan(self.strategy, self.run_state.history)
             if self.experience is None:
@@ -409,7 +409,7 @@ class Trainer(RunParts):
                         "Set experience='shared' to let members learn from others' samples."
                     )
         except (Exception, SystemExit) as error:
-            self.strategy.load_state(remembered)
+            self.strategy.load_state(strategy_state)
             name = type(self.strategy).__name__
             raise StrategyError(f"{name} cannot plan: {type(error).__name__}: {error}") from error
         return plan
@@ -423,11 +423,12 @@ class Trainer(RunParts):
         state.unplanned = False
 
     def _set_budgets(self, samples_per_step: int | None, steps_per_generation: int | None) -> None:
-        """Set the budgets of the next generations; None = as before, at first as scheduled."""
+        """Set the budgets of the next generations; None = unchanged, in the first generation as scheduled."""
         state, schedule = self.run_state, self.schedule
         state.samples_per_step = samples_per_step or state.samples_per_step or schedule.samples_per_step
         state.steps_per_generation = steps_per_generation or state.steps_per_generation or schedule.steps_per_generation
-        # The block never shrinks, even when the members with the smallest groups are gone: it fixes the question order.
+        # The block never shrinks, even after the members with the smallest groups are replaced: it determines which
+        # questions a step takes.
         shared, agents = self.experience is not None, self.population.agents
         counts = zip(agents, state.samples, strict=True) if state.samples else ()
         starts = [count // agent.hyperparameters.group_size for agent, count in counts]
@@ -440,7 +441,7 @@ class Trainer(RunParts):
         self.clock.tick()
         over = self.run_state.seconds - (self.schedule.max_seconds or math.inf)
         note = f", exceeded by {over:.1f} s" if over >= 0.05 else ""
-        self.run_state.ended = self._ended = f"{self.limits.ended()}{note}"
+        self.run_state.ended = self._ended = f"{self.limits.reached()}{note}"
         self._complete = True
         self._event("ended", reason=self._ended)
         self._save()
@@ -459,7 +460,7 @@ class Trainer(RunParts):
         """
         if self._ended is None:
             raise RuntimeError(
-                "The run has not ended, so it has no result. Iterate over it to its end, or call stop()."
+                "The run has not ended, so it has no result. Iterate over the run to its end, or call stop()."
             )
         state, best = self.run_state, None
         if state.best is not None:
@@ -496,7 +497,7 @@ class Trainer(RunParts):
             )
 
     def _set_progress(self) -> None:
-        """Pass the current learning step to the environment, if it supports that."""
+        """Pass the number of the current learning step to the environment, if it has `set_progress`."""
         if isinstance(self.env, SupportsProgress):
             total = (self.schedule.generations or 0) * self.run_state.steps_per_generation
             self.env.set_progress(self.run_state.step, total)

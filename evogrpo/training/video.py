@@ -22,8 +22,8 @@ from evogrpo.envs.control.seeded_groups import SeededGroups
 from evogrpo.extras import extra_command, require
 from evogrpo.text import shorten
 
-MODE = "rgb_array"
-_WITHOUT_DISPLAY = {"SDL_VIDEODRIVER": "dummy", "MUJOCO_GL": "egl"}
+RENDER_MODE = "rgb_array"
+_HEADLESS_VARIABLES = {"SDL_VIDEODRIVER": "dummy", "MUJOCO_GL": "egl"}
 _REMEDY = (
     "the environment or its renderer raised this error. OpenGL without a display needs MUJOCO_GL=egl (libegl1 or a "
     "GPU driver, and PyOpenGL), MUJOCO_GL=osmesa (libosmesa6 and PyOpenGL), or xvfb-run"
@@ -32,9 +32,11 @@ _REMEDY = (
 
 @contextmanager
 def headless() -> Iterator[None]:
-    """Configure SDL and MuJoCo for rendering without a display, if there is none."""
+    """Set the environment variables with which SDL and MuJoCo render without a display, if there is none."""
     has_no_display = sys.platform == "linux" and not {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()
-    variables = {name: value for name, value in _WITHOUT_DISPLAY.items() if has_no_display and name not in os.environ}
+    variables = {
+        name: value for name, value in _HEADLESS_VARIABLES.items() if has_no_display and name not in os.environ
+    }
     os.environ.update(variables)
     try:
         yield
@@ -45,19 +47,19 @@ def headless() -> Iterator[None]:
 
 @contextmanager
 def _rendering_errors(name: str) -> Iterator[None]:
-    """Convert errors of making and rendering: a missing package to ImportError, others to ValueError with a hint."""
+    """Convert errors of creating or rendering: a missing package to ImportError, others to ValueError with a hint."""
     try:
         yield
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
         message = f"{name} needs a package that is not installed ({error}). For rendering: {extra_command('video')}"
         raise ImportError(message) from error
     except gymnasium.error.Error as error:
-        raise ValueError(f"{name} cannot be made: {error}") from error
+        raise ValueError(f"{name} cannot be created: {error}") from error
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         remedy = _REMEDY
         if isinstance(error, TypeError) and "render_mode" in text:
-            remedy = f'accept the argument render_mode, and return an image from render() if it is "{MODE}"'
+            remedy = f'accept the argument render_mode, and return an image from render() if it is "{RENDER_MODE}"'
         raise ValueError(f"{name} cannot be rendered here, {shorten(text, 200)}: {remedy}") from error
 
 
@@ -77,15 +79,15 @@ def make_rendered_env(
         name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
     factory = replace(
         base,
-        env_kwargs={**base.env_kwargs, **env_kwargs, "render_mode": MODE},
+        env_kwargs={**base.env_kwargs, **env_kwargs, "render_mode": RENDER_MODE},
         max_episode_steps=max_episode_steps or base.max_episode_steps,
     )
     with _rendering_errors(name):
         rendered_env = factory()
     try:
-        if rendered_env.render_mode != MODE:
+        if rendered_env.render_mode != RENDER_MODE:
             raise ValueError(
-                f'{name} cannot be recorded: its render_mode must be "{MODE}", got {rendered_env.render_mode!r}. '
+                f'{name} cannot be recorded: render_mode must be "{RENDER_MODE}", got {rendered_env.render_mode!r}. '
                 f"Supported modes: {list(rendered_env.metadata.get('render_modes', ()))}."
             )
         rendered_env.reset(seed=seed)
@@ -95,7 +97,7 @@ def make_rendered_env(
             what = f"{image.dtype} {image.shape}" if isinstance(image, np.ndarray) else type(image).__name__
             raise ValueError(
                 f"{name} cannot be recorded: render() must return a uint8 array [height, width, 3] with "
-                f'render_mode="{MODE}", got {what}.'
+                f'render_mode="{RENDER_MODE}", got {what}.'
             )
     except BaseException:
         with suppress(Exception):  # an environment that cannot be rendered may also fail to close
@@ -104,7 +106,7 @@ def make_rendered_env(
     return rendered_env
 
 
-_MAX_EPISODE_STEPS = 5_000  # RecordVideo keeps an episode's frames in memory, about 0.7 MB each
+_MAX_EPISODE_STEPS = 5_000  # RecordVideo keeps all frames of an episode in memory, about 0.7 MB each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +114,7 @@ class RecordedEpisode:
     """One recorded episode.
 
     Attributes:
-        path: The video. It has one frame more than the episode has steps, because the first shows the start.
+        path: The video. Its first frame shows the state after the reset, so it has one frame more than steps.
         seed: Reset seed.
         episode_return: Undiscounted sum of rewards, over all agents.
         length: Number of steps.
@@ -193,7 +195,7 @@ def record_video(
             check_spaces(agent, rendered_env)
         player = agent.clone()
         targets[0].parent.mkdir(parents=True, exist_ok=True)
-        # Write next to the target, so that a complete video is moved into place.
+        # Write to a temporary folder beside the target, then rename, so that a video is complete or absent.
         with TemporaryDirectory(prefix=".video-", dir=targets[0].parent) as folder:
             new = str(Path(folder) / "new")
             recording = RecordVideo(rendered_env, new, lambda _: True, name_prefix="video", fps=fps, gc_trigger=None)
@@ -231,7 +233,7 @@ def _seeds(env: object, episodes: int, seeds: Sequence[int] | None) -> list[int]
 
 def _refuse_existing(target: Path) -> None:
     if target.exists():
-        raise FileExistsError(f"{target} exists already. Remove it, or choose another path.")
+        raise FileExistsError(f"{target} already exists. Remove it, or choose another path.")
 
 
 def _play(agent: GRPO, recorder: "RecordVideo[Any, Any]", seed: int, deterministic: bool) -> dict[str, Any]:
@@ -242,9 +244,10 @@ def _play(agent: GRPO, recorder: "RecordVideo[Any, Any]", seed: int, determinist
     while not done:
         if length >= _MAX_EPISODE_STEPS:
             raise ValueError(f"An episode did not end within {_MAX_EPISODE_STEPS} steps. Set max_episode_steps.")
-        observation, reward, terminated, truncated, info = recorder.step(
-            action_of(agent, observation, info, deterministic)
-        )
+        # `info` may have the environment's mask of legal actions.
+        masks = info.get("action_mask")
+        action, _ = agent.predict(observation, deterministic=deterministic, action_masks=masks)
+        observation, reward, terminated, truncated, info = recorder.step(action)
         total, length, done = total + float(reward), length + 1, bool(terminated or truncated)
         for name, reward_of_agent in info.get(AGENT_REWARDS, {}).items():
             returns[name] = returns.get(name, 0.0) + reward_of_agent
@@ -261,8 +264,3 @@ def lossless_fps(fps: float, frames: int) -> float:
     while int(sum([1.0 / fps] * frames) * fps) < frames:
         fps = math.nextafter(fps, math.inf)
     return fps
-
-
-def action_of(agent: GRPO, observation: Any, info: Mapping[str, Any], deterministic: bool) -> Any:
-    """Return an agent's action for one observation, among the actions that the environment allows."""
-    return agent.predict(observation, deterministic=deterministic, action_masks=info.get("action_mask"))[0]

@@ -44,7 +44,7 @@ def test_async_functions_start_during_sampling_and_others_afterwards():
         return [verifier_functions.variety(text, "", "") for text in completions]
 
     def hear(work):
-        doing.append((work.activity, work.part))
+        doing.append((work.activity, work.fraction))
         time.sleep(0.003)  # the event loop is another thread, and these completions are short
 
     stop = Stop()

@@ -1,5 +1,7 @@
 """Records of runs in the terminal: lineage, best, compare and exported schedules."""
 
+from contextlib import closing
+
 import pytest
 
 from evogrpo.cli import main
@@ -21,7 +23,7 @@ def run_dir(stored_network_run):
 def hostile_run(folder):
     """Write a run whose journal has terminal control characters in every text."""
     named = member(0, 0, reason=HOSTILE), member(1, 1, fitness=None, failed=HOSTILE)
-    with Journal(folder / "journal.jsonl") as journal:
+    with closing(Journal(folder / "journal.jsonl")) as journal:
         for event in (
             {"event": "run", "evolvable": {}, "samples_per_step": 8, "task": HOSTILE, HOSTILE: HOSTILE,
              "data": {HOSTILE: folder.name}},
@@ -64,7 +66,7 @@ def test_a_comparison_shows_settings_and_the_difference_of_the_tests(run_dir, tm
 
 def test_runs_without_generations_are_shown(tmp_path, capsys):
     for name in ("one", "other"):
-        with Journal(tmp_path / name / "journal.jsonl") as journal:
+        with closing(Journal(tmp_path / name / "journal.jsonl")) as journal:
             journal.append("run", evolvable={}, samples_per_step=8)
     assert main(["lineage", str(tmp_path / "one")]) == 0
     assert "No member" in capsys.readouterr().out

@@ -99,7 +99,7 @@ def test_a_run_of_all_weights_exports_a_model(project, workdir, capsys):
     prepared = prepare(load_config(project / "tiny.yaml", train[2:4]))
     size = sum(parameter.numel() for parameter in base.parameters())
     assert prepared.trained.size == size
-    assert prepared.forecast().need.size > 7 * 4 * 4 * size  # 4 members, their moments, copies and gradients
+    assert prepared.forecast().memory.size > 7 * 4 * 4 * size  # 4 members, their moments, copies and gradients
     assert main(train) == 0
     assert main(["export", "run", "model"]) == 0
     output = capsys.readouterr().out

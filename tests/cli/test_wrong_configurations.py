@@ -67,7 +67,7 @@ questions   | agent.network.hidden=[3]                 | unknown key in agent 'n
 questions   | agent.objective.reference_mixing=0.5     | agent.objective: reference_mixing; reference_sync_steps
 questions   | agent.objective.overlong_buffer=129      | overlong_buffer must be at most max_output_tokens = 128
 questions   | agent.optimizer.betas=[0.9]              | agent.optimizer.betas[1] must be given
-questions   | task.env=CartPole-v1                     | exactly one of them, got dataset and env
+questions   | task.env=CartPole-v1                     | got dataset and env
 questions   | task={dataset: {train: a}, reward: [f, g], form: agilerl} | form: agilerl takes one reward function
 questions   | task={dataset: {train: a}, reward: f, form: trl, system_prompt: x} | system_prompt; require form: agilerl
 questions   | task.dataset={trian: x}                  | unknown key in task.dataset 'trian': did you mean 'train'?
@@ -84,7 +84,7 @@ questions   | task={dataset: {starts: 9, train: a}, environment_factory: "e.py:E
 built-in    | task=null                                | task must be given
 built-in    | task={nmae: two_digit_sums}              | unknown key in task 'nmae': did you mean 'name'?
 built-in    | task.name=two_digit_sum                  | unknown task 'two_digit_sum': did you mean 'two_digit_sums'?
-built-in    | schedule.max_timesteps=9                 | language models take no environment steps, got max_timesteps=9
+built-in    | schedule.max_timesteps=9                 | max_timesteps is for small networks, got 9
 reasoning   | task.sizes={tarin: 1}                    | split in sizes 'tarin': did you mean 'train'?
 environment | model=m                                  | model must be left out where task.env is given
 environment | precision=bfloat16                       | precision must be left out where task.env is given
@@ -106,10 +106,10 @@ environment | task.env=my_maaze:Maze-v0            | No module named 'my_maaze'
 environment | task.env_kwargs={sutton: true}           | unexpected keyword argument 'sutton'
 environment | task.env=Blackjack-v1 task.vectorization=native | vectorization
 team        | task.parallel_env=mpe2.simple_spred_v3   | No module named 'mpe2.simple_spred_v3'
-team        | task.parallel_env=json                   | json has no function parallel_env: name a module that has one
+team        | task.parallel_env=json                   | json has no function parallel_env. Give a module that has one
 team        | task.parallel_env=gymnasium:make task.env_kwargs={id: CartPole-v1} | must create a pettingzoo ParallelEnv
 team        | task.parallel_env=mpe2.simple_tag_v3     | Set policies='prefix'
-team        | task.env_kwargs={bad: 1}                 | cannot be made
+team        | task.env_kwargs={bad: 1}                 | cannot be created
 team        | task.score=green                         | prefixes, got 'green'
 project     | model=./missing                          | missing
 project     | device=cuda:99                           | device 'cuda:99'

@@ -6,16 +6,24 @@ import numpy as np
 import pytest
 
 from evogrpo.evolution import Fitness, paired_difference
-from evogrpo.evolution.fitness import FIRST_ROUND, ahead, looks, on_all_questions, rounds, still_racing, t_quantile
+from evogrpo.evolution.fitness import (
+    FIRST_ROUND,
+    comparisons_in_race,
+    is_ahead,
+    on_all_questions,
+    rounds,
+    still_racing,
+    t_quantile,
+)
 
 
 @pytest.mark.parametrize("questions", [2, 8, 9, 16, 33, 64, 1000])
 def test_rounds_cover_every_question_once_in_order(questions):
     count = list(rounds(questions, racing=True))
     assert [number for first, last in count for number in range(first, last)] == list(range(questions))
-    assert len(count) == looks(questions) + 1
+    assert len(count) == comparisons_in_race(questions) + 1
     assert list(rounds(questions, racing=False)) == [(0, questions)]
-    assert looks(questions) <= max(0, math.ceil(math.log2(questions / FIRST_ROUND)))
+    assert comparisons_in_race(questions) <= max(0, math.ceil(math.log2(questions / FIRST_ROUND)))
 
 
 @pytest.mark.parametrize(
@@ -31,7 +39,7 @@ def race(scores, error):
     members, questions = scores.shape
     running = list(range(members))
     for _, last in list(rounds(questions, racing=True))[:-1]:
-        remaining = still_racing(scores[running, :last], error / looks(questions) / (members - 1))
+        remaining = still_racing(scores[running, :last], error / comparisons_in_race(questions) / (members - 1))
         running = [running[row] for row in remaining]
     return running
 
@@ -78,6 +86,6 @@ def test_fitness_of_eliminated_members_is_relative_to_the_same_questions():
     assert estimated.mean == pytest.approx(leader.mean - 1)
     assert paired_difference(leader, estimated) == paired_difference(leader, early)
     assert on_all_questions(leader, leader) is leader
-    assert ahead(leader, estimated)
-    assert not ahead(estimated, leader)
-    assert ahead(Fitness.from_scores([2, 3], keys=[7, 8]), Fitness.from_scores([1, 1, 1, 2]))  # no common questions
+    assert is_ahead(leader, estimated)
+    assert not is_ahead(estimated, leader)
+    assert is_ahead(Fitness.from_scores([2, 3], keys=[7, 8]), Fitness.from_scores([1, 1, 1, 2]))  # no common questions

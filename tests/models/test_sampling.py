@@ -211,7 +211,7 @@ def listen(bank, rows):
         told.extend((*each, parts[-1]) for each in zip(numbers, completions, strict=True))
 
     stop = Stop()
-    stop.listener = lambda work: parts.append(work.part)
+    stop.listener = lambda work: parts.append(work.fraction)
     return bank.sample(replace(rows, stop=stop), on_finished=on_finished), told
 
 

@@ -86,7 +86,7 @@ def test_each_member_has_a_line_of_its_metrics():
         generation(1, member(0, 0, fitness=0.5), member(1, 1, fitness=0.25)),
         generation(2, member(0, 0, fitness=0.75), member(1, 2, parent=0, fitness=0.5, born=1)),
     ]
-    charts = {chart.title: chart for chart in run_charts(summarise(events)).measures}
+    charts = {chart.title: chart for chart in run_charts(summarise(events)).metrics}
     assert list(charts) == ["reward", "entropy"]
     lines = {line.index: [point[:2] for point in line.points] for line in charts["reward"].lines}
     assert lines == {0: [(1, 0.5), (2, 0.75)], 1: [(1, 0.25)], 2: [(2, 0.0)]}
@@ -100,14 +100,14 @@ def test_each_member_has_a_line_of_its_metrics():
 def test_a_learning_rate_is_drawn_if_it_was_calibrated(rates, space, drawn):
     steps = [step(number, measured(0, 0, learning_rate=rate)) for number, rate in enumerate(rates)]
     events = [{**RUN, "evolvable": space}, *steps, generation(1, member(0, 0))]
-    charts = run_charts(summarise(events)).measures
+    charts = run_charts(summarise(events)).metrics
     assert [(chart.title, chart.log) for chart in charts] == [("learning rate", True)] * drawn
 
 
 def test_many_steps_are_averaged():
     rewards = np.random.default_rng(0).random(10_000)
     events = [RUN, *(step(number, measured(0, 0, reward=reward)) for number, reward in enumerate(rewards.tolist()))]
-    (chart,) = run_charts(summarise([*events, generation(1, member(0, 0))])).measures
+    (chart,) = run_charts(summarise([*events, generation(1, member(0, 0))])).metrics
     points = [point for line in chart.lines for point in line.points]
     assert len(points) == 5000
     assert np.mean([point.y for point in points]) == pytest.approx(rewards.mean())

@@ -115,7 +115,7 @@ def test_numbers_beyond_64_bits_are_refused(tmp_path):
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="name the folder of a run"):
+    with pytest.raises(ValueError, match="Give the directory of a run"):
         read_run(tmp_path)
     with pytest.raises(ValueError, match="start of the run"):
         read_run(written(tmp_path / "run", STEP))

@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import sys
+from contextlib import closing
 from html.parser import HTMLParser
 
 import pytest
@@ -69,7 +70,7 @@ def hostile_run(tmp_path, fake_run):
         {"prompt": "p", "completion": "\n\nc\n"},
     ]
     fake_run(tmp_path, size=4, generations=4, examples=examples, task=HOSTILE, reason=HOSTILE, failures=[(2, 1)])
-    with Journal(tmp_path / "journal.jsonl") as journal:
+    with closing(Journal(tmp_path / "journal.jsonl")) as journal:
         journal.append("stopped", reason=HOSTILE)
     return tmp_path
 
@@ -181,7 +182,7 @@ def test_hostile_text_is_escaped(hostile_run):
 
 
 def test_hostile_names_of_a_changed_journal_are_escaped(tmp_path):
-    with Journal(tmp_path / "journal.jsonl") as journal:
+    with closing(Journal(tmp_path / "journal.jsonl")) as journal:
         journal.append("run", **{HOSTILE.replace("\ud800", ""): HOSTILE}, evolvable={"lr": {"<b>": ["<i>"]}})
         changed = journals.member(0, 0, failed=HOSTILE, changes={"<u>$x_{": [1, 2]}, metrics={"<s>": 1.0})
         event = journals.generation(1, changed)

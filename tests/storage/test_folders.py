@@ -29,6 +29,6 @@ def test_folders_with_files_links_and_unwritable_or_full_places_are_refused(tmp_
     for name, words in refused.items():
         with pytest.raises(ValueError, match=words):
             check_new_folder(Path(name))
-    monkeypatch.setattr(atomic_files, "LEAST_ROOM", 1 << 62)
+    monkeypatch.setattr(atomic_files, "MIN_FREE_BYTES", 1 << 62)
     with pytest.raises(ValueError, match=r"4611686018427 MB"):
         check_new_folder(tmp_path / "new")

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import time
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ def kinds(path):
 
 def test_events_come_back_in_order_with_their_times(path):
     start = time.time()
-    with Journal(path) as journal:
+    with closing(Journal(path)) as journal:
         journal.append("run", seed=3, members=({"slot": 0},), task="é\n\u2028\x1b[31m\0<b>")
         journal.append("stopped", reason=None, fitness=np.float64(0.25))
     first, second = read_journal(path)
@@ -40,9 +41,9 @@ def test_events_come_back_in_order_with_their_times(path):
 
 def test_reopening_goes_on_where_it_stopped(path):
     for event in ("run", "stopped"):
-        with Journal(path) as journal:
+        with closing(Journal(path)) as journal:
             journal.append(event)
-        with Journal(path) as journal:
+        with closing(Journal(path)) as journal:
             assert journal.size == path.stat().st_size
             assert journal.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     assert kinds(path) == ["run", "stopped"]
@@ -59,7 +60,7 @@ def test_reopening_goes_on_where_it_stopped(path):
     ],
 )
 def test_what_is_not_strict_json_is_refused_and_nothing_is_written(path, fields, words):
-    with Journal(path) as journal:
+    with closing(Journal(path)) as journal:
         journal.append("run")
         with pytest.raises(ValueError, match=words):
             journal.append("step", **fields)
@@ -68,7 +69,7 @@ def test_what_is_not_strict_json_is_refused_and_nothing_is_written(path, fields,
 
 
 def test_a_kill_at_any_byte_of_the_last_line_costs_only_that_event(path):
-    with Journal(path) as journal:
+    with closing(Journal(path)) as journal:
         journal.append("run", seed=1)
         journal.append("generation", generation=1)
         before = path.read_bytes()
@@ -78,31 +79,31 @@ def test_a_kill_at_any_byte_of_the_last_line_costs_only_that_event(path):
         path.write_bytes(whole[:length])
         survived = length == len(whole)
         assert kinds(path) == ["run", "generation", "generation"][: 3 if survived else 2]
-        with Journal(path) as journal:
+        with closing(Journal(path)) as journal:
             journal.append("stopped")
         assert kinds(path) == ["run", "generation", *(["generation"] if survived else []), "stopped"]
 
 
 def test_a_kill_at_any_byte_of_the_first_line(path):
-    with Journal(path) as journal:
+    with closing(Journal(path)) as journal:
         journal.append("run", seed=1)
     whole = path.read_bytes()
     for length in range(len(whole) - 1):
         path.write_bytes(whole[:length])
         assert read_journal(path) == []
-        with Journal(path) as journal:
+        with closing(Journal(path)) as journal:
             journal.append("run", seed=2)
         assert [event["seed"] for event in read_journal(path)] == [2]
 
 
 @pytest.mark.parametrize("tail", [b"\0" * 300, b"\xff\xfe", b'{"event": "step", "loss": NaN}', b"[1]"])
 def test_any_rubbish_after_the_last_newline_is_a_torn_line(path, tail):
-    with Journal(path) as journal:
+    with closing(Journal(path)) as journal:
         journal.append("run")
     with path.open("ab") as file:
         file.write(tail)
     assert kinds(path) == ["run"]
-    with Journal(path) as journal:
+    with closing(Journal(path)) as journal:
         journal.append("stopped")
     assert kinds(path) == ["run", "stopped"]
 
@@ -148,7 +149,7 @@ def test_a_full_disk_leaves_the_journal_as_it_was(path, monkeypatch):
 
 def test_a_resumed_run_leaves_out_the_events_after_its_checkpoint(path):
     sizes = []
-    with Journal(path) as journal:
+    with closing(Journal(path)) as journal:
         for number in range(5):
             journal.append("generation", generation=number)
             sizes.append(journal.size)
@@ -161,7 +162,7 @@ def test_a_resumed_run_leaves_out_the_events_after_its_checkpoint(path):
 
 @pytest.mark.parametrize("offset", [None, -1, True, 1.0, 10**6])
 def test_a_resumed_event_needs_an_offset_before_itself(path, offset):
-    with Journal(path) as journal:
+    with closing(Journal(path)) as journal:
         journal.append("run")
         journal.append("resumed", offset=offset)
     with pytest.raises(JournalError, match="offset"):
@@ -169,7 +170,7 @@ def test_a_resumed_event_needs_an_offset_before_itself(path, offset):
 
 
 def test_a_damaged_line_after_the_checkpoint_is_left_out(path):
-    with Journal(path) as journal:
+    with closing(Journal(path)) as journal:
         journal.append("run")
         size = journal.size
         journal.append("step")
@@ -178,7 +179,7 @@ def test_a_damaged_line_after_the_checkpoint_is_left_out(path):
     path.write_bytes(content)
     with pytest.raises(JournalError, match="line 2"):
         read_journal(path)
-    with Journal(path) as journal:
+    with closing(Journal(path)) as journal:
         journal.append("resumed", offset=size)
     assert kinds(path) == ["run", "resumed"]
 
@@ -192,7 +193,7 @@ def test_a_journal_of_another_version_is_refused(path):
 
 
 def test_a_journal_that_was_changed_while_it_is_open_is_refused(path):
-    with Journal(path) as journal:
+    with closing(Journal(path)) as journal:
         journal.append("run")
         path.write_text("")
         with pytest.raises(JournalError, match="changed"):

@@ -138,7 +138,7 @@ def test_callbacks_run_with_the_callers_number_of_threads(monkeypatch):
         ((gymnasium.make("CartPole-v1"), 100), {}, "got <.*CartPole.* Write train"),
         (("Acrobot-v1", "MlpPolicy"), {}, r"Write train\('Acrobot-v1', total_timesteps=100_000\)"),
         (("CartPole-v1", 100), {"callback": Wait()}, "callback must be a function of the run, got Wait"),
-        ((tiny_env(), 100), {}, r"HuggingFaceGym.* For several agents and language models, .*evolve\("),
+        ((tiny_env(), 100), {}, r"HuggingFaceGym.* For several agents or language models, .*evolve\("),
         ((team_env(), 100), {}, r"PettingZooGroups.* .*evolve\("),
         ((5, 100), {}, "env must be an id, a callable .* got 5. Write train"),
     ],

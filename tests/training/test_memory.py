@@ -7,7 +7,7 @@ import pytest
 from evogrpo import GRPO, GymnasiumGroups, NetworkConfig, evolve
 from evogrpo.evolution.shared_experience import shared_experience
 from evogrpo.models.devices import process_memory
-from evogrpo.training.forecast import Need, check_memory
+from evogrpo.training.forecast import MemoryNeed, check_memory
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types import TASK_TYPES
 
@@ -46,7 +46,7 @@ def test_without_a_limit_the_machines_memory_counts(tmp_path):
 def test_processes_on_one_machine_share_the_memory():
     there = process_memory()
     for count, fits in ((2, True), (3, False)):
-        need = Need(size=there * 2 // 5, device="cpu", savings="population.size", processes=count)
+        need = MemoryNeed(size=there * 2 // 5, device="cpu", savings="population.size", processes=count)
         assert need.total == count * need.size
         if fits:
             check_memory(need)
@@ -56,7 +56,7 @@ def test_processes_on_one_machine_share_the_memory():
 
 
 def test_too_much_memory_is_refused_unless_allowed():
-    small, large = (Need(size=size, device="cpu", savings="population.size") for size in (1, 1 << 60))
+    small, large = (MemoryNeed(size=size, device="cpu", savings="population.size") for size in (1, 1 << 60))
     assert check_memory(small).endswith(" GB of memory")
     with pytest.raises(ValueError, match=r"needs about 1,152,921,505 GB, .* Lower population.size, or set --so"):
         check_memory(large, remedy="--so")
@@ -93,9 +93,9 @@ def test_shared_samples_count(experience, others):
     """250 bytes per shared action."""
     env = GymnasiumGroups("CartPole-v1", max_episode_steps=10**7, validation_size=2, test_size=2)
     population = GRPO.population(3, env.observation_space, env.action_space, network=NetworkConfig(hidden=(4,)))
-    own = TASK_TYPES["networks"].need(population, env, Schedule(generations=1, samples_per_step=64), None)
+    own = TASK_TYPES["networks"].memory_need(population, env, Schedule(generations=1, samples_per_step=64), None)
     shared = shared_experience(experience)
-    need = TASK_TYPES["networks"].need(population, env, Schedule(generations=1, samples_per_step=64), shared)
+    need = TASK_TYPES["networks"].memory_need(population, env, Schedule(generations=1, samples_per_step=64), shared)
     assert need.size - own.size == others * 3 * 64 * 10**7 * 250
     with pytest.raises(ValueError, match=f"needs about {need.size / 1e9:,.0f} GB"):
         evolve(population, env, generations=1, samples_per_step=64, experience=experience)

@@ -73,7 +73,7 @@ def test_mutations_that_cannot_be_found_again_are_refused_first():
         return hyperparameters
 
     for strategy in (Tournament(mutation=local), MutationOnly(mutation=lambda values, space, rng: values)):
-        with pytest.raises(ValueError, match="mutation of a strategy"):
+        with pytest.raises(ValueError, match="mutation of its strategy"):
             check_resumable(strategy)
     with pytest.raises(ValueError, match=r"settings of .*:Sealed.*width"):
         check_resumable(Tournament(mutation=Sealed(0.1)))
@@ -337,7 +337,7 @@ def test_a_configuration_names_a_strategy_in_a_file(configured, tmp_path, monkey
     for override, message in (
         ("strategy.shrae=1", "strategy: unknown setting of .*mine.py:Clones 'shrae': did you mean 'share'"),
         ("strategy.name=tornament", "did you mean 'tournament'"),
-        (f"strategy.name={tmp_path}/mine.py:Clone", r"has no class 'Clone': did you mean 'Clones'\? It has"),
+        (f"strategy.name={tmp_path}/mine.py:Clone", r"has no class 'Clone'\. Did you mean 'Clones'\? It has"),
         ("strategy.name=nowhere.py:Clones", "there is no file .*nowhere.py"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -127,7 +127,7 @@ def test_damage_at_any_byte_of_the_journal_is_found(whole, tmp_path):
             outcomes.add(len(usable))
             if not usable:
                 with pytest.raises(JournalChangedError):
-                    open_run(folder, go_on=True)
+                    open_run(folder, writable=True)
                 assert journal.read_bytes() == bytes_
                 assert len(open_run(folder, members_only=True).restore()[0]) == SHORT["size"]
                 continue

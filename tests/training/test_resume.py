@@ -219,7 +219,7 @@ def test_leftovers_of_a_kill_are_removed_on_resume(whole, tmp_path):
         path.write_text("half a fi")
     open_run(folder)
     assert all(path.exists() for path in junk)  # reading alone removes nothing
-    saved = open_run(folder, go_on=True)
+    saved = open_run(folder, writable=True)
     assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == sorted({*before, Path(LOCK)})
     assert saved.folder == generation_folder(folder, 3)
 

@@ -12,7 +12,7 @@ import torch
 from evogrpo import GRPO, evolve, resume
 from evogrpo.reporting.summary import read_summary
 from evogrpo.storage.checkpoint import (
-    MOST_TENSORS,
+    MAX_TENSORS,
     CheckpointError,
     FileEntry,
     _read_tensors,
@@ -124,7 +124,7 @@ def test_members_without_their_journal_found_a_new_run(copy, tmp_path, damage):
         damaged = content.replace(b"CartPole", b"CartHole") if damage == "changed" else content[:50]
         (copy / "journal.jsonl").write_bytes(damaged)
     with pytest.raises(JournalChangedError):
-        open_run(copy, go_on=True)
+        open_run(copy, writable=True)
     population, _ = open_run(copy, members_only=True).restore()
     tensors = read_checkpoint(generation_folder(copy, 3))[0]
     assert all(torch.equal(tensors[f"{agent.slot}.weights"], agent.state()["weights"]) for agent in population)
@@ -165,12 +165,12 @@ def test_a_forged_task_type_is_a_checkpoint_error(copy):
 
 
 def test_a_header_with_many_empty_tensors_is_refused(tmp_path):
-    names = {f"{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(MOST_TENSORS + 1)}
+    names = {f"{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(MAX_TENSORS + 1)}
     header = json.dumps(names).encode()
     content = len(header).to_bytes(8, "little") + header
     (tmp_path / "x.safetensors").write_bytes(content)
     entry = FileEntry(size=len(content), sha256=hashlib.sha256(content).hexdigest())
-    with pytest.raises(CheckpointError, match=f"{MOST_TENSORS:,} tensors"):
+    with pytest.raises(CheckpointError, match=f"{MAX_TENSORS:,} tensors"):
         _read_tensors(tmp_path / "x.safetensors", entry)
 
 

@@ -50,17 +50,17 @@ def test_evolving_hyperparameters_without_effect_warn(options, space, neutral):
     population = tiny_population(2, hp_config=HyperparameterConfig(**space), **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        Schedule(generations=1, samples_per_step=64).warn_neutral(population, shared=False)
+        Schedule(generations=1, samples_per_step=64).warn_without_effect(population, shared=False)
     assert [str(each.message).split()[0] for each in caught if "evolves without effect" in str(each.message)] == neutral
     with warnings.catch_warnings():  # shared samples come from other policies, so that ratios differ from 1
         warnings.filterwarnings("error", message="clip_coef evolves")
         warnings.filterwarnings("ignore", message="batch_size evolves")
-        Schedule(generations=1, samples_per_step=64).warn_neutral(population, shared=True)
+        Schedule(generations=1, samples_per_step=64).warn_without_effect(population, shared=True)
 
 
 def test_explicit_sizes_beyond_the_held_out_questions_warn():
     env = cart_pole(validation_size=4, test_size=2)
-    with pytest.warns(UserWarning, match="validation_questions=5, but the validation split has 4: "):
+    with pytest.warns(UserWarning, match="validation_questions=5 exceeds the validation split. All 4 "):
         evolve(step_population(2, env), env, generations=1, validation_questions=5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -7,7 +7,7 @@ from evogrpo.evolution import SharedExperience
 from evogrpo.reporting.records import StepReport
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import parse_config
-from evogrpo.training.forecast import samples_row
+from evogrpo.training.forecast import samples_text
 from evogrpo.validation import dump
 from tests.algorithms.test_own_algorithm import small
 from tests.cli.project import CONFIG
@@ -97,5 +97,5 @@ def test_configurations_round_trip(given):
     again = parse_config(config.to_json())
     assert again.experience == config.experience
     assert config.to_json()["experience"] == ("own" if given == "own" else dump(config.experience))
-    row = samples_row(config, "completions")
+    row = samples_text(config, "completions")
     assert ("Each member learns from" in row) == (given != "own")

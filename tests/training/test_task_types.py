@@ -72,8 +72,8 @@ class TaskTypeTestCase(ABC):
         assert {"samples", "groups", "steps"} <= set(prepared.forecast().rows)
 
     def test_memory_does_not_depend_on_how_a_run_starts(self, kind, prepared):
-        need = prepared.forecast().need
-        assert need == kind.need(
+        need = prepared.forecast().memory
+        assert need == kind.memory_need(
             prepared.population(), prepared.env, prepared.config.schedule, prepared.config.experience
         )
         assert need.size > 0

@@ -129,7 +129,7 @@ def test_no_display_is_needed(tmp_path, monkeypatch, display):
 
 def test_a_video_is_never_overwritten(tmp_path):
     (tmp_path / "best-1.mp4").write_bytes(b"precious")
-    with pytest.raises(FileExistsError, match=r"best-1\.mp4 exists already"):
+    with pytest.raises(FileExistsError, match=r"best-1\.mp4 already exists"):
         record_video(drawn_agent(), Drawn, tmp_path / "best.mp4", episodes=2)
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"precious"]
 
@@ -140,7 +140,7 @@ def test_a_video_is_never_overwritten(tmp_path):
         ({"env": Undrawn}, "Undrawn .* argument render_mode"),
         ({"env": Silent}, 'render_mode must be "rgb_array", got None'),
         ({"env_kwargs": {"image": "a picture"}}, r"render\(\) must return .* got str"),
-        ({"env": "Drawnn-v0"}, r"Drawnn-v0 cannot be made: .*Drawnn"),
+        ({"env": "Drawnn-v0"}, r"Drawnn-v0 cannot be created: .*Drawnn"),
         ({"path": "best.gif"}, r"\.mp4, got"),
         ({"episodes": 3, "seeds": [1, 2]}, "got 2 for 3 episodes"),
         ({"env": "CartPole-v1"}, "observation_space must equal"),

@@ -40,27 +40,27 @@ BUILT_IN: Mapping[str, type[Strategy]] = {
 
 def strategy_from_json(
     values: Mapping[str, Any],
-    own: Callable[..., Strategy] | None = None,
-    own_mutation: Callable[..., Any] | None = None,
+    custom: Callable[..., Strategy] | None = None,
+    custom_mutation: Callable[..., Any] | None = None,
 ) -> Strategy:
     """Build a strategy from its name and settings; missing settings take their defaults.
 
     Args:
         values: "name" and the settings that `Strategy.to_json` returns.
-        own: Class to build if the name is not in `BUILT_IN`. Names are never imported here, as files are untrusted.
-        own_mutation: Function or class to use if the mutation is the user's own; also never imported by name.
+        custom: Class of a strategy that is not in `BUILT_IN`. Its name is never imported, as files are untrusted.
+        custom_mutation: Function or class of a custom mutation, for the same reason.
 
     Raises:
         ValueError: If the name or a setting is unknown, missing or invalid.
     """
     name, settings = values.get("name"), {key: value for key, value in values.items() if key != "name"}
-    kind = BUILT_IN.get(name, own) if isinstance(name, str) else own
+    kind = BUILT_IN.get(name, custom) if isinstance(name, str) else custom
     if kind is None:
         raise unknown_name_error("strategy", name, BUILT_IN)
-    # Only built-in strategies and their subclasses are known to read `mutation` as a perturbation.
+    # In other strategies, a setting called `mutation` may be something else than a perturbation.
     built_in = isinstance(kind, type) and any(issubclass(kind, each) for each in BUILT_IN.values())
     if "mutation" in settings and built_in and "mutation" in inspect.signature(kind).parameters:
-        settings["mutation"] = perturbation_from_json(settings["mutation"], own_mutation)
+        settings["mutation"] = perturbation_from_json(settings["mutation"], custom_mutation)
     return build_from_settings(kind, name, settings)
 
 

@@ -26,7 +26,7 @@ class Fixed(Stateless):
     mutates = False
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
-        """Keep every healthy member; an empty slot stays empty."""
+        """Keep every healthy member, and replace failed ones; an empty slot stays empty."""
         return Plan.from_choices(history, no_selection(history.last, rng))
 
 
@@ -48,7 +48,7 @@ class MutationOnly(Stateless):
     mutation: CheckedPerturbation = field(default_factory=Mutation)
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
-        """Mutate all members but the best; an empty slot stays empty."""
+        """Mutate all members except the best, and replace failed ones; an empty slot stays empty."""
         choices = no_selection(history.last, rng)
         best, *others = history.last.ranked
         choices[best] = Choice(parent=best, reason="kept: the best")
@@ -70,12 +70,13 @@ class RandomSearch(Stateless):
     mutates = False
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
-        """Keep every healthy member; an empty slot stays empty."""
+        """Keep every healthy member, and replace failed ones by founders; an empty slot stays empty."""
         last = history.last
         space = history.space.for_samples_per_step(last.samples_per_step)
         choices = no_selection(last, rng)
+        # A founder shares all hyperparameters outside the search space with the other members, such as the oldest one.
         oldest = min((member for member, _ in last.healthy), key=lambda member: member.index)
-        founder = partial(random_founder, space, oldest.hyperparameters)  # what does not evolve is that of the run
+        founder = partial(random_founder, space, oldest.hyperparameters)
         for slot in last.failed:
             choices[slot] = Choice(parent=None, reason="new founder: the member failed", hyperparameters=founder)
         return Plan.from_choices(history, choices, rng=rng)

@@ -33,11 +33,11 @@ class Leader(Stateless):
     mutation: CheckedPerturbation = field(default_factory=Mutation)
 
     def first_samples(self, members: int, samples_per_step: int) -> list[int]:
-        """Let the first member lead."""
+        """Return all samples for the first member, which leads, and none for the others."""
         return [samples_per_step] + [0] * (members - 1)
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
-        """Let the best member lead, and replace all others; an empty slot stays empty."""
+        """Keep the best member as the leader, and replace all others; an empty slot stays empty."""
         last = history.last
         leader = last.ranked[0]
         choices = [

@@ -49,7 +49,7 @@ class Narrowing(Stateless):
     mutation: CheckedPerturbation = field(default_factory=Mutation)
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
-        """Stop all but the best at a rung, and replace the worst of the rest."""
+        """Retire all members except the best at a rung, and replace the worst of the remaining ones."""
         first, last = history.generations[0], history.last
         founders, member_count = len(first.members), len(last.members)
         stagnated = has_stagnated(history, self.z)
@@ -73,7 +73,10 @@ class Narrowing(Stateless):
         )
 
     def _sample_factor(self, founders: int, members: int) -> int:
-        """Return the factor by which samples per member grow: a power of eta, so that groups stay whole."""
+        """Return the largest power of eta by which samples per member can grow within the budget of all founders.
+
+        Group sizes that divide the samples of the first generation divide such a multiple too.
+        """
         factor = 1
         while factor * self.eta * max(1, members) <= founders:
             factor *= self.eta

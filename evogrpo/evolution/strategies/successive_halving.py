@@ -42,7 +42,7 @@ class SuccessiveHalving(Stateless):
     grow: Grow = "steps_per_generation"
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
-        """Retire failed members, and at a rung all but the best."""
+        """Retire failed members, and at a rung all members except the best."""
         first, last = history.generations[0], history.last
         rungs, remainder = divmod(last.number - first.number + 1, self.every)
         survivor_count = math.ceil(len(first.members) / self.eta**rungs)
@@ -74,7 +74,7 @@ class SuccessiveHalving(Stateless):
         first, last = history.generations[0], history.last
         if self.grow == "samples_per_step":  # a multiple, so that group sizes divide it
             return last.steps_per_generation, first.samples_per_step * max(1, len(first.members) // members)
-        # The remainder of one generation's division is spent in the next.
+        # Count from the start of the run, so that learning steps lost to rounding are added to a later generation.
         allowed = len(first.members) * first.steps_per_generation * (len(history.generations) + 1)
         spent = sum(len(each.members) * each.steps_per_generation for each in history.generations)
         return max(1, (allowed - spent) // members), last.samples_per_step

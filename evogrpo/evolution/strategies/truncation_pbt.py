@@ -80,7 +80,7 @@ class TruncationPBT(Stateless):
         return dataclasses.replace(hyperparameters, **values)
 
     def _multiplied(self, parameter: RLParameter, value: float, factor: float, *, integer: bool) -> float:
-        """Multiply within the range; take a step if the product would not move the value."""
+        """Return the value multiplied by a factor, clipped to its range; a step away if that changes nothing."""
         low, high = parameter.bounds
         product = value * factor
         if parameter.choices is None and parameter.factor is None and low <= value <= high:
@@ -88,6 +88,6 @@ class TruncationPBT(Stateless):
             bounded = round(bounded) if integer else bounded
             if bounded != value:
                 return bounded
-        # Lists move one entry, integers by their smallest step; a value at 0 or at a bound turns back.
+        # A value in a list moves by one entry, an integer by 1. A value at 0 or at a bound moves back into the range.
         size = 1e-9 if parameter.choices is not None or integer else abs(factor - 1)
         return neighbour(parameter, value, upward=factor > 1, integer=integer, size=size)

@@ -257,7 +257,7 @@ class AdapterBank(AdapterSampler):
 
     def _halve(self, error: torch.OutOfMemoryError) -> None:
         """Halve the size of micro-batches after running out of memory, on all ranks or on none."""
-        if self.processes.size > 1 and not self.processes.has_agreed(error):
+        if self.processes.size > 1 and not self.processes.raised_on_all_ranks(error):
             raise error
         self.micro_batch_tokens = max(1, self.micro_batch_tokens // 2)
 

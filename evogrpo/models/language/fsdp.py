@@ -55,14 +55,14 @@ class ShardedLayers:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            ranks.broken = RuntimeError(
+            ranks.lockstep_error = RuntimeError(
                 "Out of memory in a pass of a sharded base, which cannot be repeated in smaller micro-batches. Lower "
                 f"micro_batch_tokens, or raise base_parts ({error})."
             )
-            raise ranks.broken from error
+            raise ranks.lockstep_error from error
         except Exception as error:
-            if not ranks.has_agreed(error):
-                ranks.broken = error
+            if not ranks.raised_on_all_ranks(error):
+                ranks.lockstep_error = error
             raise
         finally:
             ranks.interruptible = before

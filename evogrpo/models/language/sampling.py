@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evogrpo.data import WHOLE, Rollout, SamplingBatch
+from evogrpo.data import UNTRUNCATED, Rollout, SamplingBatch
 from evogrpo.distributed import processes
 from evogrpo.functional.log_probs import (
     apply_repetition_penalty,
@@ -224,7 +224,7 @@ class _Sampler:
 
     def rollout(self, versions: Sequence[WeightsVersion]) -> Rollout:
         """Return the completions of all rows, and their saved caches."""
-        exact = self._model.exact and self._rows.options == WHOLE
+        exact = self._model.exact and self._rows.options == UNTRUNCATED
         ended = (self._present & torch.isin(self._actions, self._bank.end_ids)).any(1)
         rollout = Rollout(
             actions=self._actions, present=self._present, log_probs=self._log_probs, truncated=~ended, exact=exact
@@ -350,7 +350,7 @@ class _Sampler:
                 # 2. Truncate. amax is three times faster than argmax, so argmax runs only if a row is greedy.
                 best = scaled.argmax(1) if self._any_greedy else None
                 largest = scaled.amax(1)
-                if options != WHOLE:
+                if options != UNTRUNCATED:
                     scaled = truncate_logits(scaled, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)
                 # 3. Draw. The inverse CDF is taken at u times the sum, so the weights need no normalisation.
                 weights = scaled.sub_(largest[:, None]).exp_()

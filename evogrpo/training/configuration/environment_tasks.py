@@ -91,8 +91,8 @@ class EnvironmentTask(StartsTask):
         env: Id of the environment, such as "CartPole-v1"; "module:Name-v0" imports the module that registers it. Or
             the name of a plugin that creates it.
         wrappers: Subclasses of `gymnasium.Wrapper`; the first one is innermost. Each is named "module:Class" or
-            "path.py:Class"; for classes of gymnasium.wrappers the name of the class is enough. A wrapper with options
-            is a mapping of `name` and `options`. Their code is run.
+            "path.py:Class", or "Class" for a class of gymnasium.wrappers. A wrapper with options is a mapping of `name`
+            and `options`. Their code is executed.
         max_episode_steps: Steps after which an episode is truncated; null = the environment's own limit.
         vectorization: "native", "serial", "processes", or "auto": native if available, otherwise serial.
         num_envs: Maximum number of parallel episodes; null = 4096 native, 64 serial, one process per processor.
@@ -134,7 +134,7 @@ class EnvironmentTask(StartsTask):
         try:
             return self.groups(load_plugin(self.env, "environment", gymnasium.registry) or self.env, seed=seed)
         except _CREATION_ERRORS as error:
-            raise ValueError(f"task.env: {self.env!r} cannot be made: {error}") from error
+            raise ValueError(f"task.env: {self.env!r} cannot be created: {error}") from error
 
     def groups(self, env: "str | Callable[..., gymnasium.Env[Any, Any]]", *, seed: int) -> GymnasiumGroups:
         """Create groups with the settings of this task.
@@ -149,13 +149,13 @@ class EnvironmentTask(StartsTask):
         )
 
 
-def named_wrapper(given: str | WrapperSection) -> Wrap:
-    """Return a wrapper by name, importing its module.
+def named_wrapper(section: str | WrapperSection) -> Wrap:
+    """Return the wrapper that a name or a section describes; its module is imported.
 
     Raises:
         ValueError: If the wrapper does not exist, or its options are invalid.
     """
-    name, options = (given, None) if isinstance(given, str) else (given.name, given.options)
+    name, options = (section, None) if isinstance(section, str) else (section.name, section.options)
     if ":" in name:
         kind = load_named(name, "wrapper", "class")
     else:
@@ -191,7 +191,7 @@ class ParallelTask(StartsTask):
 
     Attributes:
         parallel_env: The function that creates the environment, as "module:function" or "path.py:function"; or a
-            module with a function `parallel_env`, such as "mpe2.simple_spread_v3"; or a plugin. Its code is run.
+            module with a function `parallel_env`, such as "mpe2.simple_spread_v3"; or a plugin. Its code is executed.
         policies: "shared": one policy for all agents; "prefix": one for all agents whose names agree before the last
             underscore; "independent": one for each agent.
         credit: Rewards that an agent's action is credited with: "team" = those of all agents, "agent" = its own.
@@ -200,7 +200,7 @@ class ParallelTask(StartsTask):
             1,000 where it has none.
         score: Fitness of an episode: "sum" (the default), "min" or "mean" of all agents' returns; the name of an agent,
             the common prefix of several agents, or a list of these, whose returns are added; or "module:function" or
-            "path.py:function", a function of all returns by agent. Its code is run.
+            "path.py:function", a function of all returns by agent. Its code is executed.
         num_envs: Maximum number of parallel joint episodes.
     """
 
@@ -235,15 +235,16 @@ class ParallelTask(StartsTask):
             ValueError: If the environment does not exist or is not installed, or an argument is invalid.
         """
         require("task.parallel_env", "pettingzoo")
-        make, of_agents = self._maker(), ("parallel_env", "policies", "credit", "agent_ids")
-        options = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in of_agents}
+        others = ("parallel_env", "policies", "credit", "agent_ids")
+        options = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in others}
         score: Any = self.score
+        make = self._maker()
         if isinstance(score, str) and ":" in score:
             score = load_named(score, "score")
         try:
             return PettingZooGroups(make, **{**options, "score": score, "seed": seed})
         except (ImportError, TypeError, AssertionError) as error:  # PettingZoo checks arguments by `assert`
-            raise ValueError(f"task.parallel_env: {self.parallel_env!r} cannot be made: {error}") from error
+            raise ValueError(f"task.parallel_env: {self.parallel_env!r} cannot be created: {error}") from error
 
     def _maker(self) -> Callable[..., Any]:
         """Import the function that creates the environment."""
@@ -259,18 +260,18 @@ class ParallelTask(StartsTask):
         make = getattr(load_module(self.parallel_env), "parallel_env", None)
         if not callable(make):
             raise ValueError(
-                f"{self.parallel_env} has no function parallel_env: name a module that has one, such as "
+                f"{self.parallel_env} has no function parallel_env. Give a module that has one, such as "
                 'mpe2.simple_spread_v3, or "module:function".'
             )
         return make  # type: ignore[no-any-return]  # callable, as just checked
 
 
-_FOLDER = files("evogrpo.training") / "presets"
+_PRESETS = files("evogrpo.training") / "presets"
 
 
 def preset_ids() -> tuple[str, ...]:
     """Return the ids of environments with a preset."""
-    return tuple(sorted(file.name.removesuffix(".yaml") for file in _FOLDER.iterdir() if file.name.endswith(".yaml")))
+    return tuple(sorted(file.name.removesuffix(".yaml") for file in _PRESETS.iterdir() if file.name.endswith(".yaml")))
 
 
 def preset(env: str) -> dict[str, Any]:
@@ -285,12 +286,12 @@ def preset(env: str) -> dict[str, Any]:
     name = _registered(env).id
     if name not in preset_ids():
         raise ValueError(f"There is no preset for {name}. Remove --preset, or choose one of {', '.join(preset_ids())}.")
-    read: dict[str, Any] = load_yaml((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"), f"the preset of {name}")
-    return read
+    values: dict[str, Any] = load_yaml((_PRESETS / f"{name}.yaml").read_text(encoding="utf-8"), f"the preset of {name}")
+    return values
 
 
 def merge_sections(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge changes into a configuration's plain values, key by key in every section."""
+    """Return the plain values of a configuration with changes; within a section only the given keys change."""
     merged = dict(values)
     for name, change in changes.items():
         merged[name] = {**(merged.get(name) or {}), **change} if isinstance(change, Mapping) else change
@@ -298,18 +299,15 @@ def merge_sections(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dic
 
 
 def without_packaged_limits(values: Mapping[str, Any], schedule: Mapping[str, Any]) -> dict[str, Any]:
-    """Return packaged values without their own limits if the caller gives a budget.
+    """Return packaged values; without their own limits if the caller limits steps, tokens or time.
 
     Args:
         values: Values of the packaged configuration.
         schedule: Schedule settings of the caller.
     """
-    has_budget = any(schedule.get(limit) is not None for limit in ("max_timesteps", "max_tokens", "max_seconds"))
-    return (
-        merge_sections(values, {"schedule": {"generations": None, "target_fitness": None}})
-        if has_budget
-        else dict(values)
-    )
+    if all(schedule.get(limit) is None for limit in ("max_timesteps", "max_tokens", "max_seconds")):
+        return dict(values)
+    return merge_sections(values, {"schedule": {"generations": None, "target_fitness": None}})
 
 
 def packaged_values(env: str | None, *, with_preset: bool) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class LanguageAgent:
             raise ValueError(f"adapter {self.adapter!r} has its own LoRA settings. Remove lora.")
         if self.full_finetuning and (self.adapter is not None or self.lora != LoraSettings()):
             raise ValueError("full_finetuning trains all weights. Remove lora and adapter.")
-        # Validate; the real token ids are known once the tokenizer is loaded.
+        # Validate the settings. Token ids of the tokenizer are not known yet, so 0 stands for them.
         eos_token_ids = (0,) if self.eos_token_ids is None else self.eos_token_ids
         LanguageSettings(pad_token_id=0, eos_token_ids=eos_token_ids, **self.settings())
 
@@ -108,7 +108,7 @@ class LanguageAgent:
 
 @settings
 class QuestionTask(ABC):
-    """Settings of all tasks with questions.
+    """Settings that all tasks with questions share.
 
     Attributes:
         seed: Seed of the splits and of the order of questions; null = the run's seed.
@@ -144,10 +144,10 @@ class QuestionTask(ABC):
 
     @abstractmethod
     def environment(self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None) -> PromptEnvironment:
-        """Build the task's environment; longer prompts are left out."""
+        """Build the environment of the task, without prompts longer than `max_prompt_length` tokens."""
 
     def set_templates(self, tokenizer: Tokenizer) -> None:
-        """Give a tokenizer the templates in the files of this section.
+        """Set the templates of a tokenizer from the files of this section.
 
         Raises:
             ValueError: If a file cannot be read.
@@ -190,7 +190,7 @@ class BuiltinTask(QuestionTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._build()  # raises ValueError for an unknown name
+        self._builder()  # raises ValueError for an unknown name
 
     @property
     def label(self) -> str:
@@ -199,7 +199,7 @@ class BuiltinTask(QuestionTask):
 
     def environment(self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None) -> HuggingFaceGym:
         """Build the task's environment."""
-        return self._build()(
+        return self._builder()(
             tokenizer,
             seed=seed,
             validation_size=self.validation_size,
@@ -208,8 +208,8 @@ class BuiltinTask(QuestionTask):
             **self.gym_options(max_prompt_length),
         )
 
-    def _build(self) -> Callable[..., HuggingFaceGym]:
-        """Return the function that builds the task."""
+    def _builder(self) -> Callable[..., HuggingFaceGym]:
+        """Return the function that builds the environment."""
         plugin = load_plugin(self.name, "task", TASKS)
         if plugin is not None:
             return plugin
@@ -289,9 +289,9 @@ class DatasetFiles:
     def __post_init__(self) -> None:
         others = [self.train, self.validation, self.test, self.hub]
         if self.starts is not None and any(others):
-            raise ValueError("starts replaces a dataset. Remove train, validation, test and hub, or starts.")
+            raise ValueError("starts excludes a dataset. Remove train, validation, test and hub, or remove starts.")
         if self.hub is None and self.train is None and self.starts is None:
-            raise ValueError("train must be given: a file, or hub with the id of a dataset.")
+            raise ValueError("a dataset needs a source. Give train with a file, or hub with the id of a dataset.")
         if self.hub is None and (self.subset or self.revision):
             raise ValueError("subset and revision require hub. Remove them for files.")
 
@@ -305,7 +305,7 @@ class DatasetFiles:
         return f"{self.hub}{f' {self.subset}' if self.subset else ''}"
 
     def tables(self) -> dict[Split, Any]:
-        """Read every given split, or return the number of starts; raise ValueError if one cannot be read."""
+        """Return the rows of every split, or the number of starts; raise ValueError if a split cannot be read."""
         if self.starts is not None:
             return {"train": self.starts, "validation": None, "test": None}
         names = {split: getattr(self, split) for split in SPLITS}
@@ -364,7 +364,7 @@ class DatasetTask(QuestionTask):
         if has_calls and self.max_turns is None:
             raise ValueError("environment_factory and tools require max_turns, such as max_turns: 4.")
         if not has_calls and self.max_turns is not None:
-            raise ValueError("max_turns requires environment_factory or tools.")
+            raise ValueError("max_turns requires environment_factory or tools. Give one of them, or remove max_turns.")
         if has_calls and self.form == "agilerl":
             raise ValueError("environment_factory and tools require form: trl.")
         if self.dataset.starts is not None and not isinstance(self.environment_factory, str):
@@ -378,7 +378,7 @@ class DatasetTask(QuestionTask):
                 "column prompt."
             )
         if self.system_prompt is not None and self.conversation_template is not None:
-            raise ValueError("give system_prompt or conversation_template, not both.")
+            raise ValueError("system_prompt and conversation_template exclude each other. Remove one of them.")
         if self.form == "agilerl" and (not isinstance(self.reward, str) or self.reward_weights is not None):
             raise ValueError(
                 "form: agilerl takes one reward function and no reward_weights. For several, use form: trl."
@@ -423,7 +423,7 @@ class DatasetTask(QuestionTask):
                 tables["train"],
                 tables["test"],
                 tokenizer,
-                # One class without a name, several by name, or None with tools only.
+                # A class, several classes by name, or None if there are only tools.
                 environment_factory=factories.get("", factories or None),
                 tools=[load_named(name, "tool") for name in self.tools],
                 max_turns=self.max_turns,
@@ -458,15 +458,15 @@ def read_rows(path: Path) -> Sequence[Any]:
     if path.suffix not in DATASET_SUFFIXES:
         raise ValueError(f"A dataset file must end in {', '.join(DATASET_SUFFIXES)}, got {path}.")
     if not path.is_file():
-        # Name a similar file, or the files of its folder.
+        # Suggest a similar file, or list the files of the folder.
         files = sorted(each.name for each in path.parent.glob("*") if each.suffix in DATASET_SUFFIXES)
         match = close_match(path.name, files)
-        remedy = "paths in a configuration are relative to its folder, those in overrides to the working directory"
+        remedy = "Paths in a configuration are relative to its folder, those in overrides to the working directory."
         if match:
-            remedy = f"did you mean {match}?"
+            remedy = f"Did you mean {match}?"
         elif files:
-            remedy = f"{path.parent} has {', '.join(files[:5])}{' and others' if len(files) > 5 else ''}"
-        raise ValueError(f"cannot read the dataset {path}, there is no such file: {remedy}")
+            remedy = f"{path.parent} has {', '.join(files[:5])}{' and others' if len(files) > 5 else ''}."
+        raise ValueError(f"cannot read the dataset {path}, there is no such file. {remedy}")
     if path.suffix == ".parquet":
         return _read_parquet(path)
     try:
@@ -475,7 +475,7 @@ def read_rows(path: Path) -> Sequence[Any]:
             file.seek(0)
             if path.suffix == ".csv":
                 csv.field_size_limit(2**31 - 1)
-                # The delimiter is a comma, a semicolon or a tab.
+                # The delimiter is the one of , ; and tab that gives the most columns.
                 delimiter = max(",;\t", key=lambda mark: len(next(csv.reader([heading], delimiter=mark), [])))
                 rows: list[Any] = list(csv.DictReader(file, delimiter=delimiter))
             elif path.suffix == ".json" or heading.lstrip().startswith("["):  # one array rather than JSON lines
@@ -485,9 +485,9 @@ def read_rows(path: Path) -> Sequence[Any]:
                     _parse_json(line, f"line {number} of {path}") for number, line in enumerate(file, 1) if line.strip()
                 ]
     except OSError as error:
-        raise ValueError(f"cannot read the dataset {path} ({error.strerror or error}).") from error
+        raise ValueError(f"cannot read the dataset {path}: {error.strerror or error}. Check the file.") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not encoded in UTF-8 ({error}). Save it in UTF-8.") from error
+        raise ValueError(f"{path} is not in UTF-8 ({error}). Save it in UTF-8.") from error
     except csv.Error as error:
         raise ValueError(f"{path} is not a valid CSV file: {error}. Check its quotes and line ends.") from error
     if not isinstance(rows, list):
@@ -497,7 +497,7 @@ def read_rows(path: Path) -> Sequence[Any]:
             raise ValueError(
                 f"Every row of {path} must be an object with the same columns, got {row!r:.80} in row {number}."
             )
-        # csv stores surplus values under the key None, and None for missing ones.
+        # csv stores surplus values under the key None, and None as the value of missing ones.
         if None in row or (path.suffix == ".csv" and None in row.values()):
             raise ValueError(f"Every row of {path} must have one value per column. Check row {number}.")
     return rows
@@ -548,9 +548,9 @@ def _read_parquet(path: Path) -> Sequence[Any]:
 
 
 def _conversation_template(system_prompt: str | None, template: Messages | None) -> Messages | None:
-    """Return the template, or one that puts a system prompt before the question."""
+    """Return the template, or a template of a system prompt and the question."""
     if system_prompt is None:
         return template
-    # Escape braces, which would be fields of the template.
+    # Escape braces, which would be read as fields of the template.
     text = system_prompt.replace("{", "{{").replace("}", "}}")
     return ({"role": "system", "content": text}, {"role": "user", "content": "{question}"})

@@ -102,12 +102,12 @@ def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) 
 
 @cache
 def _sections_model(task: Any = Any, agent: Any = Any, *, evolution: bool = True) -> type[BaseModel]:
-    """Return a model of a configuration file.
+    """Return a pydantic model with one field for each section of a configuration file.
 
     Args:
         task: Type of the task section.
         agent: Type of the agent section.
-        evolution: The model checks `experience` and `fitness`, whose types import numpy.
+        evolution: Check `experience` and `fitness` too, whose types import numpy.
     """
     types: dict[str, Any] = dict.fromkeys(("Strategy", "SharedExperience", "FitnessConfig"), Any)
     if evolution:
@@ -127,8 +127,8 @@ def configuration_schema() -> dict[str, Any]:
     from evogrpo.evolution.strategies import BUILT_IN
     from evogrpo.training.task_types import TASK_TYPES
 
-    kinds = TASK_TYPES.values()
-    tasks, agents = [task for kind in kinds for task in kind.tasks], {kind.agent: None for kind in kinds}
+    types = TASK_TYPES.values()
+    tasks, agents = [task for each in types for task in each.tasks], {each.agent: None for each in types}
     schema = json_schema(_sections_model(Union[tuple(tasks)], Union[tuple(agents)]))  # noqa: UP007 (of a sequence)
     schema["properties"]["strategy"]["anyOf"][0]["examples"] = list(BUILT_IN)
     hyperparameters = schema["$defs"]["Hyperparameters"]["properties"]
@@ -153,12 +153,12 @@ def _misplaced(name: str, section: str, valid: Sequence[str]) -> str | None:
     # Sections of task types import torch, so they come last.
     for sections in (_sections, _task_sections):
         keys = [(path, key) for path, names in sections() for key in names if path != section]
-        places = {f"{path}.{key}".removeprefix("."): key for path, key in keys}
-        matches = [place for place in places if place.replace(".", "_") == name]
+        paths = {f"{path}.{key}".removeprefix("."): key for path, key in keys}
+        matches = [path for path in paths if path.replace(".", "_") == name]
         if not has_suggestion:
-            matches += [place for place, key in places.items() if key == name]
+            matches += [path for path, key in paths.items() if key == name]
             if not any(name in key or key in name for key in valid):
-                matches += [place for place, key in places.items() if counterpart(name, [key]) is not None]
+                matches += [path for path, key in paths.items() if counterpart(name, [key]) is not None]
         if matches or has_suggestion:
             return next(iter(matches), None)
     return None
@@ -194,7 +194,7 @@ def _task_sections() -> Iterator[tuple[str, Sequence[str]]]:
 
 
 def _without_auto(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return the values without those that are `auto`, and the names of these.
+    """Return the values without those that are `auto`, and the names of the removed ones.
 
     Any hyperparameter may be `auto`, in `hyperparameters` or in `search_space`. A missing `search_space` is `auto`.
     An `lr` that is `auto` in `hyperparameters` is calibrated and does not evolve.
@@ -247,7 +247,7 @@ def _complete_space(
 
 
 def with_path(path: str, make: Callable[[], T]) -> T:
-    """Call a function; prefix its ValueError with a dotted path."""
+    """Return the result of a function; its ValueError gets the prefix `path`."""
     try:
         return make()
     except ValueError as error:
@@ -303,7 +303,9 @@ def _with_value(values: Mapping[str, Any], keys: Sequence[str], value: Any) -> d
         return {**values, first: value}
     inner = values.get(first)
     if inner is not None and not isinstance(inner, Mapping):
-        raise ValueError(f"Cannot set {'.'.join(keys)}: {first} is {inner!r}, which has no keys.")
+        raise ValueError(
+            f"Cannot set {'.'.join(keys)}: {first} must be a mapping, got {inner!r:.80}. Set {first} itself."
+        )
     return {**values, first: _with_value(inner or {}, rest, value)}
 
 
@@ -312,12 +314,12 @@ def _absolute(path: str, folder: Path) -> str:
 
 
 def _absolute_or_hub(name: str, folder: Path) -> str:
-    # A hub id looks like a relative path, so it counts as a path only if that exists.
+    # A hub id looks like a relative path, so a name is a path only if it exists.
     return _absolute(name, folder) if name.startswith((".", "~")) or (folder / name).exists() else name
 
 
 def _absolute_file(name: str, folder: Path) -> str:
-    # Names of splits have no such suffix.
+    # With `hub`, the name is that of a split, which has no such suffix.
     return _absolute(name, folder) if Path(name).suffix in DATASET_SUFFIXES else name
 
 
@@ -339,17 +341,24 @@ _PATHS: Mapping[str, Callable[[str, Path], str]] = {
     "agent.adapter": _absolute,
     "sampler.adapters_dir": _absolute,
 }
-"""Functions that make paths absolute, by dotted path of the setting; elements of a list have the path of the list.
+"""Functions that make a file path absolute, by dotted path of its setting.
 
-`*` stands for any key.
+Elements of a list have the path of the list. `*` stands for any key.
 """
 
 
 def absolute_paths(values: Any, folder: Path, path: str = "") -> Any:
-    """Return the values with relative paths made absolute, as `load_config` describes."""
+    """Return plain values with the relative paths in them made absolute; see `_PATHS`.
+
+    Args:
+        values: Plain values, or a part of them.
+        folder: Folder that the paths are relative to.
+        path: Dotted path of this part.
+    """
     if isinstance(values, Mapping):
         return {key: absolute_paths(each, folder, f"{path}.{key}".removeprefix(".")) for key, each in values.items()}
     if isinstance(values, list):
         return [absolute_paths(each, folder, path) for each in values]
-    make_absolute = _PATHS.get(path) or _PATHS.get(f"{path.rpartition('.')[0]}.*")
+    section = path.rpartition(".")[0]
+    make_absolute = _PATHS.get(path) or _PATHS.get(f"{section}.*")
     return make_absolute(values, folder) if make_absolute is not None and isinstance(values, str) else values

@@ -1,6 +1,6 @@
 """Configuration of a run and its sections, as frozen records.
 
-Strategies and fitness import numpy, so they are imported on first use: a wrong key is reported before.
+Strategies and fitness import numpy, so they are imported on first use: a wrong key is reported without that delay.
 """
 
 from collections.abc import Mapping
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from evogrpo.evolution.strategies import Strategy
 
 CONFIG_FILE = "config.yaml"
-"""Name of the file in a run directory."""
+"""Name of the configuration file in a run directory."""
 CONFIG_HEAD = "# The resolved configuration of this run, written by evogrpo"
-"""First line of that file."""
+"""Start of the first line of `CONFIG_FILE`."""
 DATASET_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 """Supported types of dataset files."""
 
@@ -40,7 +40,7 @@ def _strategy(value: Any = "tournament") -> "Strategy":
 
 
 def _sampler(value: Any) -> Any:
-    """Return the name and settings of a sampler, whose code is imported; None stays."""
+    """Return the name and the settings of a sampler, whose code is imported; None stays None."""
     if value is None:
         return None
     from evogrpo.training.configuration.user_code import VLLM, named_sampler
@@ -54,7 +54,7 @@ def _sampler(value: Any) -> Any:
         keys = {"name", "url", "adapters_dir", "timeout"}
         wrong = sorted(map(str, values.keys() - keys)) or sorted(keys - {"timeout"} - values.keys())
         if wrong:
-            raise ValueError(f"needs {VLLM} (or url) and adapters_dir and may have timeout: check {', '.join(wrong)}")
+            raise ValueError(f"needs {VLLM} (or url), adapters_dir and optionally timeout. Check {', '.join(wrong)}.")
     named_sampler(values["name"])
     return dict(values)
 
@@ -82,7 +82,7 @@ class LoggingConfig:
     Attributes:
         tensorboard: Log scalars for TensorBoard, if the extra `tensorboard` is installed.
         keep_checkpoints: Number of newest generations kept on disk, at least 1.
-        checkpoint_steps: Also write a checkpoint after every so many learning steps; null = only after generations.
+        checkpoint_steps: Number of learning steps between checkpoints within a generation; null = no such checkpoints.
         completions: Completions written per learning step, with rewards and advantages; 0 = none.
 
     Raises:
@@ -97,15 +97,15 @@ class LoggingConfig:
 
 @settings
 class PopulationConfig:
-    """Population section.
+    """Number of members and their first hyperparameters.
 
     Attributes:
         size: Number of members.
         spread: Spread founders over the search space; false = all start with the same hyperparameters.
         like: Directory of an earlier run. The first members start with its best hyperparameters (see
             `evogrpo.best_hyperparameters`). Only evolving ones are used, clipped to their ranges.
-        founders: Hyperparameters of the first members; missing ones are as in `hyperparameters`. Values from `like`
-            are stored here.
+        founders: Hyperparameters of the first members; missing ones are those of `hyperparameters`. Filled from `like`
+            when the configuration is read.
     """
 
     size: Annotated[int, Field(ge=1, le=MAX_MEMBERS), WHOLE] = 1
@@ -179,7 +179,7 @@ class Config:
     def __post_init__(self) -> None:
         from evogrpo.evolution.strategies import Replay
 
-        if isinstance(self.strategy, Replay):  # the run begins with the first stage of the schedule that it replays
+        if isinstance(self.strategy, Replay):  # the run must begin as the first stage of the replayed schedule
             first = self.strategy.stages[0]
             expected = (first.hyperparameters, first.samples_per_step, first.generations[0])
             actual = (self.hyperparameters, self.schedule.samples_per_step, self.schedule.steps_per_generation)
@@ -188,10 +188,10 @@ class Config:
                     "hyperparameters, schedule.samples_per_step and schedule.steps_per_generation must equal the first "
                     f"replayed stage, {expected}, got {actual}. Remove them: `evogrpo replay` sets them."
                 )
-        samples, size = self.schedule.samples_per_step, self.hyperparameters.group_size
-        self.search_space.for_samples_per_step(samples)
+        samples = self.schedule.samples_per_step
+        self.search_space.for_samples_per_step(samples)  # raises ValueError if no group size divides it
         try:
-            check_group_size(size, samples)
+            check_group_size(self.hyperparameters.group_size, samples)
         except ValueError as error:
             raise ValueError(f"hyperparameters and schedule: {error}") from error
         try:
@@ -212,7 +212,7 @@ class Config:
         return self.seed if self.task.seed is None else self.task.seed
 
     def founder_options(self) -> dict[str, Any]:
-        """Return the arguments of `GRPO.population` that every configuration has."""
+        """Return the arguments of `GRPO.population` and `MultiAgentGRPO.population` about founders."""
         return {
             "samples_per_step": self.schedule.samples_per_step,
             "spread": self.population.spread,

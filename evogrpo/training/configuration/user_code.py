@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from evogrpo.models.bank import Sampler
 
 PLUGINS = "evogrpo.plugins"
-"""Group of the entry points by which installed packages add strategies, samplers, environments and tasks."""
+"""Group of entry points with which packages add strategies, samplers, environments and tasks."""
 VLLM = "vllm"
 """Name of the built-in sampler `evogrpo.VLLMSampler`."""
 
@@ -33,7 +33,7 @@ def load_named(reference: str, what: str, category: str = "function") -> Callabl
     """Import a function or class of the user; this executes the code of its module.
 
     Args:
-        reference: `path.py:name`, or `module:name`, imported as if from the working directory.
+        reference: `path.py:name` or `module:name`; modules in the working directory are found too.
         what: Its purpose, for messages, such as "reward function".
         category: "function" or "class".
 
@@ -44,23 +44,22 @@ def load_named(reference: str, what: str, category: str = "function") -> Callabl
     if not colon or not source or not name:
         raise ValueError(f'A {what} must be given as "path.py:{category}" or "module:{category}", got {reference!r}.')
     module = _run_file(Path(source), what) if source.endswith(".py") else load_module(source)
-    function: Any = getattr(module, name, None)
+    loaded: Any = getattr(module, name, None)
     is_category = callable if category == "function" else inspect.isclass
-    if not is_category(function):
+    if not is_category(loaded):
         names = [key for key, value in vars(module).items() if is_category(value) and not key.startswith("_")]
         match = close_match(name, names)
-        advice = f"did you mean {match!r}? It has" if match else "it has"
-        raise ValueError(f"{source} has no {category} {name!r}: {advice} {', '.join(names) or 'none'}")
-    loaded: Callable[..., Any] = function
-    return loaded
+        hint = f" Did you mean {match!r}?" if match else ""
+        raise ValueError(f"{source} has no {category} {name!r}.{hint} It has {', '.join(names) or 'none'}.")
+    return loaded  # type: ignore[no-any-return]  # callable, as just checked
 
 
 def _run_file(path: Path, what: str) -> ModuleType:
     """Execute a Python file of the user as a module, once per version of the file."""
     if not path.is_file():
         raise ValueError(f"Cannot load the {what}: there is no file {path}.")
-    # The module's name depends on the file's path and time of change. So all functions of a file are in one module,
-    # worker processes find them there, and files with the same name do not replace each other.
+    # The name of the module contains a hash of the file's path and time of change, so that files of the same name do
+    # not replace each other, and worker processes find the module.
     version = f"{path.resolve()} {path.stat().st_mtime_ns}"
     name = f"{USER_MODULE_PREFIX}{path.stem}_{hashlib.sha256(version.encode()).hexdigest()[:8]}"
     if name in sys.modules:
@@ -68,7 +67,7 @@ def _run_file(path: Path, what: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # the file ends in .py
     module = importlib.util.module_from_spec(spec)
-    # As for a script, modules in the same folder can be imported, and the module can be found by its name.
+    # As with a script, the file can import modules of its folder. It can also be imported by its own name.
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     sys.modules[name] = module
@@ -82,10 +81,10 @@ def _run_file(path: Path, what: str) -> ModuleType:
 
 
 def load_module(name: str) -> ModuleType:
-    """Import a module of the user as if from the working directory.
+    """Import a module of the user, also from the working directory.
 
     Raises:
-        ValueError: If there is none, or it raises an exception.
+        ValueError: If there is no such module, or it raises an exception.
     """
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -104,8 +103,8 @@ def _errors_of(what: str) -> Iterator[None]:
             parent, dot, last = (error.name or "").rpartition(".")
             search_path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
             match = close_match(last, [module.name for module in pkgutil.iter_modules(search_path)])
-            message += f": did you mean {parent}{dot}{match}? Otherwise " if match else ": "
-            message += 'install its package, change to its folder, or write "path.py:name"'
+            message += f". Did you mean {parent}{dot}{match}?" if match else ""
+            message += ' Install its package, change to its folder, or write "path.py:name".'
         raise ValueError(message) from error
 
 
@@ -115,7 +114,7 @@ def plugin_names() -> list[str]:
 
 
 def load_plugin(name: str, what: str, built_in: Collection[str] = ()) -> Callable[..., Any] | None:
-    """Import the installed plugin of a name; None if there is none.
+    """Import the installed plugin of this name, and return it; None if there is none.
 
     Args:
         name: Name of its entry point.
@@ -123,7 +122,7 @@ def load_plugin(name: str, what: str, built_in: Collection[str] = ()) -> Callabl
         built_in: Names that a plugin must not have.
 
     Raises:
-        ValueError: If the plugin has a built-in name, several packages have one of this name, or it cannot be imported.
+        ValueError: If the name is built in, several packages have a plugin of this name, or it cannot be imported.
     """
     found = {each.value: each for each in importlib.metadata.entry_points(group=PLUGINS, name=name)}
     if not found:
@@ -138,12 +137,12 @@ def load_plugin(name: str, what: str, built_in: Collection[str] = ()) -> Callabl
     with _errors_of(f"the plugin {name!r} ({value})"):
         loaded = plugin.load()
     if not callable(loaded):
-        raise ValueError(f"The plugin {name!r} ({value}) must be a class or a function, to be used as a {what}.")
+        raise ValueError(f"The plugin {name!r} ({value}) must be a class or function to be used as a {what}.")
     return loaded  # type: ignore[no-any-return]  # callable, as just checked
 
 
 def named_sampler(name: str) -> "Callable[..., Sampler]":
-    """Return the factory of a sampler: a built-in one, or that of a plugin, `path.py:function` or `module:function`.
+    """Return the factory of a sampler by name: built-in, plugin, `path.py:function` or `module:function`.
 
     Raises:
         ValueError: If there is none.
@@ -155,7 +154,7 @@ def named_sampler(name: str) -> "Callable[..., Sampler]":
         return lambda population, **settings: VLLMSampler(**settings)
     if factory is None:
         error = unknown_name_error("sampler", name, [VLLM, *plugin_names()])
-        raise ValueError(f'{error}. For a sampler of your own, write "module:function".')
+        raise ValueError(f'{error}. For your own sampler, write "module:function".')
     return factory
 
 
@@ -172,7 +171,7 @@ def make_sampler(values: Mapping[str, Any], population: "Population") -> "Sample
 
 
 def strategy_record(strategy: Strategy) -> dict[str, Any]:
-    """Return a strategy's name and settings; the name is that of a built-in strategy, or `module:Class`."""
+    """Return the name and the settings of a strategy; the name of a custom one is `module:Class`."""
     kind = type(strategy)
     name = next((name for name, built_in in BUILT_IN.items() if built_in is kind), None)
     return {"name": name or reference_to(kind), **strategy.to_json()}
@@ -226,11 +225,11 @@ def check_strategy(strategy: object) -> None:
 
 
 def _is_importable(thing: Callable[..., Any]) -> bool:
-    """Return True if importing its module and looking up its name gives the same function or class."""
+    """Return True if a resumed run can import this function or class by its module and name."""
     value: Any = sys.modules.get(thing.__module__)
     for part in thing.__qualname__.split("."):
         value = getattr(value, part, None)
-    # `__main__` is another module in the process that resumes the run.
+    # In the process that resumes the run, `__main__` is another module.
     return value is thing and thing.__module__ != "__main__"
 
 
@@ -242,7 +241,7 @@ def check_resumable(strategy: Strategy) -> None:
             JSON values, its settings do not build an equal strategy, or a setting is called "name".
     """
     strategy_class, record, mutation = type(strategy), strategy_record(strategy), _custom_mutation(strategy)
-    for role, code in (("class of a strategy", strategy_class), ("mutation of a strategy", mutation)):
+    for role, code in (("class of its strategy", strategy_class), ("mutation of its strategy", mutation)):
         if code is not None and not _is_importable(code):
             raise ValueError(
                 f"A run can only be resumed if the {role} can be imported, got {reference_to(code)}. "
@@ -287,7 +286,7 @@ def restored_strategy(
     stored = strategy_from_json(record, strategy_class, mutation)
     strategy = stored if given is None or isinstance(given, type) else given
     expected, actual = (_json_round_trip(strategy_record(candidate)) for candidate in (stored, strategy))
-    # The module may have moved, so only the names of class and mutation and the settings are compared.
+    # Modules may have moved since, so only the settings and the names of class and mutation are compared.
     if expected != actual or strategy_class not in (None, type(stored)) or _names(record) != _names(actual):
         raise ValueError(f"strategy must be the one that the run started with, {dict(record)}, got {actual}.")
     strategy.load_state(state)
@@ -309,4 +308,4 @@ def _custom_mutation(strategy: Strategy) -> Callable[..., Any] | None:
 
 
 def _json_round_trip(values: Mapping[str, Any]) -> Any:
-    return load_json(dump_json(values, what="what is stored of the strategy"))
+    return load_json(dump_json(values, what="the record of the strategy"))

@@ -22,7 +22,7 @@ from evogrpo.training.configuration.question_tasks import (
 )
 from evogrpo.training.configuration.sections import Config
 from evogrpo.training.configuration.user_code import VLLM
-from evogrpo.training.forecast import Need
+from evogrpo.training.forecast import MemoryNeed
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types.networks import NetworkTask, PreparedNetworks
 from evogrpo.training.video import RecordedEpisode
@@ -60,8 +60,8 @@ class LanguageTask:
     completions = 16
 
     def check(self, config: Config) -> None:
-        """Raise ValueError for limits on environment steps, and for what does not go with full fine-tuning."""
-        config.schedule.check_counted(plays=False)
+        """Raise ValueError for a limit on environment steps, or for sharding or vLLM with full fine-tuning."""
+        config.schedule.check_timesteps(plays=False)
         vllm = config.sampler is not None and config.sampler["name"] == VLLM
         if config.agent.full_finetuning and (vllm or config.base_parts > 1):
             raise ValueError("agent.full_finetuning supports neither base_parts nor vLLM. Remove them.")
@@ -76,11 +76,13 @@ class LanguageTask:
 
         return prepare(config)
 
-    def need(self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None) -> Need:
+    def memory_need(
+        self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None
+    ) -> MemoryNeed:
         """Estimate the memory from the base model, the members and the longest prompt."""
-        from evogrpo.training.task_types.language import need
+        from evogrpo.training.task_types.language import memory_need
 
-        return need(population, env, schedule)
+        return memory_need(population, env, schedule)
 
     def record_videos(self, config: Config, best: Path, folder: Path, episodes: int) -> tuple[RecordedEpisode, ...]:
         """Raise ValueError: language models have no videos."""
@@ -96,7 +98,7 @@ class LanguageTask:
         return f"evogrpo.GRPO.load({str(best)!r}{base_argument}).generate(prompts)"
 
     def next_command(self, run_dir: Path) -> tuple[str, tuple[str | Path, ...]]:
-        """Return purpose and words of the command that exports the best member."""
+        """Return the purpose and the words of the command to print after a run: export of the best member."""
         return "export member", ("export", run_dir, "FOLDER")
 
 
@@ -105,21 +107,21 @@ PreparedRun: TypeAlias = "PreparedLanguage | PreparedNetworks"
 """Run whose configuration was checked against the machine, the task and the members."""
 _NETWORKS = NetworkTask(word="networks", tasks=(EnvironmentTask,), algorithm=GRPO)
 _TEAMS = NetworkTask(word="joint", tasks=(ParallelTask,), algorithm=MultiAgentGRPO)
-TASK_TYPES: Mapping[str, TaskType] = {kind.word: kind for kind in (LanguageTask(), _NETWORKS, _TEAMS)}
-_KIND_OF: Mapping[type[Any], TaskType] = {task: kind for kind in TASK_TYPES.values() for task in kind.tasks}
-_TASKS: Mapping[str, type[Any]] = {task.key: task for task in _KIND_OF}
+TASK_TYPES: Mapping[str, TaskType] = {each.word: each for each in (LanguageTask(), _NETWORKS, _TEAMS)}
+_TYPE_OF: Mapping[type[Any], TaskType] = {task: each for each in TASK_TYPES.values() for task in each.tasks}
+_TASKS: Mapping[str, type[Any]] = {task.key: task for task in _TYPE_OF}
 
 
 def task_type_of(task: object) -> TaskType:
     """Return the type of a task section."""
-    return _KIND_OF[type(task)]
+    return _TYPE_OF[type(task)]
 
 
 def select_task(section: object) -> tuple[type[Any], TaskType]:
-    """Return the class and the type of a task section, which follow from the key that is set.
+    """Return the class and the task type of a task section, by the one key of `_TASKS` that it sets.
 
     Raises:
-        ValueError: If the section names no task or several.
+        ValueError: If the section sets no such key or several.
     """
     if not isinstance(section, Mapping):
         raise ValueError(f"task must be a mapping with one of the keys {', '.join(_TASKS)}, got {section!r:.80}.")
@@ -128,6 +130,6 @@ def select_task(section: object) -> tuple[type[Any], TaskType]:
         known = {field.name for task in _TASKS.values() for field in fields(task)}
         refuse_unknown("key in task", section, sorted(known))
         named = " and ".join(chosen) or "none"
-        raise ValueError(f"task must have one of the keys {', '.join(_TASKS)}: exactly one of them, got {named}.")
+        raise ValueError(f"task must have exactly one of the keys {', '.join(_TASKS)}, got {named}.")
     task = _TASKS[chosen[0]]
-    return task, _KIND_OF[task]
+    return task, _TYPE_OF[task]

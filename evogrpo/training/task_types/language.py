@@ -1,4 +1,4 @@
-"""Runs of language models on prompts: members are LoRA adapters on one frozen base model, or have all weights."""
+"""Preparation and cost of runs of language models: members are LoRA adapters on a base model, or own all weights."""
 
 import math
 from dataclasses import dataclass, replace
@@ -43,12 +43,12 @@ from evogrpo.training.configuration.question_tasks import LanguageAgent
 from evogrpo.training.configuration.sections import Config
 from evogrpo.training.forecast import (
     Forecast,
-    Need,
+    MemoryNeed,
     gigabytes,
-    possible,
-    round_rows,
-    samples_row,
-    sharing,
+    possible_values,
+    processes_per_device,
+    samples_text,
+    schedule_rows,
     sizes_text,
 )
 from evogrpo.training.run_dir import StoredRun
@@ -60,18 +60,15 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedModel
 
-SAVINGS = (
-    "population.size, agent.micro_batch_tokens, agent.max_output_tokens or agent.max_episode_tokens, or take a smaller "
-    "model"
-)
+SAVINGS = "population.size, agent.micro_batch_tokens, agent.max_output_tokens or agent.max_episode_tokens"
 
 
 VECTORS_BESIDE_MEMBERS = 5
-"""Float32 vectors as long as one member's weights: three of the best one so far (weights and two moments), the first
-weights, one gradient."""
+"""Float32 vectors of one member's size besides the members' train states: weights and two moments of the best member so
+far, the initial weights, one gradient."""
 
 VECTORS_OF_EXPORT = 12
-"""Estimated number of such vectors while the best member is exported."""
+"""Estimated number of float32 vectors of one member's size while the best member is exported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +77,10 @@ class Memory:
 
     Attributes:
         base: Weights of the frozen base model on one rank.
-        members: Weights and AdamW moments of all members and of the best one so far, the first weights, one gradient,
-            and the larger of the copies before a learning step and those made while the best member is exported.
+        members: Train states of all members and of the best one so far, the initial weights, one gradient, and the
+            larger of the copies before a learning step and those made while the best member is exported.
         learning: Activations and logits of one micro-batch.
-        sampling: KV caches, with the copy made when they grow; of all conversations, as further turns continue them.
+        sampling: KV caches, with the copy that is made when they grow. All conversations keep theirs between turns.
     """
 
     base: int
@@ -93,7 +90,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Total; learning and sampling alternate, so the larger counts."""
+        """Bytes at the peak; learning and sampling alternate, so the larger of them counts."""
         return self.base + self.members + max(self.learning, self.sampling)
 
 
@@ -136,20 +133,20 @@ class PreparedLanguage:
         }
 
     def forecast(self) -> Forecast:
-        """Compute the costs of the run: upper bounds where completions may end early or values may evolve."""
+        """Return the costs of the run: upper bounds where completions may end early or hyperparameters evolve."""
         config, env, outline, device = self.config, self.env, self.outline.model, self.device
         # 1. Work: optimizer steps and tokens.
         schedule, members = config.schedule, config.population.size
         optimizer_steps = [
             epochs * math.ceil(config.schedule.samples_per_step / batch)
-            for epochs in possible(config, "update_epochs")
-            for batch in possible(config, "batch_size")
+            for epochs in possible_values(config, "update_epochs")
+            for batch in possible_values(config, "batch_size")
         ]
         fewest, most = min(optimizer_steps), max(optimizer_steps)
         batch = env.open("train", range(env.size("train")))
         longest, turns = max(map(len, batch.prompts)), batch.max_turns
-        row = row_tokens(config.agent, turns, longest, context_of(outline))
-        groups = schedule.samples_per_step // min(possible(config, "group_size"))
+        row = max_row_tokens(config.agent, turns, longest, context_of(outline))
+        groups = schedule.samples_per_step // min(possible_values(config, "group_size"))
         per_step, in_all = members * _member_tokens(config, groups, longest, row), ""
         if schedule.generations is not None:
             in_all = f", {count_text(schedule.generations * schedule.steps_per_generation * per_step)} in all"
@@ -168,7 +165,7 @@ class PreparedLanguage:
             samples=config.schedule.samples_per_step,
             validation=schedule.questions("validation", env),
             weights=weights,
-            longest=longest,
+            longest_prompt=longest,
             turns=turns,
             precision=precision,
             base=base,
@@ -188,12 +185,12 @@ class PreparedLanguage:
             limits = f"conversations of at most {row} in up to {turns} turns"
             if config.agent.max_episode_tokens is None:
                 bound, limits = "about", f"{limits}: replies as long as completions, without max_episode_tokens"
-        rounds = round_rows(config, env, "completions")
+        rounds = schedule_rows(config, env, "completions")
         rows = {
             "first prompt": f"{shorten(self.trial.prompt, 400)!r}, {pluralize(len(self.trial.tokens), 'token')}: "
             f"{first}{' …' if len(self.trial.tokens) > 12 else ''}",
             "rewards": f"{', '.join(map(' '.join, earned.items()))} for {SAMPLE_COMPLETIONS[0]!r}",
-            "samples": samples_row(config, "completions"),
+            "samples": samples_text(config, "completions"),
             "groups": rounds["groups"],
             "optimizer": f"{steps} per member and learning step, in micro-batches of {size}",
             "steps": rounds["steps"],
@@ -206,12 +203,12 @@ class PreparedLanguage:
             f"learning {gigabytes(memory.learning)} (activations and logits of a micro-batch, gradients) and sampling "
             f"{gigabytes(memory.sampling)} (KV cache); without Python and its libraries",
         }
-        return Forecast(rows=rows, need=_need(memory, device))
+        return Forecast(rows=rows, memory=_memory_need(memory, device))
 
     def population(self) -> Population:
         """Load the base model and make the founders."""
         options, tokenizer = self.config.agent.settings(), self.outline.tokenizer
-        # Padding is masked, so that any token will do.
+        # Padding is masked, so any token can be used.
         padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         if self.config.agent.eos_token_ids is not None:
             options["eos_token_ids"] = self.config.agent.eos_token_ids
@@ -249,45 +246,47 @@ class PreparedLanguage:
         return f", {layout}" + (f" ({requested} do not divide {processes().size})" if parts != requested else "")
 
 
-def row_tokens(agent: LanguageAgent | LanguageSettings, turns: int, longest: int, context: int | None) -> int:
-    """Return the most tokens of a completion or conversation.
+def max_row_tokens(
+    agent: LanguageAgent | LanguageSettings, turns: int, longest_prompt: int, context: int | None
+) -> int:
+    """Return the maximum number of tokens of a completion or conversation, without its prompt.
 
     Without a limit on a conversation, its replies are assumed to be as long as its completions.
 
     Args:
         agent: Settings of the members.
         turns: Maximum number of completions of a conversation.
-        longest: Tokens of the longest prompt.
+        longest_prompt: Tokens of the longest prompt.
         context: The model's context in tokens; None = no limit.
     """
     if turns == 1:
         return agent.max_output_tokens
-    most = agent.max_episode_tokens or (2 * turns - 1) * agent.max_output_tokens
-    return most if context is None else max(agent.max_output_tokens, min(most, context - longest))
+    tokens = agent.max_episode_tokens or (2 * turns - 1) * agent.max_output_tokens  # a reply between two completions
+    return tokens if context is None else max(agent.max_output_tokens, min(tokens, context - longest_prompt))
 
 
-def _member_tokens(config: Config, groups: int, longest: int, completion: int) -> int:
-    """Return the most tokens of one member's learning step: sampling, updates, and the reference where beta is used.
+def _member_tokens(config: Config, groups: int, longest_prompt: int, row_tokens: int) -> int:
+    """Return the maximum number of tokens of one member's learning step: sampling, updates, and the reference pass.
 
     Args:
         config: Configuration of the run.
-        groups: Most groups of a learning step.
-        longest: Tokens of the longest prompt.
-        completion: Most tokens of a completion or conversation; see `row_tokens`.
+        groups: Maximum number of groups of a learning step.
+        longest_prompt: Tokens of the longest prompt.
+        row_tokens: Result of `max_row_tokens`.
     """
-    completions = config.schedule.samples_per_step * completion
-    epochs = max(possible(config, "update_epochs"))
-    splits = math.ceil(config.schedule.samples_per_step / min(possible(config, "batch_size"))) - 1
+    completions = config.schedule.samples_per_step * row_tokens
+    one_pass = groups * longest_prompt + completions  # groups share their prompt
+    epochs = max(possible_values(config, "update_epochs"))
+    splits = math.ceil(config.schedule.samples_per_step / min(possible_values(config, "batch_size"))) - 1
     # Dynamic sampling may resample all groups.
-    sampling = (1 + config.agent.objective.dynamic_sampling) * (groups * longest + completions)
+    sampling = (1 + config.agent.objective.dynamic_sampling) * one_pass
     # A group that is split between two optimizer steps runs its prompt twice.
-    updates = epochs * ((groups + splits) * longest + completions)
-    if config.experience is not None:  # plus one pass over others' samples for their effective sample size
+    updates = epochs * (one_pass + splits * longest_prompt)
+    if config.experience is not None:  # learn from the samples of every source, after a pass that measures them
         sources = 1 if isinstance(config.strategy, Leader) else config.population.size
-        measured = groups * longest + completions if config.experience.min_ess else 0
-        updates = sources * (updates + measured)
+        updates = sources * (updates + (one_pass if config.experience.min_ess else 0))
     has_reference = config.hyperparameters.beta > 0 or "beta" in config.search_space
-    total: int = sampling + updates + (groups * longest + completions if has_reference else 0)
+    total: int = sampling + updates + (one_pass if has_reference else 0)
     return total
 
 
@@ -299,7 +298,7 @@ def peak_memory(
     samples: int,
     validation: int,
     weights: int,
-    longest: int,
+    longest_prompt: int,
     turns: int,
     precision: int,
     base: int,
@@ -317,20 +316,21 @@ def peak_memory(
         samples: Completions per member and learning step.
         validation: Completions per member and evaluation.
         weights: Parameters of one member.
-        longest: Tokens of the longest prompt.
+        longest_prompt: Tokens of the longest prompt.
         turns: Maximum number of completions of a conversation.
         precision: Bytes per number of the precision that the base model computes in.
         base: Bytes of the base model's weights on one process.
         device: Device of the members.
     """
     budget = agent.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
-    width, rows = longest + row_tokens(agent, turns, longest, context_of(model)), members * max(samples, validation)
+    width = longest_prompt + max_row_tokens(agent, turns, longest_prompt, context_of(model))
+    rows = members * max(samples, validation)
     # Conversations keep the caches of all rows while those of the next turn are computed.
     cached = width * (2 * rows if turns > 1 else min(rows, rows_at_once(width, device.partition(":")[0])))
-    kept = 3 + (agent.objective.reference == "snapshot")  # weights, two moments and a reference
+    vectors = members * (3 + (agent.objective.reference == "snapshot"))  # weights, two moments and a reference
     return Memory(
         base=base,
-        members=(kept * members + VECTORS_BESIDE_MEMBERS + max(kept * members, VECTORS_OF_EXPORT)) * weights * FLOAT,
+        members=(vectors + VECTORS_BESIDE_MEMBERS + max(vectors, VECTORS_OF_EXPORT)) * weights * FLOAT,
         learning=learning_bytes(model, budget, REDUCED_LOGITS_ROWS if agent.reduce_memory_peak else budget, precision)
         + members * weights * FLOAT,
         sampling=sampling_bytes(model, cached, precision),
@@ -354,18 +354,18 @@ def prepare(config: Config) -> PreparedLanguage:
     check_quantised(config.precision, device, shard_count(config.base_parts))
     trained = choose_trained(outline.model, lora, outline=True)
     if start is not None and isinstance(trained, LoraTargets):
-        start.flat(trained.targets)  # raises ValueError for an adapter of another base model
-    longest = config.task.max_prompt_length
+        start.flat(trained.targets)  # raises ValueError if the adapter is of another base model
+    max_prompt_length = config.task.max_prompt_length
     context = context_of(outline.model)
-    if longest is None and context is not None:
-        longest = context - config.agent.max_output_tokens
-        if longest < 1:
+    if max_prompt_length is None and context is not None:
+        max_prompt_length = context - config.agent.max_output_tokens
+        if max_prompt_length < 1:
             raise ValueError(
                 f"agent.max_output_tokens must be below the model's context of {context} tokens, got "
                 f"{config.agent.max_output_tokens}."
             )
     config.task.set_templates(outline.tokenizer)
-    env = config.task.environment(outline.tokenizer, seed=config.task_seed, max_prompt_length=longest)
+    env = config.task.environment(outline.tokenizer, seed=config.task_seed, max_prompt_length=max_prompt_length)
     try:
         trial = env.preflight()
     except RewardError as error:
@@ -387,9 +387,9 @@ def prepare(config: Config) -> PreparedLanguage:
     )
 
 
-def need(population: Population, env: Any, schedule: Schedule) -> Need:
+def memory_need(population: Population, env: Any, schedule: Schedule) -> MemoryNeed:
     """Estimate the memory from the base model, the members and the longest prompt."""
-    members: Any = population.members  # language models
+    members: Any = population.members
     model, validation = members.bank.base.model, schedule.questions("validation", env)
     device = str(members.device)
     prompts = env.open("train", range(env.size("train")))
@@ -400,14 +400,14 @@ def need(population: Population, env: Any, schedule: Schedule) -> Need:
         samples=schedule.samples_per_step,
         validation=validation,
         weights=members.bank.trained.size,
-        longest=max(map(len, prompts.prompts)),
+        longest_prompt=max(map(len, prompts.prompts)),
         turns=prompts.max_turns,
         precision=next(model.parameters()).element_size(),
         base=base_bytes(model),
         device=device,
     )
-    return _need(memory, device)
+    return _memory_need(memory, device)
 
 
-def _need(memory: Memory, device: str) -> Need:
-    return Need(size=memory.total, device=device, savings=SAVINGS, processes=sharing(device))
+def _memory_need(memory: Memory, device: str) -> MemoryNeed:
+    return MemoryNeed(size=memory.total, device=device, savings=SAVINGS, processes=processes_per_device(device))

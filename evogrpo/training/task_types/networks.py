@@ -1,4 +1,4 @@
-"""Task types of small networks: a single agent in a Gymnasium environment, or several in a PettingZoo environment."""
+"""Task types of small networks: one agent in a Gymnasium environment, or several in a PettingZoo environment."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -28,12 +28,12 @@ from evogrpo.training.configuration.environment_tasks import EnvironmentTask, Ne
 from evogrpo.training.configuration.sections import Config
 from evogrpo.training.forecast import (
     Forecast,
-    Need,
+    MemoryNeed,
     gigabytes,
-    possible,
-    round_rows,
-    samples_row,
-    sharing,
+    possible_values,
+    processes_per_device,
+    samples_text,
+    schedule_rows,
     sizes_text,
 )
 from evogrpo.training.run_dir import StoredRun
@@ -42,15 +42,15 @@ from evogrpo.training.schedule import Schedule
 from evogrpo.training.video import RecordedEpisode, record_video
 
 COPIES = 3.5
-"""Copies of observations at the peak: as seen, by episode, by action, and by optimizer step. Measured with images of 64
-and 120 pixels a side; evaluations lack the last copy."""
+"""Copies of each observation at the peak: while acting, by episode, by action, and by optimizer step. Measured with
+images of 64 and 120 pixels a side. Evaluations do not make the last copy."""
 ACTION_BYTES = 64  # an action, its log-probability, reward and position
 SHARED_ACTION_BYTES = 250  # an action that another member learns from; measured
 SAVINGS = "schedule.samples_per_step, population.size, schedule.validation_questions or task.max_episode_steps"
 
-ONE_THREAD = 1 << 15
-"""Parameters of a member up to which one thread is used. A second one gains, for 8 members, 9 % at 4,500 parameters,
-5 % at 17,000 and 25 % at 67,000."""
+ONE_THREAD_PARAMETERS = 1 << 15
+"""Maximum parameters of a member with which one thread is used. With 8 members a second thread saves 9 % of the time at
+4,500 parameters, 5 % at 17,000 and 25 % at 67,000."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +75,9 @@ class PreparedNetworks:
 
     @property
     def one_thread(self) -> bool:
-        """True if the networks are so small that one thread is fastest."""
+        """True if the networks are so small that a second thread is not worth its core."""
         images = any(ObservationEncoder(spec.observation_space).images for spec in self.mapping.specs.values())
-        return torch.device(self.device).type == "cpu" and self.parameters <= ONE_THREAD and not images
+        return torch.device(self.device).type == "cpu" and self.parameters <= ONE_THREAD_PARAMETERS and not images
 
     def restore(self, saved: StoredRun) -> tuple[Population, RunState]:
         """Restore the members of a stored run."""
@@ -86,14 +86,14 @@ class PreparedNetworks:
     def facts(self) -> dict[str, str]:
         """Return facts about environment, agents, policies and members."""
         config, env, task, specs = self.config, self.env, self.config.task, self.mapping.specs
-        cut, in_all, normalised = "", "", ", normalised" if config.agent.normalise_observations else ""
+        time_limit, in_all, normalised = "", "", ", normalised" if config.agent.normalise_observations else ""
         if env.uses_default_limit:
-            cut = "; the environment sets no time limit; episodes are truncated after "
-            cut += f"{env.max_episode_steps:,} steps (task.max_episode_steps)"
+            time_limit = "; the environment sets no time limit; episodes are truncated after "
+            time_limit += f"{env.max_episode_steps:,} steps (task.max_episode_steps)"
         if isinstance(env, PettingZooGroups):
             in_all = " in all"
             facts = {
-                "environment": f"{task.label}: {sizes_text(env)} starts{cut}",
+                "environment": f"{task.label}: {sizes_text(env)} starts{time_limit}",
                 "fitness": env.score_label,
                 "agents": f"{len(env.agents)}; each learns from "
                 f"{'the sum of all rewards' if task.credit == 'team' else 'its own reward'}"
@@ -108,7 +108,7 @@ class PreparedNetworks:
             each = "episode" if env.recreate_env else "parallel episode"
             native = "vectorised natively" if env.native else f"one environment per {each}"
             facts = {
-                "environment": f"{task.label}, {native}: {sizes_text(env)} starts{cut}",
+                "environment": f"{task.label}, {native}: {sizes_text(env)} starts{time_limit}",
                 "observations": f"{_space(env.observation_space)}{normalised}",
                 "actions": _space(env.action_space),
             }
@@ -122,10 +122,10 @@ class PreparedNetworks:
         }
 
     def forecast(self) -> Forecast:
-        """Compute the costs of the run: upper bounds where episodes may end early or values may evolve."""
+        """Return the costs of the run: upper bounds where episodes may end early or hyperparameters evolve."""
         config, members, longest = self.config, self.config.population.size, self.env.max_episode_steps
         per_member = longest * config.schedule.samples_per_step
-        smallest, epochs = min(possible(config, "batch_size")), max(possible(config, "update_epochs"))
+        smallest, epochs = min(possible_values(config, "batch_size")), max(possible_values(config, "update_epochs"))
         optimizer = {
             policy: epochs * math.ceil(per_member * len(spec.agents) / smallest)
             for policy, spec in self.mapping.specs.items()
@@ -136,10 +136,10 @@ class PreparedNetworks:
             actions = per_member * members * len(self.mapping.observation_spaces)
             joint, networks, by_agent = "joint ", "s", f", {count_text(actions)} actions of single agents"
             steps = [f"at most {pluralize(most, 'step')} of {policy}" for policy, most in optimizer.items()]
-        need = _need(self.mapping, self.env, config.schedule, members, self.parameters, config.experience)
-        rounds = round_rows(config, self.env, f"{joint}episodes")
+        need = _memory_need(self.mapping, self.env, config.schedule, members, self.parameters, config.experience)
+        rounds = schedule_rows(config, self.env, f"{joint}episodes")
         rows = {
-            "samples": samples_row(config, f"{joint}episodes"),
+            "samples": samples_text(config, f"{joint}episodes"),
             "groups": rounds["groups"],
             "environment": f"at most {count_text(per_member * members)} {joint}steps per learning step for all members "
             f"(episodes of {longest} steps{by_agent})",
@@ -149,7 +149,7 @@ class PreparedNetworks:
             "memory": f"at most {gigabytes(need.size)} (an estimate, for episodes of full length): copies of the "
             "observations of a learning step or an evaluation; Python and its libraries come on top",
         }
-        return Forecast(rows=rows, need=need)
+        return Forecast(rows=rows, memory=need)
 
     def population(self) -> Population:
         """Make the founders."""
@@ -192,11 +192,13 @@ class NetworkTask:
         """Check a configuration against the environment and the device."""
         return prepare_in(config, config.task.environment(seed=config.task_seed))
 
-    def need(self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None) -> Need:
-        """Estimate from the environment's spaces and its longest episode."""
+    def memory_need(
+        self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None
+    ) -> MemoryNeed:
+        """Estimate the memory from the environment's spaces and its maximum number of steps."""
         members: Any = population.members
         parameters = _parameters(members.banks.state(0))
-        return _need(members.mapping, env, schedule, len(population), parameters, experience)
+        return _memory_need(members.mapping, env, schedule, len(population), parameters, experience)
 
     def record_videos(self, config: Config, best: Path, folder: Path, episodes: int) -> tuple[RecordedEpisode, ...]:
         """Record videos of the best member on the first test episodes."""
@@ -206,12 +208,12 @@ class NetworkTask:
             return record_video(agent, env, folder / f"member-{agent.index}.mp4", seeds=seeds)
 
     def usage(self, best: Path) -> str:
-        """Return the expression by which the best member acts."""
+        """Return the expression that acts with the best member."""
         seen = "observation" if self.algorithm is GRPO else "observations"
         return f"evogrpo.{self.algorithm.__name__}.load({str(best)!r}).predict({seen})"
 
     def next_command(self, run_dir: Path) -> tuple[str, tuple[str | Path, ...]]:
-        """Return purpose and words of the command that shows the best member."""
+        """Return the purpose and the words of the command to print after a run: a video of the best member."""
         return "watch it", ("video", run_dir)
 
 
@@ -219,7 +221,7 @@ def prepare_in(config: Config, env: GymnasiumGroups | PettingZooGroups) -> Prepa
     """Check a configuration against the device and an environment.
 
     Raises:
-        ValueError: If something does not fit.
+        ValueError: If the device is not available, or a setting is incompatible with the environment.
     """
     device = "cpu" if config.device is None else available_device(config.device)
     example: Any = _population(config, env, 1, "cpu").members
@@ -233,14 +235,14 @@ def prepare_in(config: Config, env: GymnasiumGroups | PettingZooGroups) -> Prepa
     )
 
 
-def _need(
+def _memory_need(
     mapping: PolicyMapping,
     env: GymnasiumGroups | PettingZooGroups,
     schedule: Schedule,
     members: int,
     parameters: int,
     experience: SharedExperience | None,
-) -> Need:
+) -> MemoryNeed:
     """Estimate the peak memory, for episodes of full length; `parameters` are those of one member."""
     agents, longest, samples = len(mapping.observation_spaces), env.max_episode_steps, schedule.samples_per_step
     observation_bytes = sum(
@@ -253,11 +255,11 @@ def _need(
     others = 0 if experience is None else members - 1
     shared = others * members * samples * longest * agents * SHARED_ACTION_BYTES
     # Weights, a gradient, two moments, the copy of the best, and a copy of weights and moments before a learning step.
-    return Need(
+    return MemoryNeed(
         size=int(episodes * longest * (observation_bytes + ACTION_BYTES)) + 8 * 4 * members * parameters + shared,
         device="cpu",
         savings=SAVINGS,
-        processes=sharing("cpu"),
+        processes=processes_per_device("cpu"),
     )
 
 
