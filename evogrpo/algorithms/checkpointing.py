@@ -222,7 +222,7 @@ def restore_population(
         indices = [agent.index for agent in agents]
         born = {birth.index for birth in population.lineage}
         if len(set(indices)) < len(indices) or not set(indices) <= born:
-            raise ValueError(f"members {indices} are repeated or missing from the lineage. Load another checkpoint.")
+            raise ValueError(f"Members {indices} are repeated or missing from the lineage. Load another checkpoint.")
         population.next_index = whole_between("next_index", record.next_index, max(born, default=-1) + 1)
     return population
 

@@ -76,7 +76,7 @@ def comparable_groups(group_ids: Tensor) -> tuple[Tensor, int]:
     distinct, numbers, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
     if len(distinct) and int(sizes.min()) < 2:
         raise ValueError(
-            f"each group must have at least 2 completions, got 1 in groups {distinct[sizes < 2].tolist()[:5]}."
+            f"Each group must have at least 2 completions, got 1 in groups {distinct[sizes < 2].tolist()[:5]}."
         )
     return numbers, len(distinct)
 

@@ -41,7 +41,7 @@ def test_spaces_alone_make_an_agent_with_default_networks():
         ({"evolve_network": ArchitectureLimits(min_layers=2, max_layers=2, min_units=6, max_units=6,
           activations=("tanh",)), "network": NetworkConfig(hidden=(6, 6))}, "allow no change"),
         ({"actor_network": OwnNetwork().requires_grad_(False)}, "require a gradient"),
-        ({"observation_space": spaces.Discrete(3), "normalise_observations": True}, "floating-point boxes"),
+        ({"observation_space": spaces.Discrete(3), "normalise_observations": True}, "normalise_observations"),
         ({"action_space": spaces.Box(0, 1, (2,), np.int64)}, "floating-point Box"),
     ],
 )  # fmt: skip
@@ -141,7 +141,7 @@ def test_a_manual_loop_equals_collect():
     [
         (0, lambda seen: seen[:, :, :2], "observations must have"),
         (1, lambda actions: actions[..., None], "actions must be"),
-        (1, lambda actions: actions + 2, "discrete actions must be in"),
+        (1, lambda actions: actions + 2, "Discrete actions must be in"),
         (2, lambda masks: ~masks, "first steps of every episode"),
         (3, lambda rewards: rewards[:, :, :2], "both be"),
         (3, lambda rewards: np.full_like(rewards, np.inf), "rewards must be finite"),
@@ -311,7 +311,7 @@ def test_spaces_round_trip(space):
     again = space_from_json(json.loads(text))
     assert again == space
     assert again.dtype == space.dtype
-    with pytest.raises(ValueError, match="cannot hold the space"):
+    with pytest.raises(ValueError, match="cannot store the space"):
         space_to_json(spaces.Text(3))
     with pytest.raises(ValueError, match="unknown kind of space"):
         space_from_json({"kind": "text"})

@@ -37,5 +37,5 @@ def test_only_float_leaves_change_for_members_with_statistics():
     assert kept is which
     assert normalised.tolist() == [[10, 0], [-10, 10], [pytest.approx(2), 0], [1000, 2]]
     assert normalised_leaves(probes.MatchTuple.observation_space) == (1,)
-    with pytest.raises(ValueError, match="floating-point boxes, not in Box"):
+    with pytest.raises(ValueError, match="normalise_observations needs"):
         ObservationStatistics.empty(1, probes.MatchImage.observation_space)

@@ -119,7 +119,7 @@ def as_batch(
         ValueError: If the three parts do not fit together, or a prompt has no counted action.
     """
     if len(experiences) != 3:
-        raise ValueError(f"experiences are (completion_ids, action_masks, rewards), got {len(experiences)} parts.")
+        raise ValueError(f"experiences must be (completion_ids, action_masks, rewards), got {len(experiences)} parts.")
     completion_ids, action_masks, reward_values = experiences
     for name, parts in (("completion_ids", completion_ids), ("action_masks", action_masks)):
         if not isinstance(parts, Sequence | Tensor) or not all(isinstance(part, Tensor) for part in parts):

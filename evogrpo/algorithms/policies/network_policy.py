@@ -227,33 +227,33 @@ def check_observations(space: spaces.Space[Any], observation: Any) -> tuple[Any,
     try:
         values = flatten(space, observation)
     except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"an observation must have the form of {space}, got {type(observation).__name__}.") from error
+        raise ValueError(f"An observation must have the form of {space}, got {type(observation).__name__}.") from error
     reset = isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], Mapping)
     if reset and not isinstance(space, spaces.Tuple):
-        raise ValueError("an observation must be given without info. Unpack it: observation, info = env.reset().")
+        raise ValueError("An observation must be given without info. Unpack it: observation, info = env.reset().")
     leaves, counts = [], set[int | None]()
     for leaf, value in zip(leaf_spaces(space), values, strict=True):
         array = _array(value)
         shape: tuple[int, ...] = leaf.shape or ()
         if array.shape != shape and array.shape[1:] != shape:
             raise ValueError(
-                f"an observation must have the shape {shape}, or [batch, ...] of it, got "
+                f"An observation must have the shape {shape}, or [batch, ...] of it, got "
                 f"{f'the shape {array.shape}' if array.ndim else f'{observation!r:.80}'}."
             )
         single = array.shape == shape
         counts.add(None if single else len(array))
         if array.dtype.kind == "f" and not fits_float32(array).all():
             raise ValueError(
-                f"an observation must be of finite numbers that float32 holds, got {array.tolist()!r:.80}."
+                f"An observation must be of finite numbers that float32 holds, got {array.tolist()!r:.80}."
             )
         leaves.append((array[None] if single else array).astype(leaf.dtype, copy=False))
     if len(counts) != 1:
         raise ValueError(
-            f"all parts of an observation must have the same batch size, got {counts} (None = a single observation)."
+            f"All parts of an observation must have the same batch size, got {counts} (None = a single observation)."
         )
     count = counts.pop()
     if count == 0:
-        raise ValueError("a batch of observations must hold at least one, got none.")
+        raise ValueError("A batch of observations must contain at least one, got none.")
     return unflatten(space, leaves), count
 
 

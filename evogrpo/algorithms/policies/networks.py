@@ -460,7 +460,7 @@ def space_to_json(space: spaces.Space[Any]) -> dict[str, Any]:
             return {"kind": "multi_discrete", **values, "dtype": str(space.dtype)}
         case spaces.MultiBinary():
             return {"kind": "multi_binary", "n": space.n if isinstance(space.n, int) else list(space.shape)}
-    raise ValueError(f"a checkpoint cannot hold the space {space}")
+    raise ValueError(f"A checkpoint cannot store the space {space}.")
 
 
 def space_from_json(values: Mapping[str, Any], stored_bytes: int = 0) -> spaces.Space[Any]:

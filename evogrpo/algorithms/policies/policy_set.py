@@ -45,7 +45,7 @@ class Banks(dict[str, PolicyBank]):
     def __init__(self, banks: Mapping[str, PolicyBank]) -> None:
         sizes = {bank.size for bank in banks.values()}
         if len(sizes) != 1:
-            raise ValueError(f"banks must be at least one, all of the same size, got sizes {sorted(sizes)}.")
+            raise ValueError(f"banks must contain at least one bank, all of the same size, got sizes {sorted(sizes)}.")
         super().__init__(banks)
         self.changed = set(range(self.size))
 

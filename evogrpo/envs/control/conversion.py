@@ -109,7 +109,7 @@ def to_environment(space: spaces.Space[Any], actions: Array) -> Array:
 
 def _check_range(actions: Array, count: Any) -> None:
     if ((actions < 0) | (actions >= count)).any():
-        raise ValueError(f"discrete actions must be in [0, {count}), got {actions.tolist()}.")
+        raise ValueError(f"Discrete actions must be in [0, {count}), got {actions.tolist()}.")
 
 
 def mask_sizes(space: spaces.Space[Any]) -> tuple[int, ...]:
@@ -240,7 +240,9 @@ class ObservationStatistics:
         parts = leaf_spaces(space)
         numbers = normalised_leaves(space)
         if not numbers:
-            raise ValueError(f"observations can be normalised where they are floating-point boxes, not in {space}")
+            raise ValueError(
+                f"normalise_observations needs a floating-point Box in the observation space, got {space}."
+            )
         width = sum(int(np.prod(parts[number].shape or ())) for number in numbers)
         return cls(count=np.zeros(members), mean=np.zeros((members, width)), m2=np.zeros((members, width)))
 

@@ -122,7 +122,7 @@ class JointEnv:
             active = {}
         returned = self._ended & set(active)
         if returned:
-            raise ValueError(f"agents {sorted(returned)} returned after their end. A new agent needs a new name.")
+            raise ValueError(f"Agents {sorted(returned)} returned after their end. A new agent needs a new name.")
         self._ended |= terminated | truncated
         self._ids = active
         return self._latest(

@@ -110,7 +110,7 @@ class PolicyMapping:
         """
         name = _policy_name(self.policies, agent)
         if name not in self.specs:
-            raise ValueError(f"agent {agent!r} has no policy. List it in possible_agents, or set policies='shared'.")
+            raise ValueError(f"Agent {agent!r} has no policy. List it in possible_agents, or set policies='shared'.")
         return name
 
 

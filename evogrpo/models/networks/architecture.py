@@ -125,7 +125,7 @@ def mutate_architecture(config: NetworkConfig, limits: ArchitectureLimits, rng: 
         if activation != config.activation:
             propose("activation", activation=activation)
     if not kinds:
-        raise NothingToChangeError(f"the limits {limits} allow no change of {config}: widen them.")
+        raise NothingToChangeError(f"The limits {limits} allow no change of {config}. Widen them.")
     names = list(kinds)
     choices = kinds[names[int(rng.integers(len(names)))]]
     return choices[int(rng.integers(len(choices)))]

@@ -167,7 +167,7 @@ class Bernoulli(Distribution):
 
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
         self.shape, self.dtype = shape, dtype
-        self.outputs = self.uniforms_per_action = int(np.prod(shape))
+        self.outputs = self.uniforms_per_action = math.prod(shape)
 
     def sample(self, outputs: Floats, uniforms: Floats | None, temperature: Floats | None, legal: Legal) -> Samples:
         """Sample one action per row; see `Distribution`."""
@@ -206,7 +206,7 @@ class DiagonalGaussian(Distribution):
     """
 
     def __init__(self, space: spaces.Box) -> None:
-        self.shape, self.dtype, self.outputs = space.shape, space.dtype, int(np.prod(space.shape))
+        self.shape, self.dtype, self.outputs = space.shape, space.dtype, math.prod(space.shape)
         self.uniforms_per_action = self.outputs
         self.free_parameters = {"log_std": (self.outputs,)}
         low, high = space.low.ravel().astype(np.float64), space.high.ravel().astype(np.float64)

@@ -152,7 +152,7 @@ def split(flat: Tensor, shapes: Shapes) -> Parameters:
     """View flat vectors `[..., k]` as parameters `[..., *shape]` by name."""
     parameters, start = {}, 0
     for name, shape in shapes.items():
-        count = int(np.prod(shape))
+        count = math.prod(shape)
         parameters[name] = flat[..., start : start + count].unflatten(-1, shape)
         start += count
     return parameters
@@ -206,7 +206,7 @@ class DefaultNetwork:
         if convolutions is None:
             convolutions = NATURE if min(image[1:]) >= MIN_NATURE_SIDE else SMALL
         layers, (width, *sides) = [], image
-        self.values_per_observation += 2 * int(np.prod(image))
+        self.values_per_observation += 2 * math.prod(image)
         for depth, (channels, kernel, stride) in enumerate(convolutions):
             if min(sides) < kernel:
                 raise ValueError(
@@ -217,8 +217,8 @@ class DefaultNetwork:
             self.shapes |= {f"{name}.weight": (channels, width, kernel, kernel), f"{name}.bias": (channels,)}
             layers.append((name, stride))
             width, sides = channels, [(side - kernel) // stride + 1 for side in sides]
-            self.values_per_observation += 2 * width * int(np.prod(sides))
-        return layers, width * int(np.prod(sides))
+            self.values_per_observation += 2 * width * math.prod(sides)
+        return layers, width * math.prod(sides)
 
     def initial_parameters(self, seed: int) -> Parameters:
         """Return orthogonal weights of gain sqrt(2) (0.01 for the output) and biases of 0.
@@ -419,7 +419,7 @@ class ModuleNetwork:
             self._module, parameters, (preprocess_observation(observations, self._space, device),)
         )
         if not isinstance(outputs, Tensor):
-            raise TypeError(f"the module must return a tensor, got {type(outputs).__name__}.")
+            raise TypeError(f"The module must return a tensor, got {type(outputs).__name__}.")
         return outputs.float()
 
 

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -155,7 +154,7 @@ class Stack:
             # 2. Free parameters are the last columns, the same for every observation: sum over observations. The
             #    rounding of a product does not depend on the number of members, that of a sum does.
             ones = grad.new_ones(len(grad), 1, grad.shape[1])
-            widths = [prod(self.shapes[name]) for name in self._free_names]
+            widths = [math.prod(self.shapes[name]) for name in self._free_names]
             for name, part in zip(self._free_names, grad_free.split(widths, 2), strict=True):
                 gradients[name] += torch.bmm(ones, part).view(len(grad), *self.shapes[name])
             if not all_members:
@@ -285,7 +284,7 @@ class StackedTrainStates:
                 )
         initial = self._network_for(config)
         shapes = initial.shapes | dict(free)
-        numbers = sum(prod(shape) for shape in shapes.values())
+        numbers = sum(math.prod(shape) for shape in shapes.values())
         # 2. Weights, two moments, gradient and reference of each member; the base and the initial state.
         copies = size * (5 if own_reference else 4) + 2
         members = f"the networks of {size} members with {numbers:,} weights each: use fewer, or smaller layers"
@@ -405,7 +404,7 @@ class StackedTrainStates:
             )
         # 2. Check names, shapes and types.
         shapes = self._network_for(config).shapes | dict(self.distribution.free_parameters)
-        weights = ((sum(prod(shape) for shape in shapes.values()),), torch.float32)
+        weights = ((sum(math.prod(shape) for shape in shapes.values()),), torch.float32)
         expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = dict.fromkeys(self._initial.tensors, weights)
         expected |= {"running_stats": (tuple(self._stats.shape[1:]), torch.float64), "step": ((), torch.int64)}
         expected["architecture"] = (tuple(architecture.shape), torch.uint8)
@@ -428,7 +427,7 @@ class StackedTrainStates:
         """
         stack, state = self.locate(slot)[0], self._view(slot)
         if stack.config is None:
-            raise ValueError("the architecture of a custom module cannot change: leave out actor_network to evolve it.")
+            raise ValueError("The architecture of a custom module cannot change. Leave out actor_network to evolve it.")
         shapes = self._network_for(config).shapes | dict(self.distribution.free_parameters)
         parameters = {name: split(values, stack.shapes) for name, values in state.tensors.items()}
         changed = {name: join(part, shapes) for name, part in morph(parameters, stack.config, config, rng).items()}
@@ -440,7 +439,7 @@ class StackedTrainStates:
         Source: Learn Your Reference Model for Real Good Alignment (arXiv:2404.09656), the soft update.
         """
         if not self.own_reference:
-            raise ValueError("members need their own references: set reference='snapshot'.")
+            raise ValueError("Members have no references of their own. Set reference='snapshot'.")
         stack, row = self.locate(slot)
         stack.row("reference", row).lerp_(stack.row("weights", row), mixing)
 
