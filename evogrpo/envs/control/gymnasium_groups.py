@@ -306,9 +306,7 @@ class EnvFactory:
             if self.max_episode_steps is not None:
                 limit, steps = time_limit(env), self.max_episode_steps
                 if limit is not None and limit < steps:
-                    raise ValueError(
-                        f"max_episode_steps must be at most {limit}, the environment's limit, got {steps}."
-                    )
+                    raise ValueError(f"max_episode_steps must be at most the environment's {limit}, got {steps}.")
                 env = TimeLimit(env, self.max_episode_steps)
         for wrap in self.wrappers:
             try:
