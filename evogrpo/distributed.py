@@ -366,6 +366,7 @@ def agree_on_prefix(store: Any, rank: int, size: int, until: float) -> str:
 
 
 def _disconnect() -> None:
+    """Close the connection to the other ranks at exit."""
     import torch.distributed as dist
 
     if dist.is_initialized():

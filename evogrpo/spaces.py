@@ -47,6 +47,7 @@ def flatten(space: spaces.Space[Any], observation: Any) -> list[Any]:
 
 
 def _part(space: spaces.Dict, observation: Any, key: str) -> Any:
+    """Return the entry of an observation of a Dict space; raise ValueError if it is missing."""
     try:
         return observation[key]
     except (KeyError, IndexError, TypeError) as error:
@@ -174,6 +175,7 @@ def preprocess_observation(
 
 
 def _batched(observation: Any, shape: tuple[int, ...], device: torch.device | str) -> Tensor:
+    """Return observations as a tensor `[batch, *shape]`; a single one gets a batch dimension of 1."""
     tensor = observation if isinstance(observation, Tensor) else torch.as_tensor(np.asarray(observation))
     if tuple(tensor.shape) == shape:
         tensor = tensor[None]
@@ -193,6 +195,7 @@ def _one_hot(values: Tensor, counts: Sequence[int], starts: Sequence[int]) -> Te
 
 
 def _unsupported(kind: str, space: object) -> ValueError:
+    """Return the error for a space of another kind than those supported; `kind` names the space."""
     if space is None:
         return ValueError(f"{kind} space is None. Agents over language models have none unless it is set.")
     return ValueError(

@@ -108,6 +108,7 @@ def short_repr(record: Any) -> str:
 
 
 def _short_value(value: Any) -> str:
+    """Return a value for `short_repr`: dtype and shape of arrays, the start of long text, sizes of collections."""
     shape = getattr(value, "shape", None)
     if shape is not None:
         return f"{str(value.dtype).removeprefix('torch.')}{list(shape)}"

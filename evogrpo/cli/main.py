@@ -90,6 +90,7 @@ class _Parser(argparse.ArgumentParser):
     """Argument parser with short error messages."""
 
     def error(self, message: str) -> NoReturn:
+        """Exit with a short message; for an unknown command, with the most similar one."""
         if match := _WRONG_CHOICE.match(message):
             names = _NAME.findall(match[2])
             advice = _did_you_mean(match[1], names) or f"; choose from {', '.join(names)}"

@@ -281,7 +281,7 @@ def _loss_problems(objective: Objective) -> Iterator[str]:
 def _reward_problems(objective: Objective) -> Iterator[str]:
     """Yield messages about switches of rewards and advantages."""
     reward_norm, advantage = objective.reward_norm, objective.advantage
-    standardised = ADVANTAGES[advantage]
+    standardised = ADVANTAGES[advantage]  # "reward", "reward functions" or "step rewards"
     if objective.reward_shift and objective.reward_scale:
         yield "reward_shift and reward_scale exclude each other. Remove both to subtract the mean and divide."
     if reward_norm is not None:

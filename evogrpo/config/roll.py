@@ -254,7 +254,9 @@ def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
     visited: list[str] = []
     while isinstance(value, str) and (match := REFERENCE.fullmatch(value)):
         if match[1] in visited:
-            raise ValueError(f"ROLL keys refer to each other in a circle: {' -> '.join((*visited, match[1]))}.")
+            raise ValueError(
+                f"ROLL keys refer to each other in a circle: {' -> '.join((*visited, match[1]))}. Set one."
+            )
         visited.append(match[1])
         target: Any = values
         for part in match[1].split("."):

@@ -261,7 +261,8 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
     def first(self, defaults: Mapping[str, Any], chosen: Mapping[str, Any]) -> Hyperparameters:
         """Return the hyperparameters of a first member; defaults outside the space are moved to the closest value.
 
-        Without a learning rate, which is the same as `lr="auto"`, `target_kl` has a default and calibrates it.
+        If neither `lr` nor `target_kl` is set, or `lr` is "auto", the learning rate is calibrated: `target_kl` has a
+        default.
 
         Args:
             defaults: Defaults by name; those of `Hyperparameters` for the rest.
@@ -274,8 +275,8 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
             if "lr" in self:
                 raise ValueError("lr must not evolve if it is auto. Let target_kl evolve, or give lr a number.")
             chosen = {name: value for name, value in chosen.items() if name != "lr"}
-        unset = "target_kl" not in chosen
-        if unset and ("target_kl" in self or not ("lr" in chosen or "lr" in self)):
+        has_lr = "lr" in chosen or "lr" in self
+        if "target_kl" not in chosen and ("target_kl" in self or not has_lr):
             defaults = {**defaults, "target_kl": DEFAULT_TARGET_KL}
         record = Hyperparameters(**{**defaults, **chosen})
         moved: dict[str, Any] = {}

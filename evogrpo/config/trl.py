@@ -36,6 +36,7 @@ def _text(what: str, value: Any) -> str:
 
 
 def _adamw(what: str, value: Any) -> str:
+    """Return the name of an AdamW optimizer; raise ValueError for any other."""
     name = _text(what, value)
     if not name.startswith("adamw"):
         raise ValueError(f"{what} is not supported, got {name!r:.80}: the optimizer is AdamW.")
@@ -253,7 +254,7 @@ def _batch(trl: SettingsReader) -> tuple[int, int]:
     if rest or batch > generation:
         trl.refused.append(
             f"TRL field generation_batch_size ({generation}) must be a multiple of steps_per_generation ({steps}) and "
-            f"at least one optimizer step: lower gradient_accumulation_steps, got {accumulation}"
+            f"at least one optimizer step, got gradient_accumulation_steps {accumulation}: lower it"
         )
     return generation, batch
 

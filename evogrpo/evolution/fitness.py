@@ -40,7 +40,7 @@ class Fitness:
     def __post_init__(self) -> None:
         finite_number("mean", self.mean)
         if finite_number("standard_error", self.standard_error) < 0:
-            raise ValueError(f"standard_error must be at least 0, got {self.standard_error}")
+            raise ValueError(f"standard_error must be at least 0, got {self.standard_error}.")
         if self.keys is not None and not len(set(self.keys)) == len(self.keys) == len(self.scores):
             raise ValueError(
                 f"keys must be distinct, one per score, got {len(set(self.keys))} distinct of {len(self.keys)} for "

@@ -525,6 +525,7 @@ def _completions(summary: RunSummary) -> str:
 
 
 def _example_block(example: Example, limit: int) -> str:
+    """Return the markup of one completion with its prompt, reward and advantage."""
     prompt, completion = (escape(shorten(text, limit)) for text in (example.prompt, example.completion))
     score = f"reward {number_text(example.reward)}, advantage {number_text(example.advantage)}"
     suffix = ", truncated" if example.truncated else ""

@@ -199,14 +199,14 @@ def write_checkpoint(
         OSError: If writing fails; `folder` is unchanged.
     """
     # 1. Check everything that can be checked before the first write.
-    folder, further = Path(folder).resolve(), files or {}
-    for name in further:
-        if not _is_plain_name(name) or name in {f"{kind}.json", *tensor_names(kind, further)}:
-            raise ValueError(f"{name!r} cannot name a further file. Use letters, digits, '.', '_' and '-'.")
+    folder, files = Path(folder).resolve(), files or {}
+    for name in files:
+        if not _is_plain_name(name) or name in {f"{kind}.json", *tensor_names(kind, files)}:
+            raise ValueError(f"{name!r} cannot be the name of a file. Use letters, digits, '.', '_' and '-'.")
     record_bytes = dump_json(record, what="record").encode("ascii")
     make_folder(folder.parent)
     remove_leftovers(folder)
-    _check_overwrite(folder, kind=kind, replace=replace, written=further.keys())
+    _check_overwrite(folder, kind=kind, replace=replace, written=files.keys())
     # 2. Write and sync a temporary folder, the manifest last.
     temporary = folder.with_name(f".{folder.name}.temporary-{uuid.uuid4().hex}")
     entries: dict[str, FileEntry] = {}
@@ -220,7 +220,7 @@ def write_checkpoint(
         for name, content in _tensor_files(kind, tensors, file_bytes):
             write(name, content)
         write(f"{kind}.json", record_bytes)
-        for name, given in further.items():
+        for name, given in files.items():
             write(name, given if isinstance(given, bytes) else given())
         manifest = dump_json(dump(Manifest(kind=kind, files=entries)), what="manifest", indent=1)
         write_synced(temporary / MANIFEST_NAME, manifest.encode("ascii"))
@@ -254,6 +254,7 @@ def _tensor_files(kind: Kind, tensors: Mapping[str, Tensor], file_bytes: int) ->
 
 
 def _serialise(tensors: dict[str, Tensor]) -> bytes:
+    """Return tensors as the bytes of a safetensors file."""
     try:
         return save_tensors(tensors)
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
@@ -375,6 +376,7 @@ def _find(folder: Path | str, kind: Kind) -> tuple[Path, Manifest]:
 
 
 def _record(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """Read and check the record of a checkpoint."""
     path = folder / f"{manifest.kind}.json"
     content = _read_verified(path, manifest.files[path.name])
     try:
@@ -387,6 +389,7 @@ def _record(folder: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _read_tensors(path: Path, entry: FileEntry) -> dict[str, Tensor]:
+    """Read and check one tensor file."""
     # Parse the bytes that were verified, because the file may change between two reads.
     content = _read_verified(path, entry)
     header = int.from_bytes(content[:8], "little")

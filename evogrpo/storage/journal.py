@@ -175,6 +175,7 @@ def parse_journal(content: bytes, path: Path | str) -> list[dict[str, Any]]:
 
 
 def _opened(path: Path, flags: int) -> int:
+    """Open the file of a journal, and return its descriptor; links and devices are refused."""
     try:
         return open_regular_file(path, flags)
     except NotRegularFileError as error:

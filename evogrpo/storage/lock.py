@@ -70,7 +70,9 @@ class DirectoryLock:
         if self.lost:
             raise ValueError(f"This run no longer writes into {self.folder}: it was opened again. Use the newer run.")
         if self._pid != os.getpid():
-            raise LockLostError(f"{self.folder} belongs to process {self._pid}; its fork {os.getpid()} must not write.")
+            raise LockLostError(
+                f"{self.folder} is locked by process {self._pid}. Its fork {os.getpid()} must not write."
+            )
         try:
             found = _identity((self.folder / LOCK).lstat())
         except OSError:
@@ -98,6 +100,7 @@ def _identity(found: os.stat_result) -> tuple[int, int]:
 
 
 def _held_by_this_process(path: Path) -> DirectoryLock | None:
+    """Return the lock of this process on the file, or None."""
     try:
         lock = _held.get(_identity(path.lstat()))
     except FileNotFoundError:

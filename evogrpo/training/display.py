@@ -168,6 +168,7 @@ class RunDisplay(Callback):
         console.print(Group(*lines, f"Finished: {result.reason}."))
 
     def _show_baseline(self) -> None:
+        """Print the fitness of the untrained base, once it is measured."""
         baseline = self._trainer.run_state.baseline
         if self._baseline_shown or baseline is None:
             return
@@ -183,6 +184,7 @@ class RunDisplay(Callback):
     # ---- the live region
 
     def __rich__(self) -> RenderableType:
+        """Return the live region: progress bar, work under way, and rewards of the last step."""
         row = Table.grid(padding=(0, 1, 0, 0), expand=True)
         row.add_column(no_wrap=True)
         row.add_column(no_wrap=True)

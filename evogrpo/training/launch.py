@@ -33,23 +33,23 @@ _RESUMABLE_KEYS = ("run_dir", "model", "device", "base_parts", "sampler", "loggi
 
 
 @contextmanager
-def new_run_dir(name: str, wanted: Path | None = None) -> Iterator[Path]:
+def new_run_dir(name: str, requested: Path | None = None) -> Iterator[Path]:
     """Create the directory of a new run; remove it afterwards if nothing was written, as after a wrong setting.
 
     Args:
         name: Name of the run: the first of `runs/NAME`, `runs/NAME-2`, ... that does not exist is created.
-        wanted: Directory to create instead, which may exist; None = choose one by `name`.
+        requested: Directory to create instead, which may exist; None = choose one by `name`.
 
     Raises:
         ValueError: If the given directory holds a run or cannot be used.
     """
-    if wanted is not None:
-        RunDir(wanted).check_unused()
+    if requested is not None:
+        RunDir(requested).check_unused()
     for number in itertools.count(1):
-        folder = wanted or Path("runs", name if number == 1 else f"{name}-{number}")
+        folder = requested or Path("runs", name if number == 1 else f"{name}-{number}")
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
-            folder.mkdir(parents=True, exist_ok=wanted is not None)
+            folder.mkdir(parents=True, exist_ok=requested is not None)
             break
         except FileExistsError:  # taken, perhaps just now by another process
             continue

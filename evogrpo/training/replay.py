@@ -190,9 +190,7 @@ def replay(
         raise ValueError("population and env must be given together. Leave out both for a run with a configuration.")
     if population is not None and env is not None:
         if overrides:
-            raise ValueError(
-                f"overrides change a configuration, which population replaces, got {overrides!r:.80}. Remove overrides."
-            )
+            raise ValueError(f"overrides cannot be used with population, got {overrides!r:.80}. Remove one of them.")
         for agent in population.agents:
             agent.hyperparameters = schedule.stages[0].hyperparameters
         return evolve(

@@ -216,10 +216,10 @@ class RunDir:
         Raises:
             ValueError: If it holds a run or cannot be used; see `evogrpo.storage.atomic_files.check_new_folder`.
         """
-        journal, first, leftovers = self.path / JOURNAL, b'{"event": "run", ', list[str]()
+        journal, first_event, leftovers = self.path / JOURNAL, b'{"event": "run", ', list[str]()
         with suppress(OSError):  # left by a run that was killed between its first event and its first checkpoint
             content = journal.read_bytes()
-            if content.count(b"\n") <= 1 and content[: len(first)] == first[: len(content)]:
+            if content.count(b"\n") <= 1 and content[: len(first_event)] == first_event[: len(content)]:
                 leftovers.append(JOURNAL)
         if (journal.exists() and not leftovers) or latest_checkpoint(self.path) is not None:
             raise ValueError(

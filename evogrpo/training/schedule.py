@@ -72,9 +72,9 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if all(limit is None for limit in (self.generations, self.max_timesteps, self.max_tokens, self.max_seconds)):
-            raise ValueError("A run needs a limit: set generations, max_timesteps, max_tokens or max_seconds.")
+            raise ValueError("A run needs a limit. Set generations, max_timesteps, max_tokens or max_seconds.")
         if self.test_questions == 1:
-            raise ValueError("test_questions must be 0 or at least 2, got 1: one question gives no standard error.")
+            raise ValueError("test_questions must be 0 or at least 2, got 1. One question gives no standard error.")
         if self.count_evaluations and self.max_tokens is None and self.max_timesteps is None:
             raise ValueError("count_evaluations needs max_tokens or max_timesteps. Set one of them, or leave it out.")
 

@@ -188,9 +188,10 @@ def _configured(
 def _environment(
     env: "str | MakesEnv | GymnasiumGroups", config: Config, settings: Mapping[str, Any]
 ) -> GymnasiumGroups:
+    """Return the groups of episodes; settings of the environment apply unless `env` is `GymnasiumGroups` already."""
     if isinstance(env, str):
-        made: GymnasiumGroups = config.task.environment(seed=config.task_seed)
-        return made
+        groups: GymnasiumGroups = config.task.environment(seed=config.task_seed)
+        return groups
     if not isinstance(env, GymnasiumGroups):
         return EnvironmentTask.groups(config.task, env, seed=config.task_seed)
     if of_env := sorted(_SECTIONS["task"] & settings.keys()):

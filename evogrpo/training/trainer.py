@@ -150,8 +150,8 @@ class Trainer(RunParts):
             self.run_state.samples = strategy.first_samples(len(population), schedule.samples_per_step)
             if experience is None and self.run_state.samples is not None and not all(self.run_state.samples):
                 raise ValueError(
-                    f"The strategy {type(strategy).__name__} needs shared experience: some members do not sample. Set "
-                    "experience='shared'."
+                    f"The strategy {type(strategy).__name__} needs shared experience: some members do not sample. "
+                    "Set experience='shared'."
                 )
         self._set_budgets(None, None)
         # 3. State of the loop itself.

@@ -537,6 +537,7 @@ def _parse_json(text: str, source: str) -> Any:
 
 
 def _read_parquet(path: Path) -> Sequence[Any]:
+    """Read a .parquet file with the package `datasets`."""
     require(f"Reading {path}", "datasets")
     from datasets import Dataset
 

@@ -212,7 +212,7 @@ def _without_auto(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[
                 found.remove("lr")
                 if isinstance(space := values.get(SEARCH_SPACE), Mapping) and space.get("lr") is not None:
                     raise ValueError(
-                        "hyperparameters.lr must be a number if it evolves, got 'auto'. Or let target_kl evolve."
+                        "hyperparameters.lr must be a number if it evolves, got 'auto'. Let target_kl evolve instead."
                     )
             names |= found
     return result, frozenset(names)

@@ -213,7 +213,7 @@ def chosen_strategy(strategy: Strategy | type[Strategy] | str) -> Strategy:
 
 
 def check_strategy(strategy: object) -> None:
-    """Raise ValueError if an object lacks a method of `Strategy`."""
+    """Raise ValueError unless an object is an instance with all methods of `Strategy`."""
     missing = [name for name in ("plan", "mutates", "to_json", "state", "load_state") if not hasattr(strategy, name)]
     if missing:
         raise ValueError(

@@ -264,6 +264,7 @@ def _memory_need(
 
 
 def _population(config: Config, env: GymnasiumGroups | PettingZooGroups, size: int, device: str) -> Population:
+    """Create the founders: agents for a Gymnasium environment, or teams for a PettingZoo environment."""
     options = {"device": device, **config.agent.settings(), **config.founder_options()}
     if isinstance(env, GymnasiumGroups):
         return GRPO.population(size, env.observation_space, env.action_space, **options)
