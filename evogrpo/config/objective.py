@@ -304,7 +304,7 @@ def _kl_problems(objective: Objective) -> Iterator[str]:
     """Yield messages about switches of the KL and the reference."""
     in_reward = objective.kl_placement == "reward"
     if objective.kl_estimator == "k1" and not in_reward:
-        # E[grad log p] = 0, so k1 in the loss moves nothing on average.
+        # E[grad log p] = 0, so the expected gradient of k1 in the loss is 0.
         yield 'kl_estimator="k1" has an expected gradient of 0 in the loss. Choose k2, k3 or abs.'
     if objective.kl_bias_correction and in_reward:
         yield 'kl_bias_correction needs a KL in the loss, got kl_placement="reward". Remove one of them.'

@@ -321,5 +321,5 @@ def _schedule(trl: SettingsReader) -> dict[str, Any]:
         if ("min_lr" in arguments) == ("min_lr_rate" in arguments):
             trl.refused.append("TRL field lr_scheduler_kwargs must have one of min_lr and min_lr_rate")
         shape["floor"] = arguments.get("min_lr_rate", arguments.get("min_lr", 0.0) / trl["learning_rate"])
-    # A run that ends within its warm-up never decays.
+    # If the run ends within the warm-up, the learning rate never decays.
     return {"warmup_steps": warmup, **({"total_steps": total, **shape} if total > warmup else {})}

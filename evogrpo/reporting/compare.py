@@ -131,7 +131,7 @@ def difference_of_tests(run: RunSummary, first: RunSummary) -> TestDifference:
     data, reference = run.facts.get("data"), first.facts.get("data")
     if not isinstance(data, Mapping) or not isinstance(reference, Mapping):
         return TestDifference(gain=None, why="a journal has no fingerprint of its test")
-    # 1. The task: all differences besides those of questions. Names are such as "test questions" or "reward score".
+    # 1. Different tasks: fingerprints, named such as "test questions" or "reward score", differ in more than questions.
     differs = {str(name) for name in (*data, *reference) if data.get(name) != reference.get(name)}
     other_task = sorted(
         name for name in differs if not (name in ("seed", "prompts") or name.endswith((" starts", " questions")))

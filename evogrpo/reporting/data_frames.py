@@ -233,9 +233,8 @@ def _evaluations(summary: RunSummary) -> Iterator[dict[str, Any]]:
     for generation in summary.generations:
         for member in generation.members:
             for measure, estimate in member.measured.items():
-                questions = (
-                    None if measure == ROLLOUTS else member.questions
-                )  # the number of training groups is unknown
+                # Training groups are not counted.
+                questions = None if measure == ROLLOUTS else member.questions
                 yield row("member", measure, estimate, questions, member=member.index, generation=generation.generation)
     if test is not None:
         for who, estimate in {"untrained": test.before, "member": test.after, "gain": test.gain}.items():

@@ -116,7 +116,7 @@ def read_journal(path: Path | str) -> list[dict[str, Any]]:
 
 
 def read_bytes(path: Path | str) -> bytes:
-    """Read a journal's file.
+    """Return the content of a journal's file.
 
     Raises:
         JournalError: If there is none.

@@ -386,7 +386,7 @@ class Trainer(RunParts):
         report = replace(report, plan=plan)
         self._report(report)
         if self.run_dir is not None:
-            # With the number of the last step: a resumed run deletes the scalars of later steps.
+            # Logged at the last step, because a resumed run deletes the scalars of later steps.
             self.run_dir.log_scalars(state.step - 1, generation_curves(report.members, population.space))
         state.start_generation()
         if plan is not None:
