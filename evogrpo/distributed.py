@@ -5,6 +5,7 @@ fail or be interrupted on one rank runs in a *section*, after which ranks exchan
 """
 
 import atexit
+import math
 import os
 import sys
 import time
@@ -194,15 +195,17 @@ class Processes:
         import torch
         import torch.distributed as dist
 
-        part = -(-len(values) // self.size)
+        part = math.ceil(len(values) / self.size)
         padded = torch.zeros(self.size * part, dtype=values.dtype)
         padded[: len(values)] = values.detach()
         received = torch.empty_like(padded)
         self._exchange(None)  # raises an error if a rank failed since the last section and cannot take part
+        # 1. Get the part of this rank from all ranks, and sum it in rank order.
         self.wait(lambda: dist.all_to_all_single(received, padded, group=self._group))
         total, *others = received.view(self.size, part).unbind()
         for other in others:
             total += other
+        # 2. Get the sums of all parts.
         self.wait(lambda: dist.all_gather(list(padded.view(self.size, part).unbind()), total, group=self._group))
         return padded[: len(values)].to(values.device)
 

@@ -276,8 +276,8 @@ def _importance(trl: SettingsReader) -> dict[str, Any]:
     """Return the importance weights between vLLM and the trainer."""
     mode, cap, bound = (f"vllm_importance_sampling_{part}" for part in ("mode", "cap", "clip_max"))
     if trl["use_vllm"] and trl["vllm_importance_sampling_correction"]:
-        largest = trl[bound] if trl[cap] is None else trl[cap]
-        return {"importance_correction": trl[mode], "importance_cap": largest}
+        importance_cap = trl[bound] if trl[cap] is None else trl[cap]
+        return {"importance_correction": trl[mode], "importance_cap": importance_cap}
     trl.ignore("used by a correction for vLLM only", mode, bound, cap)
     return {}
 

@@ -132,11 +132,11 @@ class Schedule:
             ("validation", self.validation_questions, ""),
             ("test", self.test_questions, ", or set test_questions=0"),
         )
-        for split, questions, instead in held_out:
+        for split, questions, alternative in held_out:
             if questions != 0 and (size := env.size(split)) < 2:
                 raise ValueError(
                     f"the {split} split must hold at least 2 questions (or reset seeds), got {size}. Increase "
-                    f"{split}_size{instead}."
+                    f"{split}_size{alternative}."
                 )
             if questions is not None and questions > size:
                 warn(f"{split}_questions={questions} exceeds the {split} split. All {size} questions are used.")

@@ -283,6 +283,7 @@ def restored_strategy(
     else:
         check_strategy(given)
         strategy_class, mutation = type(given), _custom_mutation(given)
+    # Rebuild the strategy from its record; a given instance must be equal to it.
     stored = strategy_from_json(record, strategy_class, mutation)
     strategy = stored if given is None or isinstance(given, type) else given
     expected, actual = (_json_round_trip(strategy_record(candidate)) for candidate in (stored, strategy))
