@@ -34,12 +34,12 @@ class MissingPackageError(ImportError, ValueError):
 
 def require(purpose: str, *modules: str) -> None:
     """Raise MissingPackageError unless these modules of `EXTRA_OF` are installed."""
-    message = missing(purpose, *modules)
+    message = install_hint(purpose, *modules)
     if message is not None:
         raise MissingPackageError(message)
 
 
-def missing(purpose: str, *modules: str) -> str | None:
+def install_hint(purpose: str, *modules: str) -> str | None:
     """Return how to install the first of these modules that is missing, as one line; None if all are installed."""
     for module in modules:
         try:

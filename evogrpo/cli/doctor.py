@@ -21,7 +21,7 @@ from evogrpo.cli.main import FAILED, OK
 from evogrpo.extras import (
     MissingPackageError,
     extra_command,
-    missing,
+    install_hint,
     package_command,
     require,
 )
@@ -105,7 +105,7 @@ def check_torch() -> Iterator[Finding]:
 
 def check_precision() -> Iterator[Finding]:
     """Report the precision that `precision: auto` selects on this machine."""
-    if missing("The demo", *_LANGUAGE_PACKAGES) is not None:
+    if install_hint("The demo", *_LANGUAGE_PACKAGES) is not None:
         return
     from evogrpo.models.language.loading import has_bfloat16_products
 
@@ -157,7 +157,7 @@ def check_model() -> Iterator[Finding]:
 def check_folders() -> Iterator[Finding]:
     """Check that runs and models can be written, and the free disk space."""
     folders = {"runs folder": Path("runs")}
-    if missing("The demo", *_LANGUAGE_PACKAGES) is None:
+    if install_hint("The demo", *_LANGUAGE_PACKAGES) is None:
         from evogrpo.models.language.loading import cache_folder
 
         folders["model cache"] = cache_folder()
@@ -232,7 +232,7 @@ def tasks(args: argparse.Namespace) -> int:
         console.print(Text.assemble((f"  {name:{width}}", "cyan"), f"  {task.description}"))
     console.print()
     console.print(Text.assemble(("reasoning-gym", "bold"), "   task: {reasoning_gym: NAME, options: {...}}"))
-    if missing("reasoning-gym", "reasoning_gym") is not None:
+    if install_hint("reasoning-gym", "reasoning_gym") is not None:
         line = f"  100+ more tasks (the extra needs a C compiler): {extra_command('reasoning')}"
         console.print(Text(line), soft_wrap=True)
     else:

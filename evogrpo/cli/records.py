@@ -10,7 +10,7 @@ from rich.text import Text
 
 from evogrpo.cli.main import OK, check_folder
 from evogrpo.evolution.history import MemberRecord
-from evogrpo.extras import missing
+from evogrpo.extras import install_hint
 from evogrpo.reporting.compare import ComparedRun, TestDifference, compare_runs, interval
 from evogrpo.reporting.lineage import (
     ancestors,
@@ -126,7 +126,7 @@ def report(args: argparse.Namespace) -> int:
     console = make_console()
     with spinner(console, "drawing"):
         page = run_report(args.run_dir).write()
-    for line in (missing("report.png", "matplotlib") or page.with_name("report.png"), page):
+    for line in (install_hint("report.png", "matplotlib") or page.with_name("report.png"), page):
         console.print(str(line), soft_wrap=True, markup=False)
     return OK
 

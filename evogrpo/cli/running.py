@@ -21,7 +21,7 @@ from evogrpo.config.search_space import RLParameter
 from evogrpo.distributed import ProcessError, processes
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.evolution.strategies import BUILT_IN
-from evogrpo.extras import missing
+from evogrpo.extras import install_hint
 from evogrpo.interruption import stopping_on_signals
 from evogrpo.models.bank import SamplerError
 from evogrpo.models.devices import single_threaded
@@ -371,7 +371,7 @@ def show_files(console: Console, run_dir: Path, kind: object) -> None:
         rows.append(("best member", best))
     try:
         page = report(run_dir).write()
-        rows += [("figure", missing("report.png", "matplotlib") or run_dir / "report.png"), ("report page", page)]
+        rows += [("figure", install_hint("report.png", "matplotlib") or run_dir / "report.png"), ("report page", page)]
     except (ValueError, OSError, ImportError) as error:  # a failed report must not fail the run
         rows.append(("report", f"not written: {error}"))
     for name, value in rows:

@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evogrpo.extras import missing
+from evogrpo.extras import install_hint
 from evogrpo.reporting.charts import BASE, BEST, Chart, Line, RunCharts, run_charts
 from evogrpo.reporting.figure import figure_png, run_figure
 from evogrpo.reporting.lineage import ancestors, best_member, fitness_estimate
@@ -72,7 +72,7 @@ class RunReport:
 
     def write(self) -> Path:
         """Write `report.html` to the run directory, and `report.png` if matplotlib is installed; return the page."""
-        if missing("report.png", "matplotlib") is None:
+        if install_hint("report.png", "matplotlib") is None:
             replace_file(self.run_dir / "report.png", figure_png(self._summary))
         path = self.run_dir / "report.html"
         replace_file(path, html_page(self._summary).encode("utf-8"))
@@ -141,7 +141,7 @@ def _charts(summary: RunSummary) -> tuple[str, list[str]]:
     """Return the sections of the charts and the scripts that draw them; without plotly, a line on how to install it."""
     if not summary.generations:
         return "", []
-    message = missing("Charts", "plotly")
+    message = install_hint("Charts", "plotly")
     if message is not None:
         return _section("Charts", message), []
     from plotly.offline import get_plotlyjs

@@ -38,7 +38,7 @@ from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.history import Generation, MemberRecord
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
-from evogrpo.extras import missing
+from evogrpo.extras import install_hint
 from evogrpo.reporting.records import Example, GenerationReport, MemberReport, StepReport
 from evogrpo.storage.atomic_files import (
     check_new_folder,
@@ -204,7 +204,7 @@ class RunDir:
         self._journal: Journal | None = None
         self._exported: Best | None = None
         self._writer: Any = None
-        self._tensorboard_failed = missing("TensorBoard", "tensorboard") is not None  # also set after an error
+        self._tensorboard_failed = install_hint("TensorBoard", "tensorboard") is not None  # also set after an error
 
     def reopened(self) -> Self:
         """Return this directory for the continuation of a closed run; the first write locks it again."""
