@@ -137,7 +137,7 @@ def load_plugin(name: str, what: str, built_in: Collection[str] = ()) -> Callabl
     with _errors_of(f"the plugin {name!r} ({value})"):
         loaded = plugin.load()
     if not callable(loaded):
-        raise ValueError(f"The plugin {name!r} ({value}) must be a class or function to be used as a {what}.")
+        raise ValueError(f"The plugin {name!r} ({value}) must be a class or a function to be used as a {what}.")
     return loaded  # type: ignore[no-any-return]  # callable, as just checked
 
 
