@@ -1,6 +1,6 @@
 """Classic control: GRPO of evogrpo and PPO of Stable-Baselines3, at equal environment steps and at equal time.
 
-    python benchmarking/classic_control.py               # all missing runs, then the table; stopped, it goes on
+    python benchmarking/classic_control.py               # all missing runs, then the table; restartable
     python benchmarking/classic_control.py --table-only  # the table of the recorded runs
     python benchmarking/classic_control.py --tasks CartPole-v1 --methods grpo --seeds 0 --scale 0.05   # a short trial
 

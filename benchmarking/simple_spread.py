@@ -100,16 +100,16 @@ def mapping_of(env: PettingZooGroups) -> PolicyMapping:
 def measure(actor: Any, env: PettingZooGroups, seed: int) -> dict[str, float]:
     """Return the mean sum of rewards on the held-out starts, greedily and by sampling."""
     found = {}
-    for way in ("greedy", "sampled"):
+    for mode in ("greedy", "sampled"):
         draws = ActionNoise(seed, "test", streams=[(0,)], rows=[TEST_STARTS], width_of=lambda agent: 1)
         played = env.open("test", range(TEST_STARTS)).play(
             {"shared": actor},
             mapping_of(env),
             range(TEST_STARTS),
             [0] * TEST_STARTS,
-            uniforms=draws if way == "sampled" else None,
+            uniforms=draws if mode == "sampled" else None,
         )
-        found[way] = float(env.scores(played).mean())
+        found[mode] = float(env.scores(played).mean())
     return found
 
 
@@ -150,9 +150,9 @@ class PPORollouts:
         rewards, over, shown = [], [], []
         for env, chosen in zip(self._envs, actions.reshape(PPO_ENVS, -1), strict=True):
             seen, earned, *_ = env.step(dict(zip(self._agents, chosen.tolist(), strict=True)))
-            own = np.array([earned[agent] for agent in self._agents], dtype=np.float32)
-            rewards.append(np.full_like(own, own.mean()) if self._team else own)
-            over.append(np.full_like(own, float(not env.agents)))
+            agent_rewards = np.array([earned[agent] for agent in self._agents], dtype=np.float32)
+            rewards.append(np.full_like(agent_rewards, agent_rewards.mean()) if self._team else agent_rewards)
+            over.append(np.full_like(agent_rewards, float(not env.agents)))
             shown.append(self._shown(seen if env.agents else env.reset(seed=next(self._seeds))[0]))
         self.seen = np.concatenate(shown)
         return np.concatenate(rewards), np.concatenate(over)
@@ -192,14 +192,14 @@ def train_ppo(seed: int, joint_steps: int, credit: str) -> tuple[ActorCritic, Pe
     return model, env, updates * PPO_ENVS * PPO_STEPS
 
 
-def gae(table: Mapping[str, Tensor], after: Tensor) -> Tensor:
+def gae(table: Mapping[str, Tensor], next_values: Tensor) -> Tensor:
     """Return generalised advantage estimates `[t, agents]` (Schulman et al. 2016)."""
-    discount, result, carried = PPO_SETTINGS["gamma"], torch.zeros_like(table["value"]), torch.zeros_like(after)
+    discount, result, carried = PPO_SETTINGS["gamma"], torch.zeros_like(table["value"]), torch.zeros_like(next_values)
     for t in reversed(range(len(result))):
         alive = 1 - table["over"][t]
-        delta = table["reward"][t] + discount * after * alive - table["value"][t]
+        delta = table["reward"][t] + discount * next_values * alive - table["value"][t]
         carried = delta + discount * PPO_SETTINGS["lam"] * alive * carried
-        result[t], after = carried, table["value"][t]
+        result[t], next_values = carried, table["value"][t]
     return result
 
 
@@ -241,8 +241,8 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
     for method, seeds in results.items():
         rows = list(seeds.values())
         cells = []
-        for way in ("greedy", "sampled"):
-            values = np.array([row[way] for row in rows])
+        for mode in ("greedy", "sampled"):
+            values = np.array([row[mode] for row in rows])
             low, high = interval(values)
             cells.append(f"{values.mean():.1f} [{low:.1f}, {high:.1f}]")
         seconds = np.mean([row["seconds"] for row in rows])

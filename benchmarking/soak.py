@@ -52,8 +52,8 @@ def main() -> int:
 def report(soak: Soak, number: int, seconds: float) -> None:
     """Print the counts so far."""
     print(f"--- {number} trials in {seconds / 60:.1f} minutes, {len(soak.failures)} failures")
-    for what, count in sorted(soak.counts.items()):
-        print(f"{count:7,}  {what}")
+    for label, count in sorted(soak.counts.items()):
+        print(f"{count:7,}  {label}")
     print(f"{soak.slowest_stop:7.2f}  seconds for the slowest stop")
     for failure in soak.failures:
         print(f"FAILED {failure}")

@@ -1,7 +1,7 @@
 """Study: what finds good hyperparameters for the same samples, if the learning rate or everything is unknown?
 
     pip install "gymnasium[box2d,mujoco]" optuna reasoning-gym
-    python benchmarking/study.py run                                   # all missing runs; stopped, it goes on
+    python benchmarking/study.py run                                   # all missing runs; a stopped study continues
     python benchmarking/study.py run --tasks CartPole-v1 --arms calibrated leader --seeds 0 1
     python benchmarking/study.py table                                 # tables of the recorded runs
     python benchmarking/study.py run --budget 0.02 --results /tmp/try  # a short trial
@@ -66,7 +66,7 @@ class Task:
         samples_each: Samples per learning step of each of their members.
         validation: Number of validation starts.
         test: Number of test starts.
-        words: The members are language models.
+        language: The members are language models.
     """
 
     budget: int
@@ -79,17 +79,17 @@ class Task:
     samples_each: int = 8
     validation: int = 32
     test: int = 100
-    words: bool = False
+    language: bool = False
 
     def normalised(self, score: float) -> float:
         """Return a score on the scale from untrained (0) to solved (1)."""
         return (score - self.random) / (self.solved - self.random)
 
 
-def _words(random: float, solved: float) -> Task:
+def _language_task(random: float, solved: float) -> Task:
     return Task(
         budget=60_000, seconds=80.0, random=random, solved=solved, tuned={"lr": 3e-4}, samples=64, members=4,
-        samples_each=16, test=128, words=True,
+        samples_each=16, test=128, language=True,
     )  # fmt: skip
 
 
@@ -112,9 +112,9 @@ TASKS: dict[str, Task] = {
     ),
     "LunarLanderContinuous-v3": Task(budget=200_000, seconds=15.0, random=-184.0, solved=200.0, samples=16),
     "InvertedDoublePendulum-v5": Task(budget=200_000, seconds=15.0, random=60.0, solved=9100.0),
-    "two_digit_sums": _words(0.05, 0.6),
-    "number_sequences": _words(0.0, 0.8),
-    "chain_sum": _words(0.05, 0.6),
+    "two_digit_sums": _language_task(0.05, 0.6),
+    "number_sequences": _language_task(0.0, 0.8),
+    "chain_sum": _language_task(0.05, 0.6),
 }  # fmt: skip
 
 LR = {False: RLParameter(min=1e-4, max=1e-1, scale="log"), True: RLParameter(min=1e-6, max=1e-3, scale="log")}
@@ -133,9 +133,9 @@ FIXED = {False: {"group_size": 8, "batch_size": 256}, True: {"group_size": 8, "b
 def space_of(task: Task, unknown: str) -> HyperparameterConfig:
     """Return what is searched: "lr" = the learning rate alone; "all" = everything, the step by its KL."""
     if unknown == "lr":
-        return HyperparameterConfig(lr=LR[task.words])
+        return HyperparameterConfig(lr=LR[task.language])
     others = dict(OTHERS)
-    if task.words:
+    if task.language:
         others["update_epochs"] = RLParameter(min=1, max=4, scale="log")
         del others["entropy_coef"]
     return HyperparameterConfig(target_kl=TARGET_KL, **others)
@@ -150,7 +150,7 @@ class Arm:
         kind: "alone" = a single agent; "members" = each member samples; "shared" = four members that share experience
             sample as much as a single agent; "leader" = one of four members samples.
         first: "tuned", "default" (the package's values, lr not adapted) or "drawn".
-        experience: Whose samples members learn from.
+        experience: "own" or "shared" samples to learn from.
     """
 
     strategy: Callable[[], Strategy] = Fixed
@@ -178,11 +178,14 @@ KNOWN = ("tuned", "default")
 """Arms that do not depend on what is unknown; they run once."""
 WITHOUT_LR = ("selection only", "narrowing shared", "PBT shared", "leader")
 """Arms that run only if everything is unknown."""
-WITH_WORDS = {"lr": ("calibrated",), "all": ("calibrated", "random search", "narrowing shared", "PBT shared", "leader")}
-"""Arms of language models; others would cost more processor time than they tell."""
+OF_LANGUAGE = {
+    "lr": ("calibrated",),
+    "all": ("calibrated", "random search", "narrowing shared", "PBT shared", "leader"),
+}
+"""Arms of language models; the others would take too much processor time."""
 
 
-def drawn(task: Task, space: HyperparameterConfig, seed: int) -> dict[str, Any]:
+def random_point(task: Task, space: HyperparameterConfig, seed: int) -> dict[str, Any]:
     """Return a point of the space, the same for all arms with this seed."""
     rng = np.random.default_rng([DRAWS, seed])
     point = point_at(space, Hyperparameters(), {name: float(rng.random()) for name in space})
@@ -211,7 +214,7 @@ def make_run(
     name: str, task: Task, arm: Arm, space: HyperparameterConfig, first: Mapping[str, Any], seed: int, budget: int,
     env_seed: int | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Return where members act, and a run that ends with the budget."""
+    """Return the environment, and a run that ends with the budget."""
     starts = seed if env_seed is None else env_seed
     samples = {"members": task.samples_each, "shared": max(8, task.samples // 4)}.get(arm.kind, task.samples)
     size = {"alone": 1, "members": task.members}.get(arm.kind, 4)
@@ -221,13 +224,13 @@ def make_run(
         "samples_per_step": samples,
         "spread": True,
         "seed": seed,
-        **FIXED[task.words],
+        **FIXED[task.language],
         **first,
     }
     if ("lr" in space and size > 1) or arm.first in KNOWN:  # the learning rate is what is searched, or is given
         options["target_kl"] = None
     env: Any
-    if task.words:
+    if task.language:
         import torch
         from peft import LoraConfig
 
@@ -256,7 +259,7 @@ def make_run(
         test_questions=0,
         count_evaluations=True,
         progress=False,
-        **{"max_tokens" if task.words else "max_timesteps": budget},
+        **{"max_tokens" if task.language else "max_timesteps": budget},
     )
 
 
@@ -270,10 +273,10 @@ def test_scores(run: Any, env: Any, best: Any) -> list[float]:
 
 def spent(run: Any, task: Task) -> int:
     """Return the environment steps or tokens of everything so far."""
-    return int(run.trainer.run_state.spent(evaluations=True)["tokens" if task.words else "timesteps"])
+    return int(run.trainer.run_state.spent(evaluations=True)["tokens" if task.language else "timesteps"])
 
 
-def do(name: str, unknown: str, arm_name: str, seed: int, share: float) -> dict[str, Any]:
+def run_one(name: str, unknown: str, arm_name: str, seed: int, share: float) -> dict[str, Any]:
     """Do one run in its own process; return its record."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import warnings
@@ -288,7 +291,7 @@ def do(name: str, unknown: str, arm_name: str, seed: int, share: float) -> dict[
     if arm_name == "optuna":
         found = with_optuna(name, task, space, seed)
     else:
-        first: Mapping[str, Any] = drawn(task, space, seed)
+        first: Mapping[str, Any] = random_point(task, space, seed)
         if arm.first in KNOWN:
             first = (task.tuned or {}) if arm.first == "tuned" else {}
         env, run = make_run(name, task, arm, space, first, seed, task.budget)
@@ -391,7 +394,8 @@ def wanted(chosen: argparse.Namespace) -> Iterator[Key]:
                         yield task, "nothing", arm, seed
                     continue
                 for unknown in chosen.unknown:
-                    if arm in WITH_WORDS[unknown] if TASKS[task].words else unknown == "all" or arm not in WITHOUT_LR:
+                    selected = unknown == "all" or arm not in WITHOUT_LR
+                    if arm in OF_LANGUAGE[unknown] if TASKS[task].language else selected:
                         yield task, unknown, arm, seed
 
 
@@ -404,21 +408,21 @@ def recorded(results: Path) -> dict[Key, dict[str, Any]]:
 def run_missing(chosen: argparse.Namespace) -> None:
     """Do the missing runs, several in parallel."""
     chosen.results.mkdir(parents=True, exist_ok=True)
-    there = recorded(chosen.results)
-    missing = iter([key for key in wanted(chosen) if key not in there])
+    done = recorded(chosen.results)
+    missing = iter([key for key in wanted(chosen) if key not in done])
     until = time.monotonic() + chosen.minutes * 60
     with ProcessPoolExecutor(chosen.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         running: dict[Any, Key] = {}
         while True:
             while len(running) < chosen.workers and time.monotonic() < until and (key := next(missing, None)):
-                running[pool.submit(do, *key, chosen.budget)] = key
+                running[pool.submit(run_one, *key, chosen.budget)] = key
             if not running:
                 return
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 key = running.pop(future)
                 try:
                     record = future.result()
-                except Exception as error:  # noqa: BLE001  # a failed run is told, and the others go on
+                except Exception as error:  # noqa: BLE001  # the other runs continue
                     print(*key, f"FAILED: {type(error).__name__}: {error}", flush=True)
                     continue
                 with (chosen.results / f"{key[0]}.jsonl").open("a", encoding="utf-8") as file:
@@ -442,18 +446,18 @@ def _table(runs: Sequence[Mapping[str, Any]], unknown: str, key: str) -> str:
     chosen = [run for run in runs if run["unknown"] in (unknown, "nothing")]
     tasks = [task for task in TASKS if any(run["task"] == task for run in chosen)]
     groups = {"all environments": False, "all language tasks": True}
-    groups = {title: words for title, words in groups.items() if any(TASKS[task].words == words for task in tasks)}
+    groups = {title: kind for title, kind in groups.items() if any(TASKS[task].language == kind for task in tasks)}
     rows = [["arm", *tasks, *groups, "processor time"], ["---"] * (len(tasks) + len(groups) + 2)]
     for arm in dict.fromkeys([*ARMS, *(run["arm"] for run in chosen)]):  # some strategies were deleted after the study
-        own = {task: [run for run in chosen if (run["arm"], run["task"]) == (arm, task)] for task in tasks}
-        if not any(own.values()):
+        runs_by_task = {task: [run for run in chosen if (run["arm"], run["task"]) == (arm, task)] for task in tasks}
+        if not any(runs_by_task.values()):
             continue
-        scores = {task: [TASKS[task].normalised(run[key]) for run in there] for task, there in own.items()}
+        scores = {task: [TASKS[task].normalised(run[key]) for run in group] for task, group in runs_by_task.items()}
         cells = [_cell(scores[task]) for task in tasks]
-        for words in groups.values():
-            whole = {task: scores[task] for task in tasks if TASKS[task].words == words and TASKS[task].tuned}
-            cells.append(str(stratified_bootstrap(whole)) if whole and all(whole.values()) else "")
-        seconds = [np.mean([run["seconds"] for run in there]) for there in own.values() if there]
+        for kind in groups.values():
+            pooled = {task: scores[task] for task in tasks if TASKS[task].language == kind and TASKS[task].tuned}
+            cells.append(str(stratified_bootstrap(pooled)) if pooled and all(pooled.values()) else "")
+        seconds = [np.mean([run["seconds"] for run in group]) for group in runs_by_task.values() if group]
         rows.append([arm, *cells, f"{np.mean(seconds):.0f} s" if seconds else ""])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 

@@ -116,12 +116,12 @@ def table(labels: Sequence[str], rounds: Sequence[Sequence[dict[str, float]]]) -
     """Return medians over rounds; ratios are within rounds and to the faster population."""
     lines = ["| way | steps / s | population against it | steps / processor second | population against it |"]
     lines.append("|---|---|---|---|---|")
-    for place, label in enumerate(labels):
+    for index, label in enumerate(labels):
         cells = [label]
         for clock in ("wall", "processor"):
             speeds = [[each["steps"] / each[clock] for each in measured] for measured in rounds]
-            ratios = [max(each[:2]) / each[place] for each in speeds]
-            cells.append(f"{statistics.median(each[place] for each in speeds):,.0f}")
+            ratios = [max(each[:2]) / each[index] for each in speeds]
+            cells.append(f"{statistics.median(each[index] for each in speeds):,.0f}")
             cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

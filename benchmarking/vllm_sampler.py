@@ -62,7 +62,7 @@ def measure(precision: str, *, fake: bool, folder: Path) -> dict[str, Any]:
         rollout = sampler.sample(rows)
         speed = float(rollout.present.sum()) / (processor_seconds(server) - began)
         began = time.process_time()
-        own = float(bank.sample(rows).present.sum()) / (time.process_time() - began)
+        bank_speed = float(bank.sample(rows).present.sum()) / (time.process_time() - began)
         differences = (rollout.log_probs - bank.log_probs(as_batch(rows, rollout))).abs()[rollout.present]
         bank.inherit([1, 2, 3, 0])
         seconds = []
@@ -74,7 +74,7 @@ def measure(precision: str, *, fake: bool, folder: Path) -> dict[str, Any]:
         server.stop()
     return {
         "mean": float(differences.mean()), "largest": float(differences.max()), "load": sorted(seconds)[MEMBERS // 2],
-        "vllm": speed, "own": own,
+        "vllm": speed, "own": bank_speed,
     }  # fmt: skip
 
 

@@ -28,19 +28,19 @@ MOMENT_STEPS = 10
 """Number of optimizer steps after which AdamW's first moment has forgotten a gradient: 1 / (1 - 0.9)."""
 
 
-def assert_gradients_agree(one: Tensor, other: Tensor, *, steps: int = 1, what: str = "gradients") -> None:
+def assert_gradients_agree(one: Tensor, other: Tensor, *, steps: int = 1, label: str = "gradients") -> None:
     """Check that gradients, or their averages over `steps` optimizer steps, agree up to rounding.
 
     The bound is relative to the norm: an element near 0 whose terms cancel has any relative error.
     """
-    assert one.shape == other.shape, what
-    assert torch.equal(one.isfinite(), other.isfinite()), what
+    assert one.shape == other.shape, label
+    assert torch.equal(one.isfinite(), other.isfinite()), label
     error, size = float((one.double() - other.double()).norm()), float(other.double().norm())
     bound = GRADIENT_ERROR * min(max(steps, 1), MOMENT_STEPS)
-    assert error <= bound * size, f"{what} differ by {error / (size or 1.0):.1e} of their norm, more than {bound:.1e}"
+    assert error <= bound * size, f"{label} differ by {error / (size or 1.0):.1e} of their norm, more than {bound:.1e}"
 
 
-def assert_weights_agree(one: Tensor, other: Tensor, *, steps: int, lr: float, what: str = "weights") -> None:
+def assert_weights_agree(one: Tensor, other: Tensor, *, steps: int, lr: float, label: str = "weights") -> None:
     """Check that weights agree up to rounding after `steps` optimizer steps of AdamW.
 
     AdamW divides an element g by its own size, so an element near 0 moves by a random part of lr. If gradients are off
@@ -49,7 +49,7 @@ def assert_weights_agree(one: Tensor, other: Tensor, *, steps: int, lr: float, w
     """
     error = float((one.double() - other.double()).norm())
     bound = (8.0 * GRADIENT_ERROR) ** 0.5 * steps * lr * one.numel() ** 0.5
-    assert error <= bound, f"{what} differ by {error:.1e}, more than {bound:.1e}"
+    assert error <= bound, f"{label} differ by {error:.1e}, more than {bound:.1e}"
 
 
 def assert_states_agree(one: Mapping[str, Tensor], other: Mapping[str, Tensor], *, lr: float) -> None:
@@ -65,9 +65,9 @@ def assert_states_agree(one: Mapping[str, Tensor], other: Mapping[str, Tensor], 
         policy, _, last = name.rpartition("/")
         steps = int(other[f"{policy}/step" if policy else "step"])
         if last in ("exp_avg", "exp_avg_sq"):  # the relative error of a square is twice as large
-            assert_gradients_agree(values, other[name], steps=steps * (2 if last == "exp_avg_sq" else 1), what=name)
+            assert_gradients_agree(values, other[name], steps=steps * (2 if last == "exp_avg_sq" else 1), label=name)
         elif last in ("adapter", "weights", "reference"):
-            assert_weights_agree(values, other[name], steps=steps, lr=lr, what=name)
+            assert_weights_agree(values, other[name], steps=steps, lr=lr, label=name)
         elif values.is_floating_point():
             torch.testing.assert_close(values, other[name], rtol=1e-3, atol=1e-5, msg=name)
         else:
@@ -167,8 +167,8 @@ class PolicyBankTestCase(ABC):
     @staticmethod
     def alone(batch: Batch, slot: int) -> Batch:
         """Return one member's rows as the batch of a bank in which it is slot 0."""
-        own = batch.select_members([slot])
-        return replace(own, member_ids=torch.zeros_like(own.member_ids))
+        rows = batch.select_members([slot])
+        return replace(rows, member_ids=torch.zeros_like(rows.member_ids))
 
     # ---- all members together equal each member alone
 
@@ -179,16 +179,16 @@ class PolicyBankTestCase(ABC):
         sizes = [len(together.select_members([slot])) for slot in range(SIZE)]
         assert len(set(sizes)) == SIZE, "the test needs different numbers of rows"
         for slot in range(SIZE):
-            apart = self.act(self.bank_of(bank.state(slot)), [slot], seed=seed)
-            own = together.select_members([slot])
-            if own.actions.is_floating_point():
-                torch.testing.assert_close(own.actions, apart.actions, rtol=1e-4, atol=1e-4)
+            separate = self.act(self.bank_of(bank.state(slot)), [slot], seed=seed)
+            rows = together.select_members([slot])
+            if rows.actions.is_floating_point():
+                torch.testing.assert_close(rows.actions, separate.actions, rtol=1e-4, atol=1e-4)
             else:
-                assert torch.equal(own.actions, apart.actions)
-            assert torch.equal(own.present, apart.present)
-            assert own.sampler_log_probs is not None
-            assert apart.sampler_log_probs is not None
-            torch.testing.assert_close(own.sampler_log_probs, apart.sampler_log_probs, rtol=1e-4, atol=1e-4)
+                assert torch.equal(rows.actions, separate.actions)
+            assert torch.equal(rows.present, separate.present)
+            assert rows.sampler_log_probs is not None
+            assert separate.sampler_log_probs is not None
+            torch.testing.assert_close(rows.sampler_log_probs, separate.sampler_log_probs, rtol=1e-4, atol=1e-4)
 
     def test_log_probs_and_entropies_together_equal_those_alone(self) -> None:
         bank = self.make_bank(SIZE)
@@ -199,14 +199,14 @@ class PolicyBankTestCase(ABC):
         assert bool((entropies[batch.action_mask] != 0).all())
         together = (bank.log_probs(batch), bank.reference_log_probs(batch), entropies)
         for slot in range(SIZE):
-            own, apart = self.alone(batch, slot), self.bank_of(bank.state(slot))
-            alone = (apart.log_probs(own), apart.reference_log_probs(own), apart.entropies(own))
+            rows, single_bank = self.alone(batch, slot), self.bank_of(bank.state(slot))
+            alone = (single_bank.log_probs(rows), single_bank.reference_log_probs(rows), single_bank.entropies(rows))
             for all_members, one in zip(together, alone, strict=True):
                 torch.testing.assert_close(all_members[batch.member_ids == slot], one, rtol=1e-4, atol=1e-4)
 
     def test_learning_together_equals_learning_alone(self) -> None:
         bank = self.make_bank(SIZE)
-        apart = [self.bank_of(state) for state in self.states(bank)]
+        separate = [self.bank_of(state) for state in self.states(bank)]
         start = self.states(bank)
         clipped = []
         for seed in range(2):
@@ -214,13 +214,15 @@ class PolicyBankTestCase(ABC):
             reports = self.learn(bank, batch)
             assert sorted(reports) == list(range(SIZE))
             for slot in range(SIZE):
-                own = self.alone(batch, slot)
-                report = apart[slot].update(own, self.loss(own, CLIPS[slot:]), {0: HYPERPARAMETERS[slot]}).reports[0]
+                rows = self.alone(batch, slot)
+                report = (
+                    separate[slot].update(rows, self.loss(rows, CLIPS[slot:]), {0: HYPERPARAMETERS[slot]}).reports[0]
+                )
                 assert report.grad_norm == pytest.approx(reports[slot].grad_norm, rel=1e-3)
                 assert report.loss == pytest.approx(reports[slot].loss, rel=1e-3, abs=1e-5)
                 assert report.lr == reports[slot].lr == HYPERPARAMETERS[slot].lr
                 assert report.step == reports[slot].step == seed + 1
-                assert_states_agree(bank.state(slot), apart[slot].state(0), lr=HYPERPARAMETERS[slot].lr)
+                assert_states_agree(bank.state(slot), separate[slot].state(0), lr=HYPERPARAMETERS[slot].lr)
                 clipped.append(report.grad_norm > HYPERPARAMETERS[slot].max_grad_norm)
         assert 0 < sum(clipped) < len(clipped), "the test needs gradients on both sides of the bound"
         for slot in range(SIZE):
@@ -238,8 +240,8 @@ class PolicyBankTestCase(ABC):
         batch, other = (self.act(bank, range(SIZE), equal_shapes=True) for bank in (clean, dirty))
         for name in ("actions", "sampler_log_probs"):
             assert torch.equal(*(getattr(each.select_members(rest), name) for each in (batch, other)))
-        mine = torch.isin(batch.member_ids, torch.tensor(rest))
-        assert torch.equal(clean.log_probs(batch)[mine], dirty.log_probs(batch)[mine])
+        unchanged = torch.isin(batch.member_ids, torch.tensor(rest))
+        assert torch.equal(clean.log_probs(batch)[unchanged], dirty.log_probs(batch)[unchanged])
         reports = [self.learn(bank, batch) for bank in (clean, dirty)]
         for slot in rest:
             assert reports[0][slot] == reports[1][slot]
@@ -294,13 +296,13 @@ class PolicyBankTestCase(ABC):
         bank = self.make_bank(SIZE)
         batch = self.act(bank, range(SIZE))
         self.learn(bank, batch)
-        for some in (batch.select_members([0, 2]), batch.select(torch.zeros(0, dtype=torch.long))):
+        for part in (batch.select_members([0, 2]), batch.select(torch.zeros(0, dtype=torch.long))):
             before = bank.state(1)
-            reports = bank.update(some, self.loss(batch), dict(enumerate(HYPERPARAMETERS))).reports
+            reports = bank.update(part, self.loss(batch), dict(enumerate(HYPERPARAMETERS))).reports
             assert (reports[1].grad_norm, reports[1].loss) == (0.0, 0.0)
             # Its weights still change, because the first moment is not 0.
             assert not same_state(bank.state(1), before)
-            assert (reports[0].grad_norm > 0) == (len(some) > 0)
+            assert (reports[0].grad_norm > 0) == (len(part) > 0)
 
     # ---- rows
 
@@ -343,9 +345,9 @@ class PolicyBankTestCase(ABC):
         torch.testing.assert_close(update.entropies, scored, rtol=1e-4, atol=1e-5)
         after = bank.entropies(batch)
         for slot, report in update.reports.items():
-            mine = batch.member_ids == slot
+            rows_of_slot = batch.member_ids == slot
             assert (report.grad_norm > 0) is differentiable
-            assert bool(after[mine].sum() > scored[mine].sum()) is differentiable
+            assert bool(after[rows_of_slot].sum() > scored[rows_of_slot].sum()) is differentiable
 
     # ---- reference and base
 
@@ -376,17 +378,17 @@ class PolicyBankTestCase(ABC):
             return
         for slot in (0, 1):
             bank.mix_reference(slot, 1.0)
-        kept, mine = bank.log_probs(batch), [batch.member_ids == slot for slot in range(SIZE)]
+        kept, rows_by_slot = bank.log_probs(batch), [batch.member_ids == slot for slot in range(SIZE)]
         self.learn(bank, batch)
         bank.mix_reference(0, 0.5)
         bank.mix_reference(1, 1.0)
         moved, now = bank.reference_log_probs(batch), bank.log_probs(batch)
-        torch.testing.assert_close(moved[mine[1]], now[mine[1]], rtol=1e-5, atol=1e-5)
-        assert torch.equal(moved[mine[2]], before[mine[2]])
+        torch.testing.assert_close(moved[rows_by_slot[1]], now[rows_by_slot[1]], rtol=1e-5, atol=1e-5)
+        assert torch.equal(moved[rows_by_slot[2]], before[rows_by_slot[2]])
         for end in (kept, now):  # half-way between them
-            assert not torch.allclose(moved[mine[0]], end[mine[0]], atol=1e-6)
+            assert not torch.allclose(moved[rows_by_slot[0]], end[rows_by_slot[0]], atol=1e-6)
         bank.mix_reference(0, 0.0)
-        assert torch.equal(bank.reference_log_probs(batch)[mine[0]], moved[mine[0]])
+        assert torch.equal(bank.reference_log_probs(batch)[rows_by_slot[0]], moved[rows_by_slot[0]])
         assert torch.equal(bank.log_probs(batch, base=True), base)
 
     # ---- inheritance
@@ -457,7 +459,7 @@ class PolicyBankTestCase(ABC):
         before, state = self.states(bank), self.make_bank(SIZE).state(2)
         invalid = [state | {"extra": torch.zeros(1)}]
         for name, values in state.items():
-            invalid.append({other: own for other, own in state.items() if other != name})
+            invalid.append({other: tensor for other, tensor in state.items() if other != name})
             invalid += [state | {name: torch.cat([values.view(-1)] * 3)}, state | {name: values.to(torch.complex64)}]
         for each in invalid:
             with pytest.raises(ValueError, match="state"):

@@ -81,14 +81,14 @@ class Simulating(TorchDispatchMode):
 def _done(func, args, kwargs):
     """Run an operation on the wrapped tensors."""
     flat, spec = tree_flatten((args, kwargs))
-    there = [each for each in flat if isinstance(each, Simulated)]
+    simulated = [each for each in flat if isinstance(each, Simulated)]
     device = kwargs.get("device")
     leaves = device is not None and torch.device(device).type != NAME
-    if not there and (device is None or leaves):
+    if not simulated and (device is None or leaves):
         return func(*args, **kwargs)
-    if there and func not in CROSSING:
+    if simulated and func not in CROSSING:
         _check(func, flat)
-    wrappers = {id(each.held): each for each in there}
+    wrappers = {id(each.held): each for each in simulated}
     args_inside, kwargs_inside = tree_unflatten(
         [each.held if isinstance(each, Simulated) else each for each in flat], spec
     )
@@ -107,18 +107,18 @@ def _done(func, args, kwargs):
         return wrappers[id(each)] if id(each) in wrappers else Simulated(each)
 
     outside = tree_map(wrapped, made)
-    return return_and_correct_aliasing(func, args, kwargs, outside) if there else outside
+    return return_and_correct_aliasing(func, args, kwargs, outside) if simulated else outside
 
 
 def _check(func, flat) -> None:
     """Raise for CPU tensors as a GPU does, except for scalars and indices."""
     if "mkldnn" in str(func):
         raise RuntimeError(f"{func} is for CPUs")
-    here = [each for each in flat if isinstance(each, Tensor) and not isinstance(each, Simulated) and each.dim()]
+    on_cpu = [each for each in flat if isinstance(each, Tensor) and not isinstance(each, Simulated) and each.dim()]
     if str(func).startswith(INDEXING):
-        here = [each for each in here if each.is_floating_point()]
-    if here and not _by_tests():
-        shapes = ", ".join(f"{tuple(each.shape)} {each.dtype}" for each in here)
+        on_cpu = [each for each in on_cpu if each.is_floating_point()]
+    if on_cpu and not _by_tests():
+        shapes = ", ".join(f"{tuple(each.shape)} {each.dtype}" for each in on_cpu)
         raise RuntimeError(f"{func}: expected all tensors to be on the same device, found {NAME}:0 and cpu ({shapes})")
 
 

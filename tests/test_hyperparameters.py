@@ -101,7 +101,7 @@ class TestHyperparameters:
             ({"clip_low": 1.0, "clip_high": 4.0}, (1.0, 4.0)),
         ],
     )
-    def test_resolved_clip_bounds(self, fields, expected):
+    def test_clip_bounds_default_to_clip_coef(self, fields, expected):
         assert Hyperparameters(clip_coef=0.3, **fields).clip_bounds == expected
 
 

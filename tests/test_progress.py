@@ -32,19 +32,19 @@ def take_a_step(population, env, stop=NEVER):
 
 @pytest.mark.parametrize("make", [language, networks, teams])
 def test_every_part_of_a_step_runs_from_zero_to_its_total(make):
-    heard = []
+    updates = []
     stop = Stop()
-    stop.listener = lambda work: heard.append((f"{work.activity} {work.count} {work.noun}", work.fraction))
+    stop.listener = lambda work: updates.append((f"{work.activity} {work.count} {work.noun}", work.fraction))
     listened = take_a_step(*make(), stop)
-    learning = next(what for what, _ in heard if what.startswith("learning"))
+    learning = next(label for label, _ in updates if label.startswith("learning"))
     acting = "writing 16 completions" if make is language else "playing 16 episodes"
-    parts = {what: [part for each, part in heard if each == what] for what, _ in heard}
+    parts = {label: [part for each, part in updates if each == label] for label, _ in updates}
     assert {acting, learning} <= set(parts)
-    for what in (acting, learning, *(["scoring 16 completions"] if make is language else [])):
+    for label in (acting, learning, *(["scoring 16 completions"] if make is language else [])):
         # An evaluation, and each policy of a team, starts at zero again.
-        rises = [after - before for before, after in zip(parts[what], parts[what][1:], strict=False)]
-        assert all(rise >= 0 or parts[what][place + 1] == 0 for place, rise in enumerate(rises)), what
-        assert len(parts[what]) > (2 if what == acting and make is not teams else 1), what
-        assert max(parts[what]) == pytest.approx(1.0), what
-    for own, other in zip(listened, take_a_step(*make()), strict=True):
-        assert all(torch.equal(own[name], other[name]) for name in own)
+        rises = [after - before for before, after in zip(parts[label], parts[label][1:], strict=False)]
+        assert all(rise >= 0 or parts[label][position + 1] == 0 for position, rise in enumerate(rises)), label
+        assert len(parts[label]) > (2 if label == acting and make is not teams else 1), label
+        assert max(parts[label]) == pytest.approx(1.0), label
+    for state, other in zip(listened, take_a_step(*make()), strict=True):
+        assert all(torch.equal(state[name], other[name]) for name in state)

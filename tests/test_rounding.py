@@ -28,7 +28,7 @@ def language_models():
     return bank, batch, grpo_loss(batch)
 
 
-def learnt(work, spoil=lambda losses, own: losses, lr=LR):
+def learnt(work, spoil=lambda losses, first_member: losses, lr=LR):
     """Return the first member's state after some steps, with its losses and its neighbour's changed by `spoil`."""
     bank, batch, loss = work()
 
@@ -46,9 +46,9 @@ def expected(work):
 
 
 FAULTS = {
-    "a thousandth too much": lambda losses, own: 1.001 * losses,
-    "shared by the number of members": lambda losses, own: losses / 2,
-    "a thousandth of a term": lambda losses, own: losses - 1e-3 * losses * (torch.arange(len(losses)) % 2),
+    "a thousandth too much": lambda losses, first_member: 1.001 * losses,
+    "shared by the number of members": lambda losses, first_member: losses / 2,
+    "a thousandth of a term": lambda losses, first_member: losses - 1e-3 * losses * (torch.arange(len(losses)) % 2),
 }
 
 
@@ -70,6 +70,6 @@ def test_another_learning_rate_exceeds_the_bounds(work):
 def test_a_leak_of_a_neighbours_gradient_exceeds_the_bounds():
     bank, batch, loss = language_models()
     bank.update(batch, loss, {slot: Hyperparameters(lr=LR, max_grad_norm=1e6) for slot in (0, 1)})
-    own, neighbours = (bank.state(slot)["exp_avg"] for slot in (0, 1))
+    gradient, neighbours = (bank.state(slot)["exp_avg"] for slot in (0, 1))
     with pytest.raises(AssertionError, match="differ by"):
-        assert_gradients_agree(own + 1e-3 * neighbours, own)
+        assert_gradients_agree(gradient + 1e-3 * neighbours, gradient)

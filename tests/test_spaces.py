@@ -36,7 +36,7 @@ SPACES = [
         ([spaces.Discrete(2), spaces.Discrete(3)], ((2,), (3,)), (2, 3)),
     ],
 )
-def test_dimensions(space, observed, acted):
+def test_dimensions_of_observations_and_actions(space, observed, acted):
     assert observation_dim(space) == observed
     assert action_dim(space) == acted
 
@@ -64,7 +64,7 @@ def test_a_batch_equals_its_rows(space):
     assert torch.equal(batch, torch.cat([preprocess_observation(row, space) for row in rows]))
 
 
-def test_values():
+def test_observations_become_one_hot_vectors_or_floats():
     assert preprocess_observation(-1, spaces.Discrete(3, start=-2)).tolist() == [[0, 1, 0]]
     assert preprocess_observation(torch.tensor([1, 0]), spaces.Discrete(2)).tolist() == [[0, 1], [1, 0]]
     assert preprocess_observation([1, 2], spaces.MultiDiscrete([2, 3])).tolist() == [[0, 1, 0, 0, 1]]

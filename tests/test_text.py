@@ -25,12 +25,12 @@ def test_control_characters_are_escaped(text, shown):
 
 
 def test_all_control_characters_of_unicode_are_escaped():
-    every = "".join(map(chr, range(sys.maxunicode + 1)))
-    left = {unicodedata.category(character) for character in printable(every).replace("\n", "").replace("\t", "")}
+    characters = "".join(map(chr, range(sys.maxunicode + 1)))
+    left = {unicodedata.category(character) for character in printable(characters).replace("\n", "").replace("\t", "")}
     assert not left & {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
-def test_numbers():
+def test_numbers_scores_and_durations_are_short():
     numbers = {None: "–", 8: "8", 0.2: "0.2", 1.23456e-5: "1.23e-05", 0.0001: "0.0001"}
     assert {value: number_text(value) for value in numbers} == numbers
     assert [count_text(value) for value in (None, 0, 1234567)] == ["–", "0", "1,234,567"]

@@ -81,13 +81,13 @@ def join_turns(rows: SamplingBatch, turns: Sequence[tuple[Rollout, Sequence[Sequ
     table: list[list[tuple[int, bool, float]]] = [[] for _ in range(len(rows))]  # token, counts, log-probability
     for rollout, replies in turns:
         for row, cells in enumerate(table):
-            own = rollout.present[row]
-            sampled = zip(rollout.actions[row][own].tolist(), rollout.log_probs[row][own].tolist(), strict=True)
+            kept = rollout.present[row]
+            sampled = zip(rollout.actions[row][kept].tolist(), rollout.log_probs[row][kept].tolist(), strict=True)
             cells += [(token, True, value) for token, value in sampled]
             cells += [(token, False, 0.0) for token in replies[row]]
     width = max(map(len, table))
-    whole = [[*cells, *[(PAD, False, 0.0)] * (width - len(cells))] for cells in table]
-    actions, mask, log_probs = (torch.tensor([[cell[i] for cell in cells] for cells in whole]) for i in range(3))
+    padded = [[*cells, *[(PAD, False, 0.0)] * (width - len(cells))] for cells in table]
+    actions, mask, log_probs = (torch.tensor([[cell[i] for cell in cells] for cells in padded]) for i in range(3))
     present = torch.arange(width) < torch.tensor([len(cells) for cells in table])[:, None]
     rollout = Rollout(actions=actions, present=present, action_mask=mask, log_probs=log_probs, truncated=mask[:, 0])
     return replace(as_batch(rows, rollout), chosen=mask)

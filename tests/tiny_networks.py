@@ -147,7 +147,7 @@ def acted_batch(
         for start in range(STARTS)
         for replica in range(groups[member % 3])
     ]
-    rngs = [generator(seed, "test steps", *place, step) for _, *place in work for step in range(STEPS)]
+    rngs = [generator(seed, "test steps", *address, step) for _, *address in work for step in range(STEPS)]
     seen = stacked([observe(case.observations, rng) for rng in rngs])
     uniforms = np.stack([rng.random(bank.distribution.uniforms_per_action) for rng in rngs])
     masks = None
@@ -168,7 +168,7 @@ def acted_batch(
     present = torch.arange(STEPS) < lengths[:, None]
     actions = torch.from_numpy(acted.actions).unflatten(0, (n, STEPS))
     log_probs = torch.from_numpy(acted.log_probs).view(n, STEPS)
-    worth = torch.sin(3.0 * actions.double().flatten(2) if actions.ndim > 2 else 3.0 * actions.double()[..., None])
+    value = torch.sin(3.0 * actions.double().flatten(2) if actions.ndim > 2 else 3.0 * actions.double()[..., None])
     member_ids = torch.from_numpy(slots)
     return Batch(
         inputs=ObservationInputs(
@@ -179,7 +179,7 @@ def acted_batch(
         actions=actions,
         present=present,
         action_mask=present,
-        rewards=(worth.sum(2) * present).sum(1).float(),
+        rewards=(value.sum(2) * present).sum(1).float(),
         group_ids=member_ids * STARTS + torch.tensor([start for *_, start, _ in work]),
         member_ids=member_ids,
         sampler_log_probs=torch.where(present, log_probs, 0.0),

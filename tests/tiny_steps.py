@@ -93,10 +93,10 @@ def played(agent: GRPO, starts: int = 2, size: int = 4, steps: int = 20) -> tupl
             env = gymnasium.make("CartPole-v1", max_episode_steps=steps)
             seen, _ = env.reset(seed=start)
             for t in range(steps):
-                place = (start, replica, t)
-                observations[place], masks[place] = seen, True
-                actions[place] = agent.get_action(seen, training=True)
-                seen, rewards[place], terminated, truncated, _ = env.step(int(actions[place]))
+                index = (start, replica, t)
+                observations[index], masks[index] = seen, True
+                actions[index] = agent.get_action(seen, training=True)
+                seen, rewards[index], terminated, truncated, _ = env.step(int(actions[index]))
                 if terminated or truncated:
                     break
     return observations, actions, masks, rewards

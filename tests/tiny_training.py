@@ -205,8 +205,8 @@ def collect_alone(agent: Agent, env: Any, step: int = 0, *, samples: int = 16, b
 
 def own_rows(batch: Batch, slot: int) -> Batch:
     """Return a member's rows as the batch of an agent alone."""
-    own = batch.select_members([slot])
-    return replace(own, member_ids=torch.zeros_like(own.member_ids))
+    rows = batch.select_members([slot])
+    return replace(rows, member_ids=torch.zeros_like(rows.member_ids))
 
 
 def learn_fixed_batch(agent: GRPO, seed: int = 0) -> None:
@@ -266,13 +266,13 @@ def finish(run: Trainer) -> list[Any]:
     return list(run.reports())
 
 
-def start_or_resume(folder: str, own: type[Strategy] | None = None, **schedule: Any) -> None:
+def start_or_resume(folder: str, strategy_class: type[Strategy] | None = None, **schedule: Any) -> None:
     """Start or resume a run of three members and finish it."""
     torch.set_num_threads(1)
     try:
-        run = resumed_run(Path(folder), strategy=own)
+        run = resumed_run(Path(folder), strategy=strategy_class)
     except CheckpointError:
-        run = tiny_run(Path(folder), strategy=own and own(), **schedule)
+        run = tiny_run(Path(folder), strategy=strategy_class and strategy_class(), **schedule)
     finish(run)
 
 

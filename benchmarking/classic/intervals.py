@@ -96,10 +96,10 @@ def value_at(budgets: Sequence[float], values: Sequence[float], budget: float) -
     """
     if len(budgets) != len(values):
         raise ValueError(f"a curve has one value per point, got {len(values)} for {len(budgets)}")
-    place = int(np.searchsorted(np.asarray(budgets), budget, side="right")) - 1
-    if place < 0:
+    index = int(np.searchsorted(np.asarray(budgets), budget, side="right")) - 1
+    if index < 0:
         raise ValueError(f"the curve must begin at or before {budget}, got {list(budgets)[:1]}")
-    return float(values[place])
+    return float(values[index])
 
 
 def first_reached(budgets: Sequence[float], values: Sequence[float], target: float) -> float:

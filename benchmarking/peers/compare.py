@@ -209,7 +209,7 @@ def table(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         seconds = pooled(reports)
         ratio = "–"
         if anchor in runs:
-            within = [own / report["seconds"] for own, report in zip(of_rounds, runs[anchor], strict=True)]
+            within = [time / report["seconds"] for time, report in zip(of_rounds, runs[anchor], strict=True)]
             ratio = f"{seconds / pooled(runs[anchor]):.2f} ({min(within):.2f} to {max(within):.2f})"
         first = reports[0]
         peak = max(report["peak_bytes"] for report in reports) / 2**30

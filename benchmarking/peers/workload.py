@@ -125,14 +125,14 @@ def parse_arguments(description: str | None) -> Arguments:
     return arguments
 
 
-def check_tokens(what: str, found: int, wanted: int) -> None:
+def check_tokens(label: str, found: int, wanted: int) -> None:
     """Stop a run whose work differs from that of other systems.
 
     Raises:
         ValueError: If the two numbers of tokens differ.
     """
     if found != wanted:
-        raise ValueError(f"{what} must have {wanted} tokens, got {found}: the systems would not do the same work")
+        raise ValueError(f"{label} must have {wanted} tokens, got {found}: the systems would not do the same work")
 
 
 def version(package: str) -> str:

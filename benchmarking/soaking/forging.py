@@ -10,7 +10,7 @@ import numpy as np
 
 from evogrpo.storage.checkpoint import MANIFEST_NAME
 
-Place = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
 VALUES: tuple[Any, ...] = (
     None, True, False, [], {}, "", "x", "../../etc/passwd", "\x1b[2J", "nan", -1, 0, 1, 1.5, 2**31, 2**63, 10**299,
@@ -19,24 +19,24 @@ VALUES: tuple[Any, ...] = (
 """Values that replace others: other types, other sizes, extreme numbers."""
 
 
-def places(value: Any, place: Place = ()) -> Iterator[Place]:
-    """Yield the places of all values in a record; of lists the first four items."""
+def key_paths(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
+    """Yield the key paths of all values in a record; of lists the first four items."""
     items = value.items() if isinstance(value, dict) else enumerate(value[:4]) if isinstance(value, list) else ()
     for key, item in items:
-        yield (*place, key)
-        yield from places(item, (*place, key))
+        yield (*path, key)
+        yield from key_paths(item, (*path, key))
 
 
 def forged(record: dict[str, Any], rng: np.random.Generator) -> tuple[Any, str]:
     """Return a copy of a record with one value replaced, removed, doubled or put in a list, and a description."""
     copy = json.loads(json.dumps(record))
-    known = list(places(copy))
-    place = known[int(rng.integers(len(known)))]
-    parent, key = copy, place[-1]
-    for step in place[:-1]:
+    known = list(key_paths(copy))
+    path = known[int(rng.integers(len(known)))]
+    parent, key = copy, path[-1]
+    for step in path[:-1]:
         parent = parent[step]
     act = ("set", "set", "set", "removed", "doubled", "wrapped")[int(rng.integers(6))]
-    change = f"{'.'.join(map(str, place))} {act}"
+    change = f"{'.'.join(map(str, path))} {act}"
     if act == "set":
         parent[key] = VALUES[int(rng.integers(len(VALUES)))]
         change += f" to {str(parent[key])[:40]!r}"

@@ -18,7 +18,7 @@ def page(parser: argparse.ArgumentParser | None = None) -> str:
 
 def _command(name: str, parser: argparse.ArgumentParser) -> str:
     usage = "\n".join(textwrap.wrap(_usage(parser), 78, subsequent_indent="    ", break_on_hyphens=False))
-    rows = [f"{_called(each)}\n: {_told(each)}" for each in parser._actions if each.dest not in _EVERYWHERE]
+    rows = [f"{_names(each)}\n: {_help(each)}" for each in parser._actions if each.dest not in _EVERYWHERE]
     about = re.sub(r"(?<!\S)(--[\w-]+)", r"`\1`", parser.description or "")
     return "\n\n".join([f"## evogrpo {name}", about, f"```text\n{usage}\n```", *rows])
 
@@ -31,13 +31,13 @@ def _usage(parser: argparse.ArgumentParser) -> str:
     return text
 
 
-def _called(action: argparse.Action) -> str:
+def _names(action: argparse.Action) -> str:
     value = "" if action.nargs == 0 else str(action.metavar or action.dest.upper())
     if not action.option_strings:
         return f"`{value}`"
     return ", ".join(f"`{f'{option} {value}'.strip()}`" for option in action.option_strings)
 
 
-def _told(action: argparse.Action) -> str:
+def _help(action: argparse.Action) -> str:
     text = (action.help or "").strip()
     return f"{text[:1].upper()}{text[1:]}." if text else ""

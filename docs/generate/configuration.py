@@ -165,8 +165,8 @@ def _shown(value: Any) -> str:
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return f"`{_written(value)}`"
     plain = type(value)()
-    own = {each.name: getattr(value, each.name) for each in dataclasses.fields(value) if each.init}
-    other = {name: each for name, each in own.items() if each != getattr(plain, name)}
+    values = {each.name: getattr(value, each.name) for each in dataclasses.fields(value) if each.init}
+    other = {name: each for name, each in values.items() if each != getattr(plain, name)}
     if not other:
         return "see below"
     return f"`{{{', '.join(f'{name}: {_written(each)}' for name, each in other.items())}}}`"
@@ -200,7 +200,7 @@ def _kind(node: Mapping[str, Any]) -> str:
     return words.get(str(name), "text or mapping")  # such as a mutation: a function by name, or settings
 
 
-def _bounds(node: Mapping[str, Any], whole: bool) -> str:
+def _bounds(node: Mapping[str, Any], integer: bool) -> str:
     """Describe the range of a number; bounds that only catch typing errors are left out."""
     low, high = (
         next(((node[key], key == end) for key in (end, f"exclusive{end.capitalize()}") if key in node), (None, True))
@@ -210,8 +210,8 @@ def _bounds(node: Mapping[str, Any], whole: bool) -> str:
     if low[0] is None or high[0] is None:
         words = ("above", "at least") if high[0] is None else ("below", "at most")
         end, closed = high if low[0] is None else low
-        return "" if end is None else f"{words[closed]} {end:{',' if whole else 'g'}}"
-    if whole:
+        return "" if end is None else f"{words[closed]} {end:{',' if integer else 'g'}}"
+    if integer:
         return f"from {low[0]:,} to {high[0]:,}"
     return f"in {'(['[low[1]]}{low[0]:g}, {high[0]:g}{')]'[high[1]]}"
 
@@ -221,8 +221,8 @@ def page() -> str:
     parts: list[str] = []
     named: set[str] = set()  # keys of several records, such as those of all tasks, are found at the first
     for section in sections():
-        place = f" (`{section.path}`)" if section.path else ""
-        parts += [f"## {section.title}{place}", section.lead]
+        location = f" (`{section.path}`)" if section.path else ""
+        parts += [f"## {section.title}{location}", section.lead]
         for key in keys(section):
             default = "must be given" if key.default is None else f"default {key.default}"
             anchor = re.sub(r"\W+", "-", key.path)

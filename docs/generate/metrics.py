@@ -59,21 +59,21 @@ _TYPES = {WHOLE: "whole number", REAL: "number", TEXT: "text", FLAG: "true or fa
 
 def definition(name: str) -> str | None:
     """Return the description of a metric of a learning step by its name in the journal, or None."""
-    own = re.sub(r"^rewards/.+/(mean|std)$", r"rewards/<function>/\1", name)
-    if own in NAMES:
-        return NAMES[own]
-    policy, _, rest = own.rpartition("/")
+    base_name = re.sub(r"^rewards/.+/(mean|std)$", r"rewards/<function>/\1", name)
+    if base_name in NAMES:
+        return NAMES[base_name]
+    policy, _, rest = base_name.rpartition("/")
     return f"{NAMES[rest]}, of this policy alone" if policy and rest in PER_POLICY else None
 
 
 def page() -> str:
     """Return the Markdown of the metrics of a learning step."""
-    apart = ", ".join(f"`{name}`" for name in PER_POLICY)
+    names = ", ".join(f"`{name}`" for name in PER_POLICY)
     return "\n\n".join(
         [
             "### Of every member",
             _list(NAMES.items()),
-            f"Members with several policies have {apart} of each as `POLICY/NAME` as well.",
+            f"Members with several policies have {names} of each as `POLICY/NAME` as well.",
         ]
     )
 

@@ -72,8 +72,8 @@ def described(package: str) -> Iterator[tuple[str, str]]:
 
 def elsewhere(package: str) -> list[str]:
     """Return the names of a package that an earlier page describes."""
-    own = {name for name, _ in described(package)}
-    return [name for name in import_module(package).__all__ if name not in own]
+    described_here = {name for name, _ in described(package)}
+    return [name for name in import_module(package).__all__ if name not in described_here]
 
 
 def page(package: str) -> str:

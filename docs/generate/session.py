@@ -26,7 +26,7 @@ _GENERATION = re.compile(r"Generation (\d+) of \d+")
 def record(command: Sequence[str]) -> str:
     """Run a command of evogrpo, and return its output with colours."""
     console = Console(record=True, width=WIDTH, force_terminal=False, highlight=False)
-    running.make_console = lambda *_: console  # type: ignore[assignment]  # the same words, kept as they are said
+    running.make_console = lambda *_: console  # type: ignore[assignment]  # record the console output
     code = cli.main(list(command))
     if code:
         raise SystemExit(code)

@@ -234,15 +234,15 @@ SIZES = [
 def test_declared_sizes_are_checked_before_allocation(agents, tmp_path):
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
-    for number, (kind, place, value_of) in enumerate(SIZES):
+    for number, (kind, keys, value_of) in enumerate(SIZES):
         agent, original = agents[kind]
         folder = Path(shutil.copytree(original, tmp_path / str(number)))
         record = json.loads((folder / "agent.json").read_text())
         parent = record
-        for key in place[:-1]:
+        for key in keys[:-1]:
             parent = parent[key]
-        assert place[-1] in parent
-        parent[place[-1]] = value_of((2**20, 2**62)[number % 2])
+        assert keys[-1] in parent
+        parent[keys[-1]] = value_of((2**20, 2**62)[number % 2])
         put_in(folder, "agent.json", record)
         resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, before[1]))
         try:
@@ -250,4 +250,4 @@ def test_declared_sizes_are_checked_before_allocation(agents, tmp_path):
                 type(agent).load(folder, actor_network=shared_model() if kind == "language" else None)
         finally:
             resource.setrlimit(resource.RLIMIT_AS, before)
-        assert "memory" not in str(refused.value), (kind, place)  # not an allocation error
+        assert "memory" not in str(refused.value), (kind, keys)  # not an allocation error

@@ -59,13 +59,13 @@ def test_members_answer_prefixes_of_one_block_at_equal_cost(population):
     assert batch.inputs.prompts == tuple(map(tuple, env.open("train", collected.starts).prompts))
     assert batch.member_ids.bincount().tolist() == [16, 16, 16]
     for agent in population:
-        own, size = batch.select_members([agent.slot]), agent.group_size
-        assert own.inputs.prompt_ids.tolist() == [row // size for row in range(16)]
-        groups = own.group_ids.view(-1, size)
+        rows, size = batch.select_members([agent.slot]), agent.group_size
+        assert rows.inputs.prompt_ids.tolist() == [row // size for row in range(16)]
+        groups = rows.group_ids.view(-1, size)
         assert bool((groups == groups[:, :1]).all())
-        assert own.inputs.temperature.tolist() == pytest.approx([agent.temperature] * 16)
+        assert rows.inputs.temperature.tolist() == pytest.approx([agent.temperature] * 16)
         prompts = sum(len(prompt) for prompt in batch.inputs.prompts[: 16 // size])  # counted once per group
-        assert collected.tokens[agent.slot] == int(own.present.sum()) + prompts
+        assert collected.tokens[agent.slot] == int(rows.present.sum()) + prompts
     assert len(batch.group_ids.unique()) == 8 + 2 + 4
     with pytest.raises(ValueError, match=r"divide samples_per_step=12.*got 8 \(member 1\)"):
         population.collect(env, step=0, samples_per_step=12, block=6)
@@ -73,12 +73,12 @@ def test_members_answer_prefixes_of_one_block_at_equal_cost(population):
 
 def test_evaluation_is_greedy_on_equal_questions(population):
     prompts, per_member = answers([0, 1, 2], population.members)
-    assert len({tuple(prompt for prompt, _ in own) for own in per_member}) == 1
-    assert len({tuple(own) for own in per_member}) > 1
+    assert len({tuple(prompt for prompt, _ in member_answers) for member_answers in per_member}) == 1
+    assert len({tuple(member_answers) for member_answers in per_member}) > 1
     given = [{"input_ids": torch.tensor([list(prompt)])} for prompt in prompts]
-    for agent, own in zip(population, per_member, strict=True):
+    for agent, member_answers in zip(population, per_member, strict=True):
         greedy = completions((*agent.get_action(given, training=False), None))
-        assert [tokens for _, tokens in greedy] == [list(tokens) for _, tokens in own]
+        assert [tokens for _, tokens in greedy] == [list(tokens) for _, tokens in member_answers]
 
 
 def test_the_reference_is_greedy_generation_of_the_base(population):
@@ -137,14 +137,14 @@ def test_groups_without_signal_are_replaced_by_the_next_questions():
     assert float(equal(batch).float().mean()) < 0.7 * float(equal(before).float().mean())
     answers = {start: env.open("train", [start]).rows[0]["answer"] for start in after.starts}
     for agent in population:
-        own, first = batch.select_members([agent.slot]), 16 // agent.group_size
-        prompts_of_groups = own.inputs.prompt_ids.view(-1, agent.group_size)
+        rows, first = batch.select_members([agent.slot]), 16 // agent.group_size
+        prompts_of_groups = rows.inputs.prompt_ids.view(-1, agent.group_size)
         assert bool((prompts_of_groups == prompts_of_groups[:, :1]).all())
         assert len(prompts_of_groups[:, 0].unique()) == first
-        new = [place for place in prompts_of_groups[:, 0].tolist() if place >= first]
+        new = [prompt for prompt in prompts_of_groups[:, 0].tolist() if prompt >= first]
         assert new == sorted(new)  # in the block's order
-        assert all(int(answers[after.starts[place]]) % 3 == 0 for place in new)
-        assert not bool(equal(own)[own.inputs.prompt_ids >= first].any())
+        assert all(int(answers[after.starts[prompt]]) % 3 == 0 for prompt in new)
+        assert not bool(equal(rows)[rows.inputs.prompt_ids >= first].any())
     for row in range(48):  # rewards are those of the decoded completions
         tokens = batch.actions[row][batch.present[row]].tolist()
         text = shared_tokenizer().decode(tokens, skip_special_tokens=True)
@@ -164,12 +164,12 @@ def test_a_members_completions_do_not_depend_on_the_population():
     alone = population[slot].clone()
     together = gathered(population, env, 5)
     by_itself = collect_alone(alone, env, 5)
-    own, single = own_rows(together.experience["default"], slot), by_itself.experience["default"]
-    assert own.actions[own.present].tolist() == single.actions[single.present].tolist()
-    assert torch.equal(own.present.sum(1), single.present.sum(1))
-    assert torch.equal(own.rewards, single.rewards)
-    assert torch.equal(own.inputs.prompt_ids, single.inputs.prompt_ids)
-    assert torch.equal(consecutive_ids(own.group_ids)[0], consecutive_ids(single.group_ids)[0])
+    rows, single = own_rows(together.experience["default"], slot), by_itself.experience["default"]
+    assert rows.actions[rows.present].tolist() == single.actions[single.present].tolist()
+    assert torch.equal(rows.present.sum(1), single.present.sum(1))
+    assert torch.equal(rows.rewards, single.rewards)
+    assert torch.equal(rows.inputs.prompt_ids, single.inputs.prompt_ids)
+    assert torch.equal(consecutive_ids(rows.group_ids)[0], consecutive_ids(single.group_ids)[0])
     assert together.starts[: len(by_itself.starts)] == by_itself.starts
     assert together.tokens[slot] == by_itself.tokens[0]
 

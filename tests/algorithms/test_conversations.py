@@ -57,11 +57,11 @@ def collected(population, env, step=0, samples=16):
 def turns_of(batch, row):
     """Return (tokens, sampled) segments of a row; replies are present but not in the action mask."""
     runs = []
-    for token, said in zip(
+    for token, sampled in zip(
         batch.actions[row][batch.present[row]].tolist(), batch.action_mask[row].tolist(), strict=False
     ):
-        if not runs or runs[-1][1] != said:
-            runs.append(([], said))
+        if not runs or runs[-1][1] != sampled:
+            runs.append(([], sampled))
         runs[-1][0].append(token)
     return runs
 
@@ -87,14 +87,14 @@ def test_turns_alternate_and_replies_are_masked():
 
 def test_conversations_do_not_depend_on_other_members():
     together = spoken(3)
-    whole = collected(together, talks()).experience["default"]
+    batch = collected(together, talks()).experience["default"]
     for agent in together:
-        twin = agent.clone()
-        own = collect_alone(twin, talks(), block=4).experience["default"]
-        mine = whole.select_members([agent.slot])
-        said = [[turns_of(each, row) for row in range(len(each))] for each in (mine, own)]
+        clone = agent.clone()
+        separate = collect_alone(clone, talks(), block=4).experience["default"]
+        rows = batch.select_members([agent.slot])
+        turns = [[turns_of(each, row) for row in range(len(each))] for each in (rows, separate)]
         # Other batch shapes round differently, so a uniform on the boundary between two tokens may select either.
-        assert sum(one == other for one, other in zip(*said, strict=True)) >= 15
+        assert sum(one == other for one, other in zip(*turns, strict=True)) >= 15
 
 
 def test_replies_have_no_gradient_but_are_context():
@@ -125,11 +125,11 @@ def test_the_overlong_penalty_applies_per_turn_and_truncation_masks_whole_conver
     assert torch.equal(batch.action_mask, without.action_mask & ~without.truncated[:, None])
     column = batch.component_names.index(PENALTY)
     for row in range(len(batch)):
-        lengths = [len(tokens) for tokens, said in turns_of(without, row) if said]
+        lengths = [len(tokens) for tokens, sampled in turns_of(without, row) if sampled]
         expected = -sum(min(max((length - 2) / 2, 0.0), 1.0) for length in lengths)
         assert float(batch.reward_components[row, column]) == pytest.approx(expected)
         assert float(batch.rewards[row] - without.rewards[row]) == pytest.approx(expected, abs=1e-6)
-    reports = [each.learn({"default": own}, step=0)[0] for each, own in ((plain, without), (cut, batch))]
+    reports = [each.learn({"default": experience}, step=0)[0] for each, experience in ((plain, without), (cut, batch))]
     for name in ("completions/mean_length", "completions/min_length", "completions/max_length"):
         assert reports[0].metrics[name] == reports[1].metrics[name]  # no reply is counted
 

@@ -56,11 +56,11 @@ def test_old_log_probs_are_computed_where_they_are_missing(epochs, size):
     """For one optimizer step none are needed; for several, those of rows after the first."""
     agent = random_agent(update_epochs=epochs, batch_size=size, optimizer=DAMPED)
     batch = sampled(agent, REWARDS + 0.01 * torch.arange(12.0).view(3, 4))
-    twin, wrong = agent.clone(), agent.clone()
+    clone, wrong = agent.clone(), agent.clone()
     plan = minibatches(agent.learner(), batch, 0)
     given = learn_from(agent, batch)
-    missing = learn_from(twin, replace(batch, sampler_log_probs=None))
-    assert_states_agree(twin.state(), agent.state(), lr=agent.lr)
+    missing = learn_from(clone, replace(batch, sampler_log_probs=None))
+    assert_states_agree(clone.state(), agent.state(), lr=agent.lr)
     assert missing.loss == pytest.approx(given.loss, rel=1e-3, abs=1e-5)
     later = [row for row in range(12) if row not in plan[0]]
     passes = [*plan, *([torch.tensor(later)] if later else [])]
@@ -192,9 +192,9 @@ RUNS: dict[str, tuple[dict, list[dict]]] = {
 def population_of(run):
     objective, members = RUNS[run]
     population = tiny_population(len(members), optimizer=DAMPED, objective=Objective(**objective), **members[0])
-    for seed, (agent, own) in enumerate(zip(population, members, strict=True)):
+    for seed, (agent, options) in enumerate(zip(population, members, strict=True)):
         randomise_adapter(agent, seed)
-        for name, value in ({"update_epochs": 2, "lr": 2e-3, "batch_size": 8} | own).items():
+        for name, value in ({"update_epochs": 2, "lr": 2e-3, "batch_size": 8} | options).items():
             setattr(agent, name, value)
     return population
 
@@ -203,10 +203,10 @@ def experience(population, step, noise=0.2):
     """Act with all members and add random step rewards and sampler log-probabilities."""
     batch = population.collect(tiny_env(), step=step, samples_per_step=8, block=4).experience["default"]
     draws = torch.Generator().manual_seed(step)
-    heard = batch.sampler_log_probs
+    log_probs = batch.sampler_log_probs
     if population.members.settings.objective.importance_correction:
         # An external engine reports other log-probabilities than the trainer.
-        heard = heard + noise * torch.randn(heard.shape, generator=draws)
+        log_probs = log_probs + noise * torch.randn(log_probs.shape, generator=draws)
     return replace(
         batch,
         rewards=torch.rand(len(batch), generator=draws),
@@ -214,26 +214,26 @@ def experience(population, step, noise=0.2):
         reward_components=torch.rand(len(batch), 2, generator=draws),
         component_weights=(1.0, 2.0),
         component_names=("one", "other"),
-        sampler_log_probs=heard,
+        sampler_log_probs=log_probs,
     )
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_members_learn_together_as_alone(run):
     population = population_of(run)
-    twins = [agent.clone() for agent in population]
+    clones = [agent.clone() for agent in population]
     starts = [agent.state()["adapter"] for agent in population]
     carries = "kl_target" in RUNS[run][0]
     for step in range(2 if carries else 1):
         batch = experience(population, step)
         together = population.learn({"default": batch}, step=step)
-        for slot, twin in enumerate(twins):
-            alone = learn_from(twin, own_rows(batch, slot), step)
+        for slot, clone in enumerate(clones):
+            alone = learn_from(clone, own_rows(batch, slot), step)
             assert together[slot].failed is alone.failed is None
             assert_metrics_agree(together[slot].metrics, alone.metrics)
             assert together[slot].advantages == pytest.approx(alone.advantages, rel=1e-3, abs=1e-5)
             assert (together[slot].tokens, together[slot].optimizer_steps) == (alone.tokens, alone.optimizer_steps)
-            assert_states_agree(population[slot].state(), twin.state(), lr=twin.lr)
+            assert_states_agree(population[slot].state(), clone.state(), lr=clone.lr)
     for slot, start in enumerate(starts):
         assert float((population[slot].state()["adapter"] - start).norm()) > 1e-3
 

@@ -54,8 +54,8 @@ def test_other_assignments_that_do_not_fit_raise():
 
 @pytest.mark.parametrize("name", ["learning_rate", "policy_kwargs", "anything"])
 def test_names_of_other_libraries_are_translated_and_unknown_ones_raise(name):
-    env, own = cart_pole(), counterpart(name, {**Options.__annotations__})
-    answer = f"it is called '{own}' here" if own else ""
+    env, argument = cart_pole(), counterpart(name, {**Options.__annotations__})
+    answer = f"it is called '{argument}' here" if argument else ""
     for call in (
         lambda: tiny_agent(**{name: 1}),
         lambda: step_agent(env, **{name: 1}),
@@ -82,7 +82,7 @@ def test_an_environment_instead_of_spaces_raises(make, argument):
 NARROW = {"top_k": 4, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
 
 
-def test_old_log_probs_are_the_trainers_and_the_correction_uses_the_truncated_ones():
+def test_the_correction_compares_the_truncated_distribution_with_the_trainers():
     gaps = {}
     for name, options in (("narrow", NARROW), ("whole", {})):
         objective = Objective(importance_correction="token_truncate") if options else Objective()
@@ -96,4 +96,4 @@ def test_old_log_probs_are_the_trainers_and_the_correction_uses_the_truncated_on
         if name == "narrow":
             assert reports[0].metrics["sampling/importance_sampling_ratio/min"] < 0.9
     assert float(gaps["whole"].abs().max()) < 1e-4
-    assert float(gaps["narrow"].max()) > 0.1, "what was drawn from has more on fewer tokens"
+    assert float(gaps["narrow"].max()) > 0.1, "the truncated distribution puts more probability on fewer tokens"

@@ -136,7 +136,7 @@ def test_save_and_load_round_trip(agent, tmp_path):
     assert equal_states(loaded.state(), agent.state())
 
 
-def test_spaces_preprocessing_and_devices():
+def test_agents_have_spaces_preprocessing_and_devices():
     box, discrete, env = gymnasium.spaces.Box(-1.0, 1.0, (3, 2)), gymnasium.spaces.Discrete(5), tiny_env()
     agent = tiny_agent(observation_space=box, action_space=discrete).clone()
     assert (agent.observation_space, agent.action_space) == (box, discrete)
@@ -180,15 +180,15 @@ def test_a_clone_is_equal_and_independent():
     randomise_adapter(population[1])
     member = population[1]
     learn_fixed_batch(member)
-    twin, other = member.clone(index=7), member.clone()
-    assert (twin.slot, twin.index, twin.members.banks["default"].size) == (0, 7, 1)
+    clone, other = member.clone(index=7), member.clone()
+    assert (clone.slot, clone.index, clone.members.banks["default"].size) == (0, 7, 1)
     assert (other.index, other.hyperparameters, other.steps) == (1, member.hyperparameters, member.steps)
     before = [each.state() for each in population]
-    assert equal_states(twin.state(), before[1])
+    assert equal_states(clone.state(), before[1])
     learn_fixed_batch(other)
     other.lr = 0.5
     assert all(equal_states(each.state(), kept) for each, kept in zip(population, before, strict=True))
-    assert member.lr == twin.lr != 0.5
+    assert member.lr == clone.lr != 0.5
     learn_fixed_batch(member)
     assert equal_states(member.state(), other.state())
     assert not equal_states(member.state(), before[1])
@@ -281,17 +281,17 @@ def test_mutation_changes_evolving_hyperparameters_and_runs_hooks(agent):
 
 def test_evaluation_network_is_registered(agent):
     ids, env = torch.tensor([[8, 9, 10]]), tiny_env()
-    own, score = agent.get_policy()(ids), agent.test(env)
+    logits, score = agent.get_policy()(ids), agent.test(env)
     agent.register_network_group(NetworkGroup(eval_network="base"))
     torch.testing.assert_close(agent.get_policy()(ids), shared_model()(ids).logits, rtol=LOG_PROB, atol=LOG_PROB)
     fresh = tiny_agent()
     assert agent.test(env) == fresh.test(env)
     agent.register_network_group(NetworkGroup(eval_network="actor"))
-    assert torch.equal(agent.get_policy()(ids), own)
+    assert torch.equal(agent.get_policy()(ids), logits)
     assert agent.test(env) == score
-    assert not torch.equal(own, fresh.get_policy()(ids))
+    assert not torch.equal(logits, fresh.get_policy()(ids))
     agent.recompile()
-    assert torch.equal(agent.get_policy()(ids), own)
+    assert torch.equal(agent.get_policy()(ids), logits)
     with pytest.raises(ValueError, match="did you mean 'actor'"):
         agent.register_network_group(NetworkGroup(eval_network="actr"))
 
@@ -312,8 +312,8 @@ def one_by_one(agent, text, tokens):
 def test_texts_are_continued_greedily():
     population = random_population(2)
     answers = [agent.generate(TEXTS, shared_tokenizer()) for agent in population]
-    for agent, own in zip(population, answers, strict=True):
-        assert own == [one_by_one(agent, text, 6) for text in TEXTS]
+    for agent, answer in zip(population, answers, strict=True):
+        assert answer == [one_by_one(agent, text, 6) for text in TEXTS]
     assert answers[0] != answers[1]
     agent, tokenizer = population[0], shared_tokenizer()
     assert agent.generate(TEXTS[:1], tokenizer, max_output_tokens=2) == [one_by_one(agent, TEXTS[0], 2)]

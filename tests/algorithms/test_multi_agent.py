@@ -50,8 +50,8 @@ class Wide(joint_probes.Favours):
     def observation_space(self, agent):
         return self.space
 
-    def show(self):
-        return {agent: 1e4 + 1e-1 * value for agent, value in super().show().items()}
+    def observe(self):
+        return {agent: 1e4 + 1e-1 * value for agent, value in super().observe().items()}
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_agents_learn_from_their_own_steps_and_truncated_ones_can_be_masked():
     assert not old.action_mask.any()  # in every episode
     assert old.present.any()
     for slot, report in reports.items():  # but with costs
-        own = [batch.select_members([slot]).present for batch in collected.experience.values()]
-        assert collected.tokens[slot] == sum(int(present.sum()) for present in own)
+        masks = [batch.select_members([slot]).present for batch in collected.experience.values()]
+        assert collected.tokens[slot] == sum(int(present.sum()) for present in masks)
         assert int(population.members.banks.state(slot)["old_0/step"]) == 0
         assert report.failed is None
 
@@ -214,7 +214,8 @@ def test_architectures_of_policies_evolve_one_at_a_time():
     assert policy == new.split(": ")[0]
     assert old != new
     changed = {
-        name: own.bank.architecture(0) != NetworkConfig(hidden=(16,)) for name, own in agent.members.policies.items()
+        name: policies_of_name.bank.architecture(0) != NetworkConfig(hidden=(16,))
+        for name, policies_of_name in agent.members.policies.items()
     }
     assert changed == {name: name == policy for name in ("red", "blue")}
     assert agent.learn(agent.collect(env, SAMPLES).experience).failed is None

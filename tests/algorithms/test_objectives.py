@@ -73,7 +73,7 @@ def with_steps(batch: Batch) -> Batch:
     )
 
 
-def test_every_loss_type_and_advantage_is_tried():
+def test_the_cases_cover_every_loss_type_and_advantage():
     assert {case.split(",")[0] for case in CASES} == set(LOSS_TYPES)
     assert {switches.get("advantage", "outcome") for _, switches in CASES.values()} == set(ADVANTAGES)
 
@@ -176,13 +176,13 @@ def test_the_policy_loss_uses_the_most_uncertain_actions():
     member = peft_twin(agent)
     with torch.no_grad():
         entropies = [member.entropies(r.prompt, r.tokens, temperature=agent.temperature) for r in rows_of(batch)]
-    every = sorted(torch.cat(entropies).tolist())
-    kept = len(every) - math.ceil((1 - quantile) * (len(every) - 1))
-    threshold = every[-kept] - ENTROPY_TOLERANCE  # completions of one prompt begin with equal entropies
+    all_entropies = sorted(torch.cat(entropies).tolist())
+    kept = len(all_entropies) - math.ceil((1 - quantile) * (len(all_entropies) - 1))
+    threshold = all_entropies[-kept] - ENTROPY_TOLERANCE  # completions of one prompt begin with equal entropies
     expected = weighted_gradient(agent, batch, [(entropy > threshold).float() for entropy in entropies])
     learn_from(agent, batch)
     assert equal_and_nonzero(agent.state()["exp_avg"] / (1 - DECAY), expected)
-    assert 0 < kept < len(every)
+    assert 0 < kept < len(all_entropies)
 
 
 @pytest.mark.parametrize("reduction", ["loss", "mean"])
@@ -194,10 +194,10 @@ def test_the_entropy_bonus_follows_entropy_reduction(reduction):
     batch = sampled(agent, torch.full_like(REWARDS, 0.5))  # without signal, so that the bonus is the whole loss
     member, rows = peft_twin(agent), rows_of(batch)
     entropies = [member.entropies(row.prompt, row.tokens, temperature=agent.temperature) for row in rows]
-    every = torch.cat(entropies).detach().sort().values
-    kept = len(every) - math.ceil(0.6 * (len(every) - 1))
+    all_entropies = torch.cat(entropies).detach().sort().values
+    kept = len(all_entropies) - math.ceil(0.6 * (len(all_entropies) - 1))
     if reduction == "mean":
-        chosen = [values[values > every[-kept] - ENTROPY_TOLERANCE] for values in entropies]
+        chosen = [values[values > all_entropies[-kept] - ENTROPY_TOLERANCE] for values in entropies]
         bonus = torch.cat(chosen).mean()
     else:
         bonus = torch.stack([values.mean() for values in entropies]).mean()
@@ -211,7 +211,7 @@ def corrected(kind, difference, cap):
     return ratio.clamp(max=cap) if kind.endswith("truncate") else torch.where(ratio > cap, 0.0, ratio)
 
 
-def heard_otherwise(batch):
+def with_other_sampler(batch):
     """Return the batch with other log-probabilities of the sampler, and the differences of each row."""
     noise = 0.3 * torch.randn(batch.action_mask.shape, generator=torch.Generator().manual_seed(0))
     differences = [noise[row][batch.present[row]] for row in range(len(batch))]
@@ -219,23 +219,23 @@ def heard_otherwise(batch):
 
 
 @pytest.mark.parametrize("kind", ["token_truncate", "sequence_mask"])
-def test_importance_correction_for_a_different_sampler(kind):
+def test_importance_weights_correct_for_a_different_sampler(kind):
     """The sampler's log-probabilities enter this weight only; the old policy is the trainer's."""
     agent, batch = prepared(importance_correction=kind, importance_cap=1.1)
-    heard, differences = heard_otherwise(batch)
+    changed, differences = with_other_sampler(batch)
     weights = [corrected(kind, difference, 1.1) for difference in differences]
     expected = weighted_gradient(agent, batch, weights)
-    metrics = learn_from(agent, heard).metrics
+    metrics = learn_from(agent, changed).metrics
     assert equal_and_nonzero(agent.state()["exp_avg"] / (1 - DECAY), expected)
     taught = [row for row in range(len(batch)) if batch.group_ids[row] != 1]  # other rows are not evaluated
-    every = torch.cat([weights[row] for row in taught])
-    apart = torch.cat([differences[row] for row in taught]).abs()
+    all_weights = torch.cat([weights[row] for row in taught])
+    all_differences = torch.cat([differences[row] for row in taught]).abs()
     ratio, difference = "sampling/importance_sampling_ratio", "sampling/sampling_logp_difference"
-    assert metrics[f"{ratio}/mean"] == pytest.approx(float(every.mean()), rel=1e-3)
-    assert metrics[f"{ratio}/min"] == pytest.approx(float(every.min()), rel=1e-3, abs=1e-6)
-    assert metrics[f"{ratio}/max"] == pytest.approx(float(every.max()), rel=1e-3)
-    assert metrics[f"{difference}/mean"] == pytest.approx(float(apart.mean()), rel=1e-3)
-    assert metrics[f"{difference}/max"] == pytest.approx(float(apart.max()), rel=1e-3)
+    assert metrics[f"{ratio}/mean"] == pytest.approx(float(all_weights.mean()), rel=1e-3)
+    assert metrics[f"{ratio}/min"] == pytest.approx(float(all_weights.min()), rel=1e-3, abs=1e-6)
+    assert metrics[f"{ratio}/max"] == pytest.approx(float(all_weights.max()), rel=1e-3)
+    assert metrics[f"{difference}/mean"] == pytest.approx(float(all_differences.mean()), rel=1e-3)
+    assert metrics[f"{difference}/max"] == pytest.approx(float(all_differences.max()), rel=1e-3)
 
 
 def test_importance_weights_stay_fixed_while_the_policy_moves():
@@ -243,17 +243,17 @@ def test_importance_weights_stay_fixed_while_the_policy_moves():
     kind = "sequence_truncate"
     agent, batch = prepared(importance_correction=kind, importance_cap=1.1)
     agent.update_epochs, agent.lr, agent.clip_low, agent.clip_high = 2, 5e-3, 1.0, 1e6  # nothing is clipped
-    heard, differences = heard_otherwise(batch)
+    changed, differences = with_other_sampler(batch)
     first = agent.clone()
     first.update_epochs = 1
-    learn_from(first, heard)
+    learn_from(first, changed)
     start, moved = peft_twin(agent), peft_twin(first)
     weights = []
     for row, difference in zip(rows_of(batch), differences, strict=True):
         with torch.no_grad():
-            now, then = (each.log_probs(row.prompt, row.tokens, temperature=1.3) for each in (moved, start))
-        weights.append((now - then).exp() * corrected(kind, difference, 1.1))
-    learn_from(agent, heard)
+            new, old = (each.log_probs(row.prompt, row.tokens, temperature=1.3) for each in (moved, start))
+        weights.append((new - old).exp() * corrected(kind, difference, 1.1))
+    learn_from(agent, changed)
     with pytest.raises(ValueError, match="sampler_log_probs"):
         learn_from(agent.clone(), replace(batch, sampler_log_probs=None))
     got = (agent.state()["exp_avg"] - DECAY * first.state()["exp_avg"]) / (1 - DECAY)

@@ -51,19 +51,19 @@ def test_a_step_is_the_policy_gradient():
 def test_clones_mutates_evolves_saves_and_resumes(tmp_path):
     env = cart_pole()
     options = {"steps_per_generation": 2, "samples_per_step": 8, "test_questions": 4, "validation_questions": 4}
-    whole = evolve(small(3, env, hp_config=SPACE), env, generations=3, **options)
+    uninterrupted = evolve(small(3, env, hp_config=SPACE), env, generations=3, **options)
     first = evolve(small(3, env, hp_config=SPACE), env, run_dir=tmp_path / "parts", generations=1, **options)
-    assert (len(list(whole)), len(list(first))) == (3, 1)
+    assert (len(list(uninterrupted)), len(list(first))) == (3, 1)
     for wrong in ({}, {"algorithm": GRPO}):
         with pytest.raises(ValueError, match="algorithm=Reinforce"):
             resume(tmp_path / "parts", env, **wrong)
-    again = resume(tmp_path / "parts", env, algorithm=Reinforce, generations=3)
-    list(again)
-    for agent, twin in zip(whole.population, again.population, strict=True):
-        assert type(twin) is Reinforce
-        assert agent.hyperparameters == twin.hyperparameters
-        assert equal_states(agent.state(), twin.state())
-    member = again.population[0]
+    resumed = resume(tmp_path / "parts", env, algorithm=Reinforce, generations=3)
+    list(resumed)
+    for agent, same in zip(uninterrupted.population, resumed.population, strict=True):
+        assert type(same) is Reinforce
+        assert agent.hyperparameters == same.hyperparameters
+        assert equal_states(agent.state(), same.state())
+    member = resumed.population[0]
     assert type(member.clone()) is Reinforce
     assert set(member.mutate(generator(0, "test"))) == {"lr"}
     member.save_checkpoint(tmp_path / "agent")

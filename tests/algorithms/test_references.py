@@ -53,16 +53,16 @@ def test_a_snapshot_is_the_policy_at_that_step():
     assert torch.equal(agent.state()["reference"], start["reference"])  # only a new snapshot changes it
 
 
-@pytest.mark.parametrize(("every", "synced"), [(1, (1, 2, 3)), (2, (2,))])
-def test_a_moving_reference_equals_manual_mixing(every, synced):
-    agent = held(SNAPSHOT | {"reference_sync_steps": every, "reference_mixing": 0.3}, update_epochs=3)
+@pytest.mark.parametrize(("interval", "synced"), [(1, (1, 2, 3)), (2, (2,))])
+def test_a_moving_reference_equals_manual_mixing(interval, synced):
+    agent = held(SNAPSHOT | {"reference_sync_steps": interval, "reference_mixing": 0.3}, update_epochs=3)
     batch, expected = sampled(agent, REWARDS), agent.state()["reference"]
     weights = {}
     for epochs in (1, 2, 3):  # the policy after so many optimizer steps; the reference is read before the first
-        twin = agent.clone()
-        twin.update_epochs = epochs
-        learn_from(twin, batch)
-        weights[epochs] = twin.state()["adapter"]
+        clone = agent.clone()
+        clone.update_epochs = epochs
+        learn_from(clone, batch)
+        weights[epochs] = clone.state()["adapter"]
     for step in synced:
         expected = 0.3 * weights[step] + 0.7 * expected
     learn_from(agent, batch)
@@ -80,8 +80,8 @@ def test_the_interval_counts_a_members_and_its_ancestors_optimizer_steps():
     assert equal_states(population[1].state(), population[0].state())
     population[1].update_epochs = 1
     before = population[1].state()
-    own = replace(batch, member_ids=torch.ones_like(batch.member_ids))
-    learn_from(population[1], own)  # the child's step 4
+    child_batch = replace(batch, member_ids=torch.ones_like(batch.member_ids))
+    learn_from(population[1], child_batch)  # the child's step 4
     after = population[1].state()
     assert torch.equal(after["reference"], after["adapter"])
     assert not torch.equal(after["reference"], before["reference"])
@@ -130,12 +130,12 @@ def test_the_kl_factor_moves_towards_the_target(placement, target, turn):
 
 def test_the_kl_factor_multiplies_beta():
     objective = Objective(**ADAPTIVE)
-    agent, twin, without = (random_agent(beta=beta, objective=objective) for beta in (0.25, 0.75, 0.1))
+    agent, larger_beta, without = (random_agent(beta=beta, objective=objective) for beta in (0.25, 0.75, 0.1))
     without.beta = 0.0
     agent.members.banks["default"].running_stats[0, 0] = 3.0
-    batch = sampled(twin, HOLES)
-    reports = [learn_from(each, batch) for each in (agent, twin, without)]
-    assert torch.equal(agent.state()["exp_avg"], twin.state()["exp_avg"])
+    batch = sampled(larger_beta, HOLES)
+    reports = [learn_from(each, batch) for each in (agent, larger_beta, without)]
+    assert torch.equal(agent.state()["exp_avg"], larger_beta.state()["exp_avg"])
     assert not {"kl", "kl_coef"} & reports[2].metrics.keys()
     assert float(without.state()["running_stats"][0]) == 1.0
     quick = random_agent(beta=0.1, objective=Objective(kl_target=1e3, kl_horizon=1))

@@ -43,7 +43,7 @@ def learn(population, experience, sources, shared=None):
     return population.algorithm.learn_together(population.members, learners, experience)
 
 
-def test_own_samples_by_name_equal_own_samples():
+def test_naming_a_members_own_samples_changes_nothing():
     """Member 1 learns from others as well, which does not affect them."""
     (one, env), (other, _) = prompts(batch_size=8), prompts(batch_size=8)
     experience = collected(one, env)
@@ -58,7 +58,7 @@ def test_own_samples_by_name_equal_own_samples():
 
 
 @pytest.mark.parametrize(("make", "kind"), [(prompts, "outcome"), (episodes, "return_to_go_timestep")])
-def test_a_twins_samples_have_the_same_effect(make, kind):
+def test_samples_of_a_clone_have_the_same_effect_as_own_ones(make, kind):
     """All rows in one optimizer step, so that their order does not matter."""
     objective = Objective(loss_type="dapo", advantage=kind, kl_target=1e-3)
     population, env = make(batch_size=4096, update_epochs=1, beta=0.1, objective=objective)
@@ -180,7 +180,7 @@ def test_shared_rows_use_the_learners_loss_and_the_actors_sampling():
     assert_states_agree(*states, lr=population[1].lr)
 
 
-def test_chosen_members_sample_for_the_others():
+def test_members_that_sample_nothing_learn_from_the_others_samples():
     population, env = prompts()
     rollout = population.collect(env, step=0, samples_per_step=8, block=4, samples=[16, 0, 8])
     assert rollout.member_ids.bincount().tolist() == [16, 0, 8]

@@ -123,17 +123,17 @@ def test_illegal_actions_are_never_chosen():
 def test_a_manual_loop_equals_collect():
     agent = step_agent(normalise_observations=True, beta=0.1)
     agent.learn(played(agent))  # so that there are statistics
-    twin = agent.clone()
+    clone = agent.clone()
     experiences = played(agent, steps=12)
-    twin.steps = agent.steps
+    clone.steps = agent.steps
     seen, policy = experiences[0].reshape(-1, 4), agent.members.policies["default"]
     shown = policy.normalise(seen, np.zeros(96, np.int64))  # with the statistics before these observations
     batch = agent.members.experience(agent.learner(), experiences)["default"]
     assert np.allclose(batch.inputs.observations.numpy().reshape(-1, 4), shown)
     assert batch.rewards.tolist() == experiences[3].sum(2).ravel().tolist()
     assert batch.group_ids.tolist() == [0] * 4 + [1] * 4
-    assert twin.learn(experiences).metrics == learn_from(agent, batch).metrics
-    assert equal_states(twin.state(), agent.state())
+    assert clone.learn(experiences).metrics == learn_from(agent, batch).metrics
+    assert equal_states(clone.state(), agent.state())
 
 
 @pytest.mark.parametrize(

@@ -52,27 +52,27 @@ def test_members_together_equal_members_alone(make, options):
         state = bank.state(slot)
         bank.load_state(slot, state | {"weights": state["weights"] + 0.3 * torch.from_numpy(noise)})
     population.members.change_architecture(1, {"hidden": [9, 5], "activation": "relu"}, generator(0, "test"))
-    twins = [agent.clone() for agent in population]
+    clones = [agent.clone() for agent in population]
     for name in ("group_size", "advantage", "loss_type"):
         assert len({getattr(agent, name) for agent in population}) > 1
     for step in range(2):
         collected = population.collect(env, step=step, samples_per_step=8, block=4)
         reports = population.learn(collected.experience, step=step)
-        for slot, twin in enumerate(twins):
-            alone = collect_alone(twin, env, step, samples=8, block=4)
+        for slot, clone in enumerate(clones):
+            alone = collect_alone(clone, env, step, samples=8, block=4)
             together, single = own_rows(collected.experience["default"], slot), alone.experience["default"]
             assert torch.equal(together.present.sum(1), single.present.sum(1))
             assert torch.equal(together.actions[together.present], single.actions[single.present])
             assert together.rewards.tolist() == single.rewards.tolist()
             assert collected.tokens[slot] == alone.tokens[0]
-            report = learn_from(twin, single, step)
+            report = learn_from(clone, single, step)
             assert reports[slot].tokens == report.tokens
             assert reports[slot].loss == pytest.approx(report.loss, rel=1e-3, abs=1e-5, nan_ok=True)
-    for agent, twin in zip(population, twins, strict=True):
-        assert_states_agree(agent.state(), twin.state(), lr=agent.lr)
+    for agent, clone in zip(population, clones, strict=True):
+        assert_states_agree(agent.state(), clone.state(), lr=agent.lr)
     together = evaluate(population.members, range(4), env, "validation")
-    for slot, twin in enumerate(twins):
-        assert np.allclose(together[slot], evaluate(twin.members, [0], env, "validation")[0])
+    for slot, clone in enumerate(clones):
+        assert np.allclose(together[slot], evaluate(clone.members, [0], env, "validation")[0])
 
 
 def test_a_batch_holds_whole_episodes_of_the_dealt_seeds():

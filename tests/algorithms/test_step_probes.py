@@ -50,7 +50,7 @@ def trained(make, *, seed=0, generations=10, target, **options):
         pytest.param(Masked, 3.0, {}, marks=slow),
     ],
 )
-def test_probes_are_solved(make, wanted, options):
+def test_small_known_environments_are_solved(make, wanted, options):
     assert trained(make, target=wanted, **options) >= 0.97 * wanted
 
 

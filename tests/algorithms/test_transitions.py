@@ -99,10 +99,10 @@ def members(size=1, *, case=DISCRETE, **objective):
 def test_the_loss_uses_the_kl_of_every_action_with_temperature_and_mask(case, backwards):
     bank = CASES[case].bank(3)
     batch = acted_batch(CASES[case], bank, range(3))
-    own, other = (bank.distributions(batch, reference=reference) for reference in (False, True))
+    current, reference = (bank.distributions(batch, reference=flag) for flag in (False, True))
     mask, seen = batch.action_mask, []
     flat = batch.flatten_actions()
-    pair = [bank.distribution.at_temperature(each[mask], flat.inputs.temperature) for each in (own, other)]
+    pair = [bank.distribution.at_temperature(each[mask], flat.inputs.temperature) for each in (current, reference)]
     if flat.inputs.action_masks is not None:
         pair = [each.masked_fill(~flat.inputs.action_masks[:, 0], MASKED_LOGIT) for each in pair]
     expected = torch.zeros(mask.shape)
@@ -114,7 +114,7 @@ def test_the_loss_uses_the_kl_of_every_action_with_temperature_and_mask(case, ba
         return divergences.sum(1)
 
     named = {slot: Hyperparameters(lr=1e-3, max_grad_norm=1e9) for slot in range(3)}
-    bank.update(batch, loss_fn, named, reference_distributions=other, reverse_kl=backwards)
+    bank.update(batch, loss_fn, named, reference_distributions=reference, reverse_kl=backwards)
     assert sorted(seen) == list(range(len(batch)))
     assert float(expected[mask].min()) > 0
     assert not bool(expected[~mask].any())
@@ -161,9 +161,9 @@ def test_shared_samples_use_the_policy_that_acted():
     shared = members(2, kl_estimator="full_reversed", reference="old", case=CASES["discrete"])
     batch = experience(shared).select_members([0])
     mask = batch.action_mask
-    acted = shared.bank.distributions(batch, reference=False)[mask]
-    own = shared.bank.distributions(replace(batch, member_ids=batch.member_ids + 1), reference=False)[mask]
-    expected = kl_divergence(Categorical(logits=acted), Categorical(logits=own)).mean()
+    actor_outputs = shared.bank.distributions(batch, reference=False)[mask]
+    learner_outputs = shared.bank.distributions(replace(batch, member_ids=batch.member_ids + 1), reference=False)[mask]
+    expected = kl_divergence(Categorical(logits=actor_outputs), Categorical(logits=learner_outputs)).mean()
     reports = learn(shared, [learner(1, sources=(0,), beta=0.5)], {"default": batch})
     assert reports[1].kl == pytest.approx(float(expected), rel=1e-4)
     assert expected > 1e-3

@@ -37,8 +37,8 @@ def test_the_interval_is_the_quantile_of_all_possible_resamples():
 
 def test_strata_keep_tasks_apart():
     """Two tasks without spread have an interval of width 0, even if their means differ."""
-    apart = stratified_bootstrap({"easy": [1.0] * 5, "hard": [0.0] * 5}, lambda x: float(np.mean(x)))
-    assert (apart.low, apart.value, apart.high) == (0.5, 0.5, 0.5)
+    stratified = stratified_bootstrap({"easy": [1.0] * 5, "hard": [0.0] * 5}, lambda x: float(np.mean(x)))
+    assert (stratified.low, stratified.value, stratified.high) == (0.5, 0.5, 0.5)
     mixed = stratified_bootstrap({"all": [1.0] * 5 + [0.0] * 5}, lambda x: float(np.mean(x)))
     assert mixed.low < 0.5 < mixed.high
 

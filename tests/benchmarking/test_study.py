@@ -35,12 +35,12 @@ def test_known_arms_run_once_and_only_where_values_are_known():
 
 def test_recorded_runs_are_read_by_their_key_and_not_repeated(tmp_path, capsys):
     assert study.recorded(tmp_path) == {}
-    there = [record(unknown="all"), record(task="Acrobot-v1", arm="default", unknown="nothing", seed=1)]
-    for run in there:
+    runs = [record(unknown="all"), record(task="Acrobot-v1", arm="default", unknown="nothing", seed=1)]
+    for run in runs:
         (tmp_path / f"{run['task']}.jsonl").write_text(json.dumps(run) + "\n")
     assert study.recorded(tmp_path) == {
-        ("CartPole-v1", "all", "leader", 0): there[0],
-        ("Acrobot-v1", "nothing", "default", 1): there[1],
+        ("CartPole-v1", "all", "leader", 0): runs[0],
+        ("Acrobot-v1", "nothing", "default", 1): runs[1],
     }
     words = ["--tasks", "CartPole-v1", "--unknown", "all", "--arms", "leader", "--seeds", "0"]
     study.main(["run", *words, "--results", str(tmp_path)])
@@ -82,7 +82,7 @@ def test_tables_show_single_scores_intervals_and_overall_columns():
     ("unknown", "arm"), [pytest.param("lr", "leader", marks=pytest.mark.slow), ("all", "calibrated")]
 )
 def test_a_short_run_pays_for_everything_but_its_test(unknown, arm):
-    found = json.loads(json.dumps(study.do("CartPole-v1", unknown, arm, 1000, 0.02)))
+    found = json.loads(json.dumps(study.run_one("CartPole-v1", unknown, arm, 1000, 0.02)))
     assert (found["task"], found["unknown"], found["arm"], found["seed"]) == ("CartPole-v1", unknown, arm, 1000)
     assert 0 < found["evaluations"] < found["cost"]
     assert 8 <= found["score"] <= 500

@@ -117,8 +117,8 @@ def test_the_plan_shows_noise_and_recreation_of_environments(workdir, capsys, mo
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["train", "--env", "FrozenLake-v1", "--dry-run", *words]) == 0
     printed = one_line(capsys.readouterr().out)
-    every = ["noise random after reset", "one environment per parallel episode", "one environment per episode"]
-    assert {each for each in every if each in printed} == message
+    texts = ["noise random after reset", "one environment per parallel episode", "one environment per episode"]
+    assert {each for each in texts if each in printed} == message
 
 
 def printed_command(label, output):

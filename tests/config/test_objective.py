@@ -112,8 +112,8 @@ def test_members_without_names_have_the_objective():
 
 
 def test_names_of_members_override_the_objective():
-    own = Objective(delta=2.0, mask_truncated=True).of(Hyperparameters(loss_type="dapo", advantage="rloo"))
-    assert own == Objective(loss_type="dapo", advantage="rloo", delta=2.0, mask_truncated=True)
+    member_objective = Objective(delta=2.0, mask_truncated=True).of(Hyperparameters(loss_type="dapo", advantage="rloo"))
+    assert member_objective == Objective(loss_type="dapo", advantage="rloo", delta=2.0, mask_truncated=True)
 
 
 def test_switches_of_the_former_loss_type_are_reset():

@@ -28,7 +28,7 @@ def test_invalid_settings_are_rejected(named, fields):
         Optimizer(**fields)
 
 
-def test_betas_as_a_list():
+def test_betas_may_be_a_list():
     assert Optimizer(betas=[0.8, 0.9]) == Optimizer(betas=(0.8, 0.9))
     assert hash(Optimizer(betas=[0.8, 0.9])) == hash(Optimizer(betas=(0.8, 0.9)))
 

@@ -50,7 +50,7 @@ CLIPS = ("clip_coef", "clip_low", "clip_high")
         ({"loss_type": "sapo"}, [{}], ["clip_low", "clip_high", "loss_type"], ["clip_low"]),
     ],
 )
-def test_clips_without_effect(objective, members, evolving, expected):
+def test_clips_without_effect_are_found(objective, members, evolving, expected):
     assert named(objective, members, evolving) == expected
 
 
@@ -71,7 +71,7 @@ def test_beta_has_no_effect_with_reference_old_and_one_step():
     assert named((), one, ["beta"]) == []
 
 
-def test_batch_sizes_without_effect():
+def test_batch_sizes_without_effect_are_found():
     assert named((), [{"batch_size": 64}], ["batch_size"], samples_per_step=16) == ["batch_size"]
     assert named((), [{"batch_size": 64}], ["batch_size"], samples_per_step=17) == []
     assert named((), [{"batch_size": 8}], ["batch_size"], samples_per_step=16) == []

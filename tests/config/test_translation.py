@@ -205,19 +205,19 @@ def objective(library, **switches):
 
 
 @pytest.mark.parametrize(("library", "keys", "switches"), rows(OBJECTIVE_ROWS))
-def test_keys_of_the_objective(library, keys, switches):
+def test_keys_of_the_objective_are_translated(library, keys, switches):
     assert imported(library, mapping(keys)).objective == objective(library, **mapping(switches))
 
 
 @pytest.mark.parametrize(("library", "keys", "values"), rows(HYPERPARAMETER_ROWS))
-def test_keys_of_hyperparameters(library, keys, values):
+def test_keys_of_hyperparameters_are_translated(library, keys, values):
     result = imported(library, mapping(keys)).hyperparameters
     assert dict(result) == dict(imported(library, {}).hyperparameters) | mapping(values)
     Hyperparameters(**result)
 
 
 @pytest.mark.parametrize(("library", "keys", "settings"), rows(SETTING_ROWS))
-def test_keys_of_settings(library, keys, settings):
+def test_keys_of_settings_are_translated(library, keys, settings):
     assert dict(imported(library, mapping(keys)).settings) == dict(imported(library, {}).settings) | mapping(settings)
 
 
@@ -324,7 +324,7 @@ def test_learning_rates_match_trl(fields, tmp_path):
         scheduler.step()
 
 
-def test_warmup_ratio():
+def test_warmup_ratio_becomes_warmup_steps_unless_they_are_given():
     assert imported("trl", {"max_steps": 30, "warmup_ratio": 0.11}).optimizer.warmup_steps == 4
     assert imported("trl", {"max_steps": 30, "warmup_ratio": 0.11, "warmup_steps": 2}).optimizer.warmup_steps == 2
 
@@ -353,7 +353,7 @@ def test_objects_are_read_like_mappings():
         Objective.from_trl(Settings(brand_new=2))
 
 
-def test_default_fields_are_translated():
+def test_kl_bias_correction_follows_trls_default():
     assert Objective.from_trl(Settings(beta=0.1)).objective.kl_bias_correction
     assert not Objective.from_trl(Settings(beta=0.1, use_bias_correction_kl=False)).objective.kl_bias_correction
     assert imported("trl", {"beta": 0.1}).objective.kl_bias_correction, "TRL's default"
@@ -368,8 +368,8 @@ def test_sources_without_fields_are_refused(source):
 
 def test_grpo_config_is_translated(tmp_path):
     library = pytest.importorskip("trl")
-    own = {field.name for field in dataclasses.fields(library.GRPOConfig)}
-    assert own >= {"loss_type", "epsilon_high", "scale_rewards", "sync_ref_model", "delta"}
+    trl_fields = {field.name for field in dataclasses.fields(library.GRPOConfig)}
+    assert trl_fields >= {"loss_type", "epsilon_high", "scale_rewards", "sync_ref_model", "delta"}
     config = library.GRPOConfig(
         output_dir=str(tmp_path), report_to=[], use_cpu=True, num_generations=4, per_device_train_batch_size=4,
         gradient_accumulation_steps=2, steps_per_generation=4, scale_rewards=False, max_steps=30, epsilon_high=0.3,
@@ -409,7 +409,7 @@ add_token_level_kl: false
 """
 
 
-def test_documented_example_as_file_text_and_mapping(tmp_path):
+def test_the_documented_example_is_read_as_file_text_or_mapping(tmp_path):
     (tmp_path / "example_grpo.yaml").write_text(EXAMPLE)
     result = Objective.from_roll(tmp_path / "example_grpo.yaml")
     assert result == Objective.from_roll(EXAMPLE) == Objective.from_roll(yaml.safe_load(EXAMPLE))
@@ -428,7 +428,7 @@ def test_documented_example_as_file_text_and_mapping(tmp_path):
     assert not result.ignored
 
 
-def test_keys_of_rolls_optimizer():
+def test_keys_of_rolls_optimizer_are_translated():
     arguments = {"weight_decay": 0.1, "warmup_steps": 5, "gradient_accumulation_steps": 8, "bf16": True}
     actor = {"training_args": arguments, "strategy_args": {"strategy_name": "fsdp2_train"}}
     result = imported("roll", {"actor_train": actor})

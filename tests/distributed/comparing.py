@@ -23,9 +23,9 @@ def by_slot(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 def assert_same(one: Path, other: Path) -> None:
     """Check that two runs have the same story, checkpoint and best member, up to rounding."""
-    told, again = (json.loads(json.dumps(events_of(folder))) for folder in (one, other))
-    assert len(told) == len(again)
-    for event, same in zip(told, again, strict=True):
+    events, other_events = (json.loads(json.dumps(events_of(folder))) for folder in (one, other))
+    assert len(events) == len(other_events)
+    for event, same in zip(events, other_events, strict=True):
         assert_alike(event, same, where=event["event"])
     states, others = (by_slot(final_states(folder)) for folder in (one, other))
     assert states.keys() == others.keys()

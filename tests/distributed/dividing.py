@@ -60,8 +60,8 @@ def divided() -> None:
             rewarded.append(completion)
             return variety(completion, answer, question)
 
-        learn_both_ways(tiny_env(reward_fn=reward), {"objective": objective, **options}, rewarded)
-    learn_both_ways(GuessTwice(tokenizer=shared_tokenizer()), TALK)
+        compare_learning_steps(tiny_env(reward_fn=reward), {"objective": objective, **options}, rewarded)
+    compare_learning_steps(GuessTwice(tokenizer=shared_tokenizer()), TALK)
     play_together()
     differ()
     fail_between_sections()
@@ -69,7 +69,7 @@ def divided() -> None:
     run_out_of_memory(beta=0.05)  # scored first
 
 
-def learn_both_ways(env: Any, options: Mapping[str, Any], rewarded: list[str] | None = None) -> None:
+def compare_learning_steps(env: Any, options: Mapping[str, Any], rewarded: list[str] | None = None) -> None:
     """Take one learning step on all ranks together, and one on this rank alone."""
     given = {"lr": LR, "group_size": 2, "batch_size": 10, "update_epochs": 2, "micro_batch_tokens": 24, **options}
     together, alone = tiny_population(1, **given), tiny_agent(**given)
@@ -88,9 +88,9 @@ def learn_both_ways(env: Any, options: Mapping[str, Any], rewarded: list[str] | 
     experience = {"default": repeating(batch)}
     passes.clear(), own_passes.clear()
     report = together.learn(experience, step=0)[0]
-    own = alone.learn_together(alone.members, [learner], experience)[0]
-    assert_metrics_agree(dict(report.metrics), dict(own.metrics))
-    assert (report.tokens, report.optimizer_steps, report.samples) == (own.tokens, own.optimizer_steps, SAMPLES)
+    single = alone.learn_together(alone.members, [learner], experience)[0]
+    assert_metrics_agree(dict(report.metrics), dict(single.metrics))
+    assert (report.tokens, report.optimizer_steps, report.samples) == (single.tokens, single.optimizer_steps, SAMPLES)
     counts = processes().all_gather(len(passes))
     assert sum(counts) == len(own_passes)  # each micro-batch once
     assert max(counts) < len(own_passes), options

@@ -49,7 +49,7 @@ def _run(
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "EVOGRPO_TIMEOUT_MINUTES": "2"}
-    with open(log, "w", buffering=1) as said, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    with open(log, "w", buffering=1) as output, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             function(*arguments)
         except SystemExit:

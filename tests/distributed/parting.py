@@ -27,7 +27,7 @@ def store(model: PreTrainedModel, folder: Path) -> None:
     tiny_tokenizer().save_pretrained(folder)
 
 
-def parted_and_whole(folder: str, *architectures: str) -> None:
+def compare_sharded(folder: str, *architectures: str) -> None:
     """Sample and learn with sharded bases of several architectures, and compare with whole ones."""
     for architecture in architectures:
         base = load_base(Path(folder) / architecture, parts=processes().size).model
@@ -36,42 +36,42 @@ def parted_and_whole(folder: str, *architectures: str) -> None:
         assert fingerprint(base) == fingerprint(whole)
         kept = sum(getattr(weights, "_local_tensor", weights).numel() for weights in layers_of(base).parameters())
         assert kept <= 0.6 * sum(weights.numel() for weights in layers_of(whole).parameters())
-        learn_both_ways(base, whole, micro_batch_tokens=48)
-        share_little_work(base, whole)
+        compare_learning_steps(base, whole, micro_batch_tokens=48)
+        compare_with_idle_ranks(base, whole)
         stop_on_one_rank(base)
-    refuse(base)
+    check_refused_calls(base)
 
 
-def learn_both_ways(base: PreTrainedModel, whole: PreTrainedModel, **more: Any) -> None:
+def compare_learning_steps(base: PreTrainedModel, whole: PreTrainedModel, **more: Any) -> None:
     """Take a learning step of three members on one base, and one with an agent of another base for each member."""
     options: dict[str, Any] = {"lr": LR, "beta": 0.05, "group_size": 2, "update_epochs": 2, **more}
     together, env, samples = tiny_population(3, actor_network=base, **options), tiny_env(), 6
     found = together.collect(env, step=0, samples_per_step=samples, block=samples // 2)
     reports = together.learn(found.experience, step=0)
     for agent in together:
-        own = tiny_agent(actor_network=whole, **options)
-        own.index = agent.index
-        alone = collect_alone(own, env, samples=samples, block=samples // 2)
+        agent_of_whole = tiny_agent(actor_network=whole, **options)
+        agent_of_whole.index = agent.index
+        alone = collect_alone(agent_of_whole, env, samples=samples, block=samples // 2)
         rows = found.experience["default"].select_members([agent.slot])
         assert torch.equal(rows.actions, alone.experience["default"].actions)
-        report = own.learn_together(own.members, [own.learner(0)], alone.experience)[0]
+        report = agent_of_whole.learn_together(agent_of_whole.members, [agent_of_whole.learner(0)], alone.experience)[0]
         assert report.optimizer_steps == reports[agent.slot].optimizer_steps
-        assert_states_agree(together.members.banks.state(agent.slot), own.members.banks.state(0), lr=LR)
+        assert_states_agree(together.members.banks.state(agent.slot), agent_of_whole.members.banks.state(0), lr=LR)
 
 
-def share_little_work(base: PreTrainedModel, whole: PreTrainedModel) -> None:
+def compare_with_idle_ranks(base: PreTrainedModel, whole: PreTrainedModel) -> None:
     """Divide conversations of one group, and one question: a rank without work takes part in the passes of others."""
     options: dict[str, Any] = {"group_size": 2, **TALK}
     together = tiny_population(1, actor_network=base, **options)
-    own, env = tiny_agent(actor_network=whole, **options), GuessTwice(tokenizer=shared_tokenizer())
+    agent_of_whole, env = tiny_agent(actor_network=whole, **options), GuessTwice(tokenizer=shared_tokenizer())
     found = together.collect(env, step=0, samples_per_step=2, block=1)
-    alone = collect_alone(own, env, samples=2, block=1)
+    alone = collect_alone(agent_of_whole, env, samples=2, block=1)
     assert found.scores.completions == alone.scores.completions
     together.learn(found.experience, step=0)
-    own.learn_together(own.members, [own.learner(0)], alone.experience)
-    assert_states_agree(together.members.banks.state(0), own.members.banks.state(0), lr=LR)
+    agent_of_whole.learn_together(agent_of_whole.members, [agent_of_whole.learner(0)], alone.experience)
+    assert_states_agree(together.members.banks.state(0), agent_of_whole.members.banks.state(0), lr=LR)
     answers, same = (
-        evaluate(members, [0], env, "validation", questions=1) for members in (together.members, own.members)
+        evaluate(members, [0], env, "validation", questions=1) for members in (together.members, agent_of_whole.members)
     )
     assert answers.tolist() == same.tolist()
 
@@ -93,26 +93,26 @@ def stop_on_one_rank(base: PreTrainedModel) -> None:
     together.check_replicas()
 
 
-def refuse(base: PreTrainedModel) -> None:
+def check_refused_calls(base: PreTrainedModel) -> None:
     """Check that calls which one rank makes alone are refused."""
     population = tiny_population(2, actor_network=base)
-    own = population[processes().rank]
+    agent = population[processes().rank]
     with pytest.raises(ValueError, match="2 processes"):
-        population.members.policy(own.slot)(torch.ones((1, 3), dtype=torch.long))
+        population.members.policy(agent.slot)(torch.ones((1, 3), dtype=torch.long))
     with pytest.raises(ValueError, match="load_base"):
         tiny_population(2, actor_network=base, device="meta")
     with pytest.raises(ValueError, match="model object"):
         load_base(tiny_model(), parts=2)
 
 
-def exhausted(folder: str) -> None:
+def train_with_memory_error(folder: str) -> None:
     """Let one rank be out of memory in the middle of a pass of a sharded base."""
     base = load_base(Path(folder) / "base", parts=2).model
 
-    def run_short(*_: object) -> None:
+    def run_out_of_memory(*_: object) -> None:
         if processes().rank == 1 and torch.is_grad_enabled():
             raise torch.OutOfMemoryError("no memory left")
 
     run = tiny_run(Path(folder) / "run", size=2, options={"actor_network": base})
-    layers_of(base)[-1].register_forward_pre_hook(run_short)
+    layers_of(base)[-1].register_forward_pre_hook(run_out_of_memory)
     finish(run)

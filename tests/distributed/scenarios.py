@@ -210,7 +210,7 @@ def limited(folder: str) -> None:
 
 
 def commanded(folder: str, restarts: int, *words: str) -> None:
-    """Run a command of `evogrpo` in a folder, as a launcher does of whose processes so many have ended before.
+    """Run a command of `evogrpo` in a folder, as a launcher does after this many restarts.
 
     The last process is on a machine of its own, whose launcher counts for itself.
     """

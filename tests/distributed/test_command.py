@@ -23,9 +23,9 @@ SMALL = (
 
 
 def both(folder: Path, *words: str, restarts: int = 0) -> list[str]:
-    ends = launch(2, folder / "logs", commanded, str(folder), restarts, *words).ended(60)
-    assert [status for status, _ in ends] == [0, 0], ends
-    return [said for _, said in ends]
+    results = launch(2, folder / "logs", commanded, str(folder), restarts, *words).ended(60)
+    assert [status for status, _ in results] == [0, 0], results
+    return [output for _, output in results]
 
 
 def test_a_run_is_started_and_resumed_in_several_processes(tmp_path: Path) -> None:
@@ -70,9 +70,9 @@ def test_a_signal_to_any_process_ends_all_with_one_status(
         time.sleep(0.05)
     for rank in to:
         os.kill(launched.processes[rank].pid or 0, number)
-    (is_rank_zero, said), (follows, other) = launched.ended(60)
-    assert (is_rank_zero, follows) == (status, status), said + other
-    assert "evogrpo resume runs/CartPole-v1" in said
+    (first_status, output), (second_status, other_output) = launched.ended(60)
+    assert (first_status, second_status) == (status, status), output + other_output
+    assert "evogrpo resume runs/CartPole-v1" in output
     last = read_journal(journal)[-1]
     by = "the user" if number == signal.SIGINT else number.name
     assert (last["event"], last["reason"]) == ("stopped", f"stopped by {by}")
@@ -83,8 +83,8 @@ def test_a_signal_to_any_process_ends_all_with_one_status(
 )
 def test_a_signal_to_one_process_ends_a_program_in_all(number: signal.Signals, status: int, tmp_path: Path) -> None:
     """The code after the loop does not run; the output names the run directory."""
-    ends = launch(2, tmp_path / "logs", looped, str(tmp_path / "run"), int(number)).ended(60)
-    said = f"Stopped after learning step 4. Continue with evogrpo.resume({str(tmp_path / 'run')!r}, ...)."
-    assert [each for each, _ in ends] == [status, status], ends
-    assert all("after the loop" not in words for _, words in ends)
-    assert [said in words for _, words in ends] == [True, number == signal.SIGINT], ends
+    results = launch(2, tmp_path / "logs", looped, str(tmp_path / "run"), int(number)).ended(60)
+    message = f"Stopped after learning step 4. Continue with evogrpo.resume({str(tmp_path / 'run')!r}, ...)."
+    assert [each for each, _ in results] == [status, status], results
+    assert all("after the loop" not in words for _, words in results)
+    assert [message in words for _, words in results] == [True, number == signal.SIGINT], results

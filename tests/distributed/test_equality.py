@@ -49,11 +49,11 @@ class Several:
         if not folder.exists():
             store(shared_model(), folder / "base")
             for name in names:
-                place, _, resumed = name.partition("+")
+                source, _, resumed = name.partition("+")
                 if resumed:
-                    shutil.copytree(self._alone / Path(place).name, folder / place)
-            for status, said in launch(count, folder / "logs", perform, str(folder), *names).ended():
-                assert status == 0, said
+                    shutil.copytree(self._alone / Path(source).name, folder / source)
+            for status, output in launch(count, folder / "logs", perform, str(folder), *names).ended():
+                assert status == 0, output
         return folder
 
 
@@ -77,44 +77,44 @@ def test_a_quantised_base_gives_the_results_of_one_process(tmp_path: Path) -> No
     """Base in 8 bits, three members."""
     store(shared_model(), tmp_path / "base")
     for count in (1, 2):
-        for status, said in launch(count, tmp_path / "logs", quantised, str(tmp_path / str(count))).ended():
-            assert status == 0, said
+        for status, output in launch(count, tmp_path / "logs", quantised, str(tmp_path / str(count))).ended():
+            assert status == 0, output
     assert_same(tmp_path / "1", tmp_path / "2")
 
 
-def test_divided_learning_steps_of_all_objectives(tmp_path: Path) -> None:
+def test_learning_steps_of_all_objectives_can_be_divided(tmp_path: Path) -> None:
     """Each rank does part of the work, and both have bit-equal results."""
-    for status, said in launch(2, tmp_path, divided).ended():
-        assert status == 0, said
+    for status, output in launch(2, tmp_path, divided).ended():
+        assert status == 0, output
 
 
 @pytest.mark.parametrize(
-    ("group", "there", "back"),
+    ("group", "stopped_run", "resumed_run"),
     [
         ("two", "networks", "back/networks"),
         *(pytest.param("three", f"{kind}pair", f"{kind}back/pair", marks=pytest.mark.slow) for kind in ("", "parts/")),
     ],
 )
 def test_a_run_can_be_resumed_on_another_number_of_ranks(
-    group: str, there: str, back: str, alone: Alone, several: Several, tmp_path: Path
+    group: str, stopped_run: str, resumed_run: str, alone: Alone, several: Several, tmp_path: Path
 ) -> None:
     """Several then one, one then several, and always one: all results are equal."""
-    name = Path(there).name
-    folders = {"straight": alone / name, "there": several / group / there}
+    name = Path(stopped_run).name
+    folders = {"straight": alone / name, "there": several / group / stopped_run}
     for kind, source in folders.items():
         shutil.copytree(source, tmp_path / kind / name)
         finish(go_on(tmp_path / kind / name, 3))
     assert_same(tmp_path / "straight" / name, tmp_path / "there" / name)
-    assert_same(tmp_path / "straight" / name, several / group / back)
-    journal = read_journal(several / group / back / "journal.jsonl")
+    assert_same(tmp_path / "straight" / name, several / group / resumed_run)
+    journal = read_journal(several / group / resumed_run / "journal.jsonl")
     assert [event["event"] for event in journal].count("resumed") == 1
 
 
 def test_a_stop_on_one_rank_stops_all_at_the_same_step(alone: Alone, tmp_path: Path) -> None:
     """The resumed run equals one without a stop."""
-    for status, said in launch(2, tmp_path / "logs", stopped, str(tmp_path / "networks"), 2).ended(60):
-        assert status == 0, said
-        assert "ended by 'enough' after step 2" in said
-        assert "alone was tested" not in said
+    for status, output in launch(2, tmp_path / "logs", stopped, str(tmp_path / "networks"), 2).ended(60):
+        assert status == 0, output
+        assert "ended by 'enough' after step 2" in output
+        assert "alone was tested" not in output
     finish(go_on(tmp_path / "networks", 2))
     assert_same(alone / "networks", tmp_path / "networks")

@@ -59,8 +59,8 @@ def test_errors_and_stops_amid_work_of_one_rank_reach_all(tmp_path: Path) -> Non
     leader, other = both(troubled, tmp_path / "runs")
     assert "learning: the disk is busy" in leader[1]
     assert "learning: Process 0 of 2 failed: BlockingIOError: the disk is busy" in other[1]
-    for status, said in (leader, other):
-        assert "stopped by 'enough' after step 1" in said
+    for status, output in (leader, other):
+        assert "stopped by 'enough' after step 1" in output
         assert status == 0
 
 

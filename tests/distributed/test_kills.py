@@ -115,12 +115,12 @@ def elastic(
     """
     rng, killed = np.random.default_rng(0), list[tuple[int, int]]()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "EVOGRPO_TIMEOUT_MINUTES": "2", **(settings or {})}
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "EVOGRPO_TIMEOUT_MINUTES": "2", **(settings or {})}
     began = time.time()
-    with (folder / "said").open("w") as said:
+    with (folder / "said").open("w") as output:
         started = subprocess.Popen(
             [*launcher, "--max-restarts", str(len(kills)), *words],
-            cwd=folder, env=os.environ | own, stdout=said, stderr=subprocess.STDOUT,
+            cwd=folder, env=os.environ | environment, stdout=output, stderr=subprocess.STDOUT,
         )  # fmt: skip
         before = set[int]()
         try:
@@ -170,8 +170,8 @@ def _named(line: bytes) -> tuple[bytes, ...] | None:
     kind = re.search(rb'"event": ?"(\w+)"', line)
     if kind is None or kind[1] in (b"resumed", b"stopped", b"ended"):
         return None
-    place = re.search(rb'"(?:step|generation)": ?(\d+)', line)
-    return kind[1], place[1] if place else b""
+    number = re.search(rb'"(?:step|generation)": ?(\d+)', line)
+    return kind[1], number[1] if number else b""
 
 
 def _workers(launcher: "subprocess.Popen[bytes]", before: set[int]) -> list[int]:
@@ -211,11 +211,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pat
     (folder / "program.py").write_text(PROGRAM)
     found = {}
     for kind in COMMANDS:
-        place = folder / kind
-        place.mkdir()
-        seen = elastic(place, words(kind, folder), settings=SETTINGS.get(kind))
+        run_folder = folder / kind
+        run_folder.mkdir()
+        seen = elastic(run_folder, words(kind, folder), settings=SETTINGS.get(kind))
         assert seen.status == 0, seen.said
-        found[kind] = place, seen.pace
+        found[kind] = run_folder, seen.pace
     return found
 
 
@@ -229,13 +229,15 @@ def test_a_run_with_killed_ranks_ends_like_an_undisturbed_one(
     kind: str, undisturbed: dict[str, tuple[Path, Pace]], tmp_path: Path
 ) -> None:
     """Journal, train states and best member are bit-equal, apart from clock readings."""
-    place, pace = undisturbed[kind]
-    moments = np.sort(np.random.default_rng(0).uniform(0, events_in(place) - 1, KILLS))
-    seen = elastic(tmp_path, words(kind, place.parent), kills=moments.tolist(), pace=pace, settings=SETTINGS.get(kind))
+    original, pace = undisturbed[kind]
+    moments = np.sort(np.random.default_rng(0).uniform(0, events_in(original) - 1, KILLS))
+    seen = elastic(
+        tmp_path, words(kind, original.parent), kills=moments.tolist(), pace=pace, settings=SETTINGS.get(kind)
+    )
     print(kind, seen.killed)
     assert seen.status == 0, seen.said
     assert len(seen.killed) >= KILLS - 1, "kills that come when the run has ended test nothing"
-    run, straight = tmp_path / "run", place / "run"
+    run, straight = tmp_path / "run", original / "run"
     assert events_of(run) == events_of(straight)
     ended, same = open_run(run), open_run(straight)
     assert not ended.skipped

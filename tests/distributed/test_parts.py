@@ -10,7 +10,7 @@ from evogrpo.models.language.fsdp import check_sharding, layers_of, sharded_over
 from evogrpo.models.language.loading import load_base
 from evogrpo.models.language.sizing import parameters_per_rank
 from tests.distributed.launching import launch
-from tests.distributed.parting import exhausted, parted_and_whole, store
+from tests.distributed.parting import compare_sharded, store, train_with_memory_error
 from tests.distributed.scenarios import PARTS
 from tests.tiny_models import CONFIGS, tiny_model
 from tests.tiny_training import resumed_run, shared_model
@@ -23,14 +23,14 @@ def test_a_sharded_base_gives_the_results_of_a_whole_one(tmp_path: Path) -> None
     """Three members; ranks without work of their own; and a stop of one rank between passes."""
     for architecture in ARCHITECTURES:
         store(tiny_model(architecture), tmp_path / architecture)
-    for status, said in launch(2, tmp_path / "logs", parted_and_whole, str(tmp_path), *ARCHITECTURES).ended():
-        assert status == 0, said
+    for status, output in launch(2, tmp_path / "logs", compare_sharded, str(tmp_path), *ARCHITECTURES).ended():
+        assert status == 0, output
 
 
 def test_a_rank_of_a_sharded_base_that_is_out_of_memory_ends_the_run_with_advice(tmp_path: Path) -> None:
     """The other rank cannot repeat the pass, and ends as well."""
     store(shared_model(), tmp_path / "base")
-    leader, other = launch(2, tmp_path / "logs", exhausted, str(tmp_path)).ended(60)
+    leader, other = launch(2, tmp_path / "logs", train_with_memory_error, str(tmp_path)).ended(60)
     assert (leader[0], other[0]) == (1, 1)
     assert "lost the connection" in leader[1]
     assert "micro_batch_tokens" in other[1]
@@ -44,15 +44,15 @@ def test_a_single_process_loads_the_whole_base(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", list(CONFIGS))
-def test_parameters_per_rank(architecture: str) -> None:
+def test_parameters_per_rank_are_the_shards_and_three_whole_layers(architecture: str) -> None:
     """A shard of each layer, everything outside of the layers, and three whole layers."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIGS[architecture])
-    whole = sum(weights.numel() for weights in model.parameters())
+    total = sum(weights.numel() for weights in model.parameters())
     layers = [sum(weights.numel() for weights in layer.parameters()) for layer in layers_of(model)]
     assert len(layers) == 2
-    assert parameters_per_rank(model, 1) == whole
-    assert parameters_per_rank(model, 2) == whole - layers[0] + 3 * layers[0]
+    assert parameters_per_rank(model, 1) == total
+    assert parameters_per_rank(model, 2) == total - layers[0] + 3 * layers[0]
 
 
 @pytest.mark.parametrize(

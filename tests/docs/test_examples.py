@@ -116,7 +116,7 @@ def named(pages: list[Path]) -> list[str]:
     return [str(page.relative_to(ROOT)) for page in pages]
 
 
-WITH_PYTHON = [page for page in PAGES if any(kind == "python" and not why for why, kind, _ in blocks(page))]
+WITH_PYTHON = [page for page in PAGES if any(kind == "python" and not reason for reason, kind, _ in blocks(page))]
 
 
 @pytest.fixture
@@ -133,8 +133,8 @@ def folder(tmp_path, monkeypatch):
 def program(page: Path) -> str:
     """Return a page's Python with its preamble and smaller numbers."""
     text = BEFORE.get(str(page.relative_to(ROOT)), "")
-    for why, kind, block in blocks(page):
-        if kind == "python" and not why:
+    for reason, kind, block in blocks(page):
+        if kind == "python" and not reason:
             text += f"\n{block}"
     for long, short in _SMALLER.items():
         text = re.sub(long, short, text)
@@ -156,8 +156,8 @@ def test_python_of_a_page_runs(name):
 def test_yaml_of_a_page_is_valid(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(program(ROOT / name), encoding="utf-8")  # the page may use another name
-    for why, kind, block in blocks(ROOT / name):
-        if kind == "yaml" and not why and not block.startswith("# not a configuration"):
+    for reason, kind, block in blocks(ROOT / name):
+        if kind == "yaml" and not reason and not block.startswith("# not a configuration"):
             values = load_yaml(block, name)
             joint = "parallel_env" in values.get("task", {})
             base = {} if joint or "task" in values else QUESTIONS
@@ -167,7 +167,7 @@ def test_yaml_of_a_page_is_valid(name, tmp_path, monkeypatch):
 
 def commands(page: Path) -> list[str]:
     """Return a page's commands of evogrpo in blocks, also behind launchers and conditions, and in sentences."""
-    blocks_shown = "\n".join(block for why, kind, block in blocks(page) if kind in ("", "sh", "yaml") and not why)
+    blocks_shown = "\n".join(block for reason, kind, block in blocks(page) if kind in ("", "sh", "yaml") and not reason)
     found = re.findall(r"(?:^|[;&] |then |else |srun |exec |-m )(evogrpo [a-z-][^;#|>\n]*)", blocks_shown, re.MULTILINE)
     return found + re.findall(r"(?<!`)`(evogrpo [a-z-][^`\n]+)`(?!`)", _BLOCK.sub("", page.read_text(encoding="utf-8")))
 
@@ -201,13 +201,13 @@ def test_every_block_of_a_page_is_checked(name):
     assert text.count("\n```") % 2 == 0
     targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)) <= targets
-    for why, kind, block in blocks(ROOT / name):
+    for reason, kind, block in blocks(ROOT / name):
         assert kind in ("", "sh", "python", "yaml", "json", "toml"), f"nothing looks at blocks of {kind}"
         if kind == "json":
             assert all(json.loads(line) for line in block.splitlines())
         if kind == "toml":
             assert tomllib.loads(block)
-        if kind == "python" and why:  # blocks that cannot run must compile and import
+        if kind == "python" and reason:  # blocks that cannot run must compile and import
             for node in ast.walk(ast.parse(block)):
                 if isinstance(node, ast.ImportFrom) and str(node.module).startswith("evogrpo"):
                     module = importlib.import_module(str(node.module))
@@ -215,6 +215,6 @@ def test_every_block_of_a_page_is_checked(name):
 
 
 def test_pages_are_found():
-    found = [(why, kind) for page in PAGES for why, kind, _ in blocks(page)]
-    assert sum(kind == "python" and not why for why, kind in found) > 20
-    assert sum(kind == "python" and bool(why) for why, kind in found) <= 10
+    found = [(reason, kind) for page in PAGES for reason, kind, _ in blocks(page)]
+    assert sum(kind == "python" and not reason for reason, kind in found) > 20
+    assert sum(kind == "python" and bool(reason) for reason, kind in found) <= 10

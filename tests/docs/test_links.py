@@ -35,10 +35,10 @@ def broken(page: Path, target: str) -> str | None:
     """Return what is wrong with a link, or None."""
     if re.match(r"[a-z]+:", target):
         return None
-    place, _, anchor = target.partition("#")
-    path = page if not place else ROOT / place[1:] if place.startswith("/") else page.parent / place
+    name, _, anchor = target.partition("#")
+    path = page if not name else ROOT / name[1:] if name.startswith("/") else page.parent / name
     if not path.exists():
-        return f"{target}: there is no {place}"
+        return f"{target}: there is no {name}"
     if anchor and (path.suffix != ".md" or anchor not in anchors(path)):
         return f"{target}: nothing there is called {anchor}"
     return None

@@ -26,9 +26,9 @@ def test_every_key_has_a_description_and_a_type(section):
 def test_all_keys_of_configurations_are_listed():
     listed = {key.path for section in SECTIONS for key in configuration.keys(section)}
     prefixes = {section.path for section in SECTIONS}
-    for place, keys in _sections():
+    for section_path, keys in _sections():
         for key in keys:
-            path = f"{place}.{key}".removeprefix(".")
+            path = f"{section_path}.{key}".removeprefix(".")
             assert path in listed | prefixes | {"auto", "run_id", "search_space"}, path
 
 

@@ -12,7 +12,7 @@ from pettingzoo.test.example_envs import generated_agents_parallel_v0
 class Alike(ParallelEnv):
     """Each agent sees a one-hot target among three and chooses one of three, `steps` times; all earn the hits of all.
 
-    Subclasses change `earned`, the rewards for the `hits` of all agents, or what is shown.
+    Subclasses change `earned`, the rewards for the `hits` of all agents, or the observations.
     """
 
     metadata: ClassVar = {"name": "probe_v0", "render_modes": []}
@@ -34,9 +34,9 @@ class Alike(ParallelEnv):
             self.np_random, _ = seeding.np_random(seed)
         self.agents = list(self.possible_agents)
         self.time = 0
-        return self.show(), {agent: {} for agent in self.agents}
+        return self.observe(), {agent: {} for agent in self.agents}
 
-    def show(self):
+    def observe(self):
         self.targets = {agent: int(self.np_random.integers(3)) for agent in self.agents}
         return {agent: np.eye(3, dtype=np.float32)[target] for agent, target in self.targets.items()}
 
@@ -49,7 +49,7 @@ class Alike(ParallelEnv):
         rewards = self.earned({agent: int(actions[agent] == self.targets[agent]) for agent in acted})
         self.time += 1
         over = self.time == self.steps
-        seen = self.show()
+        seen = self.observe()
         if over:
             self.agents = []
         return seen, rewards, dict.fromkeys(acted, over), dict.fromkeys(acted, False), {agent: {} for agent in acted}
@@ -60,7 +60,7 @@ class Favours(Alike):
 
     def earned(self, hits):
         order = list(hits)
-        return {agent: float(hits[order[place - 1]]) for place, agent in enumerate(order)}
+        return {agent: float(hits[order[position - 1]]) for position, agent in enumerate(order)}
 
 
 class Contest(Alike):
@@ -108,8 +108,8 @@ def first_earns(returns):
 class Calls(Alike):
     """Agents that see nothing must take different actions: agent i is paid for action i."""
 
-    def show(self):
-        self.targets = {agent: place for place, agent in enumerate(self.agents)}
+    def observe(self):
+        self.targets = {agent: position for position, agent in enumerate(self.agents)}
         return {agent: np.zeros(3, np.float32) for agent in self.agents}
 
     def earned(self, hits):
@@ -140,9 +140,9 @@ class Lives(ParallelEnv):
     def reset(self, seed=None, options=None):
         self.start = 0 if seed is None else seed
         self.time, self.agents, self.brave = 0, ["old_0", "short_0"], False
-        return self.show(), {agent: {} for agent in self.agents}
+        return self.observe(), {agent: {} for agent in self.agents}
 
-    def show(self):
+    def observe(self):
         return {agent: np.array([self.time, self.start % 97], np.float32) for agent in self.agents}
 
     def step(self, actions):
@@ -163,7 +163,7 @@ class Lives(ParallelEnv):
         if self.time == 2 and self.start % 2:
             self.agents.append("late_0")
             rewards["late_0"], terminations["late_0"], truncations["late_0"] = 0.0, False, False
-        seen = self.show()
+        seen = self.observe()
         self.agents = [agent for agent in self.agents if not (terminations[agent] or truncations[agent])]
         return seen, rewards, terminations, truncations, {agent: {} for agent in seen}
 
@@ -180,8 +180,8 @@ class Masked(Alike):
     def masks(self):
         return {agent: {"action_mask": (np.arange(3) != self.targets[agent]).astype(np.int8)} for agent in self.agents}
 
-    def show(self):
-        seen = super().show()
+    def observe(self):
+        seen = super().observe()
         if not self.beside:
             return seen
         return {agent: {"observation": seen[agent], **mask} for agent, mask in self.masks().items()}

@@ -29,7 +29,7 @@ class ConstantReward(gymnasium.Env):
 class Match(gymnasium.Env):
     """One step: a random target is observed; the reward is the closeness of the action to it, at most `best`.
 
-    Probes define `draw` a target, `show` it, and the `closeness` of an action.
+    Subclasses define how to `draw` a target, to `observe` it, and the `closeness` of an action to it.
     """
 
     best = 1.0
@@ -37,10 +37,10 @@ class Match(gymnasium.Env):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.target = self.draw()
-        return self.show(), {}
+        return self.observe(), {}
 
     def step(self, action):
-        return self.show(), float(self.closeness(action)), True, False, {}
+        return self.observe(), float(self.closeness(action)), True, False, {}
 
 
 class MatchDiscrete(Match):
@@ -54,7 +54,7 @@ class MatchDiscrete(Match):
     def draw(self):
         return int(self.np_random.integers(3))
 
-    def show(self):
+    def observe(self):
         return np.eye(3, dtype=np.float32)[self.target]
 
     def closeness(self, action):
@@ -70,7 +70,7 @@ class MatchMultiDiscrete(Match):
     def draw(self):
         return self.np_random.integers([3, 2])
 
-    def show(self):
+    def observe(self):
         first, second = self.target
         return np.concatenate([np.eye(3)[first], np.eye(2)[second]]).astype(np.float32)
 
@@ -87,7 +87,7 @@ class MatchMultiBinary(Match):
     def draw(self):
         return self.np_random.integers(2, size=3, dtype=np.int8)
 
-    def show(self):
+    def observe(self):
         return self.target.copy()
 
     def closeness(self, action):
@@ -104,7 +104,7 @@ class MatchBox(Match):
     def draw(self):
         return self.np_random.uniform(-1, 1, 2).astype(np.float32)
 
-    def show(self):
+    def observe(self):
         return self.target.copy()
 
     def closeness(self, action):
@@ -120,7 +120,7 @@ class MatchImage(Match):
     def draw(self):
         return int(self.np_random.integers(2))
 
-    def show(self):
+    def observe(self):
         image = np.full((16, 16, 1), 20, np.uint8)
         image[:, 8 * self.target : 8 * self.target + 8] = 230
         return image
@@ -138,7 +138,7 @@ class MatchDict(Match):
     def draw(self):
         return int(self.np_random.integers(2)), float(self.np_random.choice([-0.5, 0.5]))
 
-    def show(self):
+    def observe(self):
         which, number = self.target
         return {"which": which, "number": np.array([number], np.float32)}
 
@@ -152,8 +152,8 @@ class MatchTuple(MatchDict):
 
     observation_space = Tuple([Discrete(2), Tuple([Box(-1.0, 1.0, (1,), np.float32)])])
 
-    def show(self):
-        observed = super().show()
+    def observe(self):
+        observed = super().observe()
         return observed["which"], (observed["number"],)
 
 
@@ -208,17 +208,17 @@ class NoisyWalk(gymnasium.Env):
 
     observation_space, action_space = Box(-np.inf, np.inf, (3,), np.float64), Discrete(2)
 
-    def show(self):
+    def observe(self):
         return np.array([self.place, *self.np_random.normal(size=2)])
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.place = float(self.np_random.normal())
-        return self.show(), {}
+        return self.observe(), {}
 
     def step(self, action):
         self.place += 2.0 * int(action) - 1.0 + 0.1 * self.np_random.normal()
-        return self.show(), self.place, bool(self.np_random.random() < 0.1), False, {}
+        return self.observe(), self.place, bool(self.np_random.random() < 0.1), False, {}
 
 
 class Slow(DelayedCredit):
@@ -250,7 +250,7 @@ class RunningMean(NoisyWalk):
 
     count, mean = 0, 0.0
 
-    def show(self):
+    def observe(self):
         self.count += 1
         self.mean += (self.place - self.mean) / self.count
         return np.array([self.place - self.mean, 0.0, 0.0])
@@ -292,7 +292,7 @@ class Odd(gymnasium.Env):
         self.sees, self.steps, self.episodes = sees, 0, 0
         self.options = {"reward": 1.0, "ends": bool, "infos": ({},), "broken": ()} | options
 
-    def show(self):
+    def observe(self):
         return np.full(self.observation_space.shape, self.sees) if np.ndim(self.sees) == 0 else self.sees
 
     def reset(self, *, seed=None, options=None):
@@ -300,7 +300,7 @@ class Odd(gymnasium.Env):
         super().reset(seed=seed)
         self.steps, self.episodes = 0, self.episodes + 1
         infos = self.options["infos"]
-        result = self.show(), infos[int(self.np_random.integers(len(infos)))]
+        result = self.observe(), infos[int(self.np_random.integers(len(infos)))]
         return self.options["reset"](*result) if "reset" in self.options else result
 
     def step(self, action):
@@ -310,7 +310,7 @@ class Odd(gymnasium.Env):
             os.kill(os.getpid(), signal.SIGKILL)
         self.steps += 1
         over = self.options["ends"](self.steps == 3)
-        result = self.show(), self.options["reward"], over, False, self.options["infos"][0]
+        result = self.observe(), self.options["reward"], over, False, self.options["infos"][0]
         return self.options["step"](*result) if "step" in self.options else result
 
     def close(self):

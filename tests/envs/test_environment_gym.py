@@ -83,30 +83,30 @@ def encoded(env, text):
     return tuple(env.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def talk(batch, *completions, row=0, start=0, truncated=False):
+def converse(batch, *completions, row=0, start=0, truncated=False):
     """Hold a conversation with these completions; it ends where the environment does not reply."""
-    said, heard = tuple(encoded(batch, text) for text in completions), []
-    for turn in range(len(said)):
+    encoded_completions, replies = tuple(encoded(batch, text) for text in completions), []
+    for turn in range(len(encoded_completions)):
         (reply,) = batch.respond(
-            [Conversation(row=row, start=start, completions=said[: turn + 1], replies=tuple(heard))]
+            [Conversation(row=row, start=start, completions=encoded_completions[: turn + 1], replies=tuple(replies))]
         )
         if reply is None:
             break
-        heard.append(reply)
-    used = said[: len(heard) + 1]
-    return Conversation(row=row, start=start, completions=used, replies=tuple(heard), truncated=truncated)
+        replies.append(reply)
+    used = encoded_completions[: len(replies) + 1]
+    return Conversation(row=row, start=start, completions=used, replies=tuple(replies), truncated=truncated)
 
 
-def heard(batch, transcript):
+def reply_texts(batch, transcript):
     return [batch.tokenizer.decode(reply, skip_special_tokens=True).strip() for reply in transcript.replies]
 
 
-def first_of(batch, place=0):
-    return batch.rows[place]["first"]
+def first_of(batch, position=0):
+    return batch.rows[position]["first"]
 
 
 @pytest.mark.parametrize(
-    ("said", "error"),
+    ("completion", "error"),
     [
         (call("fly"), "Tool fly not found"),
         (call("reset"), "Tool reset not found"),
@@ -117,10 +117,10 @@ def first_of(batch, place=0):
         ("<tool_call>[1]</tool_call>", "malformed tool call"),
     ],
 )
-def test_the_model_reads_errors_of_its_calls(said, error):
+def test_the_model_reads_errors_of_its_calls(completion, error):
     batch = gym().open("train", [0])
-    transcript = talk(batch, said + "<eos>", "done<eos>")
-    assert error in heard(batch, transcript)[0]
+    transcript = converse(batch, completion + "<eos>", "done<eos>")
+    assert error in reply_texts(batch, transcript)[0]
     scores = batch.score([transcript])
     assert scores.rewards.tolist() == [first_of(batch)]
     assert scores.metrics["tools/failure_frequency"] == 1.0
@@ -134,7 +134,7 @@ def test_reward_functions_get_messages_and_environments():
         return [len(environment.seen) for environment in environments]
 
     batch = gym(reward_funcs=reward, reward_weights=[10.0]).open("train", [0])
-    transcript = talk(batch, "hm " + call("add", amount=1) + "<eos>", "done<eos>")
+    transcript = converse(batch, "hm " + call("add", amount=1) + "<eos>", "done<eos>")
     scores = batch.score([transcript])
     first = first_of(batch)
     assert scores.rewards.tolist() == [10 + first + 1]
@@ -157,7 +157,7 @@ def test_rewards_of_turns_are_at_their_last_tokens():
             return [*map(float, self.seen), 0.5]
 
     batch = gym(environment_factory=Turns).open("train", [0])
-    transcript = talk(batch, call("add", amount=2) + "<eos>", call("add", amount=3) + "<eos>", "done<eos>")
+    transcript = converse(batch, call("add", amount=2) + "<eos>", call("add", amount=3) + "<eos>", "done<eos>")
     scores = batch.score([transcript])
     ends = np.cumsum([len(part) for part in transcript.turns])[::2] - 1
     expected = np.full(len(transcript.tokens), np.nan)
@@ -190,14 +190,14 @@ def test_functions_are_tools_of_prompt_datasets():
         return text + "!"
 
     def last(completions, **columns):
-        return [float(own[-1]["content"] == "8") for own in completions]
+        return [float(messages[-1]["content"] == "8") for messages in completions]
 
     rows = [{"prompt": [{"role": "user", "content": f"double {n}"}]} for n in range(30)]
     env = gym(rows=rows, environment_factory=None, tools=[double, later], reward_funcs=last)
     env.preflight()
     batch = env.open("train", [0])
-    transcript = talk(batch, call("double", number=4) + call("later", text="so") + "<eos>", "8<eos>")
-    assert [each.strip(" \n") for each in heard(batch, transcript)] == ["=8\n=so!"]
+    transcript = converse(batch, call("double", number=4) + call("later", text="so") + "<eos>", "8<eos>")
+    assert [each.strip(" \n") for each in reply_texts(batch, transcript)] == ["=8\n=so!"]
     assert batch.score([transcript]).rewards.tolist() == [1.0]
 
 
@@ -224,10 +224,10 @@ def test_a_column_names_the_environment():
     count, other = names.index("count"), names.index("other")
     assert "add" in env.tokenizer.decode(batch.prompts[count])
     assert "look" in env.tokenizer.decode(batch.prompts[other])
-    counted = talk(batch, call("add", amount=1) + "<eos>", "x<eos>", row=0, start=count)
-    looked = talk(batch, call("add", amount=1) + call("look") + "<eos>", "x<eos>", row=1, start=other)
-    assert "Tool add not found" in heard(batch, looked)[0]
-    assert "dark" in heard(batch, looked)[0]
+    counted = converse(batch, call("add", amount=1) + "<eos>", "x<eos>", row=0, start=count)
+    looked = converse(batch, call("add", amount=1) + call("look") + "<eos>", "x<eos>", row=1, start=other)
+    assert "Tool add not found" in reply_texts(batch, looked)[0]
+    assert "dark" in reply_texts(batch, looked)[0]
     scores = batch.score([counted, looked])
     assert scores.rewards.tolist() == [1 + first_of(batch, count) + 1, 1]
     assert np.isnan(scores.components["Counter"][1])
@@ -255,23 +255,23 @@ class Fragile(Counter):
         return "much" if Fragile.fails_in == "value" else super().get_reward()
 
 
-@pytest.mark.parametrize("place", ["reset", "get_reward", "value", "time"])
-def test_failed_environments_follow_on_reward_error(place, monkeypatch):
-    said = [call("wait" if place == "time" else "show") + "<eos>", "x<eos>"]
+@pytest.mark.parametrize("failing_part", ["reset", "get_reward", "value", "time"])
+def test_failed_environments_follow_on_reward_error(failing_part, monkeypatch):
+    completions = [call("wait" if failing_part == "time" else "show") + "<eos>", "x<eos>"]
     for mode in ("raise", "exclude"):
         monkeypatch.setattr(Fragile, "fails_in", None)
         env = gym(environment_factory=Fragile, on_reward_error=mode, environment_timeout=0.3)
         batch = env.open("train", [0, 1])
-        healthy = talk(batch, "x<eos>", row=0, start=0)
+        healthy = converse(batch, "x<eos>", row=0, start=0)
         assert batch.score([healthy]).rewards.tolist() == [first_of(batch)]
-        monkeypatch.setattr(Fragile, "fails_in", place)
+        monkeypatch.setattr(Fragile, "fails_in", failing_part)
         begin = time.monotonic()
         if mode == "raise":
             with pytest.raises(RewardError, match="Fragile"):
-                batch.score([talk(batch, *said, row=1, start=1)])
+                batch.score([converse(batch, *completions, row=1, start=1)])
         else:
-            failed = talk(batch, *said, row=1, start=1)
-            assert len(failed.replies) == (place in ("get_reward", "value"))
+            failed = converse(batch, *completions, row=1, start=1)
+            assert len(failed.replies) == (failing_part in ("get_reward", "value"))
             with pytest.warns(UserWarning, match="1 of 2"):
                 rewards = batch.score([healthy, failed]).rewards
             np.testing.assert_array_equal(rewards, [first_of(batch), np.nan])
@@ -306,14 +306,14 @@ def test_a_lost_server_excludes_its_conversation_and_is_reconnected_once(monkeyp
     monkeypatch.setattr(Remote, "made", 0)
     env = gym(environment_factory=Remote, on_reward_error="exclude", environment_workers=1)
     batch = env.open("train", [0])
-    began = talk(batch, call("ask") + "<eos>")
-    assert heard(batch, began) == ["=answer"]
+    began = converse(batch, call("ask") + "<eos>")
+    assert reply_texts(batch, began) == ["=answer"]
     # 1. Lost in a conversation: it ends, and the model does not read the error. The next one gets a new environment.
     monkeypatch.setattr(Remote, "lost", (1,))
     lost = Conversation(row=0, start=0, completions=(*began.completions, began.completions[0]), replies=began.replies)
     assert batch.respond([lost]) == [None]
     with pytest.warns(UserWarning, match="1 of 2 .*lost"):
-        rewards = batch.score([lost, talk(batch, "x<eos>", row=1)]).rewards
+        rewards = batch.score([lost, converse(batch, "x<eos>", row=1)]).rewards
     np.testing.assert_array_equal(rewards, [np.nan, first_of(batch)])
     assert Remote.made == 2
     # 2. Lost between conversations: another environment is made, once.
@@ -321,11 +321,11 @@ def test_a_lost_server_excludes_its_conversation_and_is_reconnected_once(monkeyp
     gc.collect()  # the environment is free again
     batch = env.open("train", [0])
     monkeypatch.setattr(Remote, "lost", (1, 2))
-    assert batch.score([talk(batch, "x<eos>")]).rewards.tolist() == [first_of(batch)]
+    assert batch.score([converse(batch, "x<eos>")]).rewards.tolist() == [first_of(batch)]
     assert Remote.made == 3
     monkeypatch.setattr(Remote, "lost", range(100))
     with pytest.warns(UserWarning, match="1 of 1 .*lost"):
-        assert np.isnan(batch.score([talk(batch, "x<eos>", row=1)]).rewards).all()
+        assert np.isnan(batch.score([converse(batch, "x<eos>", row=1)]).rewards).all()
     assert Remote.made == 5
 
 
@@ -339,7 +339,7 @@ def test_environments_are_made_once_and_closed(monkeypatch):
     env = gym(environment_factory=Made, environment_workers=0)
     for _ in range(3):
         batch = env.open("train", [0])
-        batch.score([talk(batch, "x<eos>", row=row) for row in range(4)])
+        batch.score([converse(batch, "x<eos>", row=row) for row in range(4)])
         del batch
     assert len(made) == 4
     monkeypatch.setattr(Counter, "closed", 0)
@@ -362,8 +362,8 @@ def test_starts_of_environments_without_a_dataset_are_seeded():
     assert prompts[0] == prompts[1]
     assert len(set(map(tuple, prompts[0]))) == len(prompts[0])
     batch = env.open("train", [0, 1])
-    said = [talk(batch, "x<eos>", row=row, start=row // 4) for row in range(8)]
-    rewards = batch.score(said).rewards.tolist()  # each group has one start
+    conversations = [converse(batch, "x<eos>", row=row, start=row // 4) for row in range(8)]
+    rewards = batch.score(conversations).rewards.tolist()  # each group has one start
     assert [len(set(rewards[:4])), len(set(rewards[4:])), len(set(rewards))] == [1, 1, 2]
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states  # noqa: NPY002
 
@@ -425,8 +425,8 @@ class TestConformance(PromptEnvironmentTestCase):
         return gym(seed=seed)
 
     def complete(self, env, rng):
-        said = [call("add", amount=int(rng.integers(12))), call("show"), "done", "<tool_call>x</tool_call>"]
-        return encoded(env, f"{rng.integers(10)}{said[rng.integers(4)]}<eos>")
+        texts = [call("add", amount=int(rng.integers(12))), call("show"), "done", "<tool_call>x</tool_call>"]
+        return encoded(env, f"{rng.integers(10)}{texts[rng.integers(4)]}<eos>")
 
 
 # ---- the same class and the same completions in TRL
@@ -442,11 +442,13 @@ class Forced:
         pass
 
     def sample(self, rows, *, base=False, on_finished=None):
-        said = [torch.tensor(ids) for ids in self.turns.pop(0)]
-        assert len(said) == len(rows)
-        actions = torch.nn.utils.rnn.pad_sequence(said, batch_first=True)
-        present = torch.nn.utils.rnn.pad_sequence([torch.ones_like(ids) for ids in said], batch_first=True).bool()
-        truncated = torch.tensor([int(ids[-1]) != 1 for ids in said])
+        completions = [torch.tensor(ids) for ids in self.turns.pop(0)]
+        assert len(completions) == len(rows)
+        actions = torch.nn.utils.rnn.pad_sequence(completions, batch_first=True)
+        present = torch.nn.utils.rnn.pad_sequence(
+            [torch.ones_like(ids) for ids in completions], batch_first=True
+        ).bool()
+        truncated = torch.tensor([int(ids[-1]) != 1 for ids in completions])
         return Rollout(actions=actions, present=present, log_probs=torch.zeros(actions.shape), truncated=truncated)
 
 
@@ -516,16 +518,17 @@ def test_calls_masks_and_rewards_equal_those_of_trl(own_template, tmp_path, monk
         processing_class=tokenizer,
         environment_factory=Shown,
     )
-    theirs = trainer._generate_and_score_completions([row] * 4)
+    trl_outputs = trainer._generate_and_score_completions([row] * 4)
     # 3. Both have the same prompts, tokens, masks, calls and rewards.
     (prompt,) = env.open("train", env.deal(0, 1, 1)).prompts
     for number in range(4):
-        present = theirs["completion_mask"][number].bool()
-        assert theirs["prompt_ids"][number][theirs["prompt_mask"][number].bool()].tolist() == list(prompt)
+        present = trl_outputs["completion_mask"][number].bool()
+        assert trl_outputs["prompt_ids"][number][trl_outputs["prompt_mask"][number].bool()].tolist() == list(prompt)
         assert (
-            theirs["completion_ids"][number][present].tolist() == batch.actions[number][batch.present[number]].tolist()
+            trl_outputs["completion_ids"][number][present].tolist()
+            == batch.actions[number][batch.present[number]].tolist()
         )
-        mask = theirs["tool_mask"][number].bool()[present]
+        mask = trl_outputs["tool_mask"][number].bool()[present]
         assert torch.equal(mask, batch.action_mask[number][batch.present[number]])
     assert list(trainer._logs["rewards"]["Shown"]) == collected.scores.rewards.tolist() == batch.rewards.tolist()
     assert len(set(batch.rewards.tolist())) > 1
@@ -565,7 +568,7 @@ def test_a_configuration_names_the_class(tmp_path):
     config = load_config(tmp_path / "c.yaml")
     env = config.task.environment(build(CHAT), seed=0, max_prompt_length=None)
     batch = env.open("train", [0])
-    transcript = talk(batch, call("say", text=batch.rows[0]["word"]) + "<eos>", "done<eos>")
+    transcript = converse(batch, call("say", text=batch.rows[0]["word"]) + "<eos>", "done<eos>")
     assert batch.score([transcript]).rewards.tolist() == [1.0]
     assert config.task.label == "words.jsonl, echo.py:Echo"
     several = {**task, "environment_factory": {"one": "echo.py:Echo", "two": "module:Two"}}

@@ -124,9 +124,9 @@ def test_code_is_hashed_while_its_file_is_being_edited(tmp_path):
 def test_canonical_is_equal_for_equal_values():
     assert canonical({"b": np.int64(1), "a": np.array([1.5])}) == canonical({"a": [1.5], "b": 1})
     assert canonical(object()) == canonical(object())
-    odd = {(1, 2): "a", 3: {"b", "c", "d"}, "k": [{None: 1, "x": 2}]}
-    assert canonical(odd) == canonical(dict(reversed(odd.items())))
-    assert canonical(odd) != canonical({**odd, 3: {"b", "c"}})
+    nested = {(1, 2): "a", 3: {"b", "c", "d"}, "k": [{None: 1, "x": 2}]}
+    assert canonical(nested) == canonical(dict(reversed(nested.items())))
+    assert canonical(nested) != canonical({**nested, 3: {"b", "c"}})
 
 
 # ---- environments: the keys of a fingerprint name the difference

@@ -93,12 +93,12 @@ def test_noise_is_common_unless_reseed_noise_is_set():
 
     common, start = walks(False)
     assert len(set(common)) == 1
-    own, own_start = walks(True)
-    assert len(set(own)) == 3
-    assert (own_start == start).all()  # the start stays common
-    assert walks(True, num_envs=1)[0] == own
+    reseeded, reseeded_start = walks(True)
+    assert len(set(reseeded)) == 3
+    assert (reseeded_start == start).all()  # the start stays common
+    assert walks(True, num_envs=1)[0] == reseeded
     # The n-th episode of each member from one start has the same noise, so that members are compared fairly.
-    assert walks(True, members=(0, 1, 0, 1))[0] == [own[0], own[0], own[1], own[1]]
+    assert walks(True, members=(0, 1, 0, 1))[0] == [reseeded[0], reseeded[0], reseeded[1], reseeded[1]]
 
 
 def test_action_noise_does_not_depend_on_order_or_other_rows_and_agents():

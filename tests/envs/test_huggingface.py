@@ -102,9 +102,9 @@ def test_values_of_frames_become_plain(tokenizer):
     def level(completions, level, **_):
         return [float(each) for each in level]
 
-    talk = [{"prompt": np.array(user(f"{n}")), "level": np.int64(n)} for n in range(9)]
+    arrays = [{"prompt": np.array(user(f"{n}")), "level": np.int64(n)} for n in range(9)]
     lists = [{"prompt": user(f"{n}"), "level": n} for n in range(9)]
-    env, plain = (HuggingFaceGym(table, None, tokenizer, reward_funcs=level) for table in (talk, lists))
+    env, plain = (HuggingFaceGym(table, None, tokenizer, reward_funcs=level) for table in (arrays, lists))
     assert env.fingerprint() == plain.fingerprint()
     assert env.open("train", [0]).questions[0].isdigit()
     env.preflight()
@@ -128,9 +128,11 @@ def test_agilerl_form_renders_and_rewards(tokenizer, plain_tokenizer, encode):
 
 
 def test_the_question_of_a_conversation_is_its_last_user_message(tokenizer):
-    said = [("system", "Be brief."), ("user", "early"), ("assistant", "yes"), ("user", "late"), ("assistant", "So")]
-    talk = [{"role": role, "content": content} for role, content in said]
-    env = HuggingFaceGym([{"prompt": user(text)} for text in "abc"], [{"prompt": talk}], tokenizer, reward_funcs=zero)
+    turns = [("system", "Be brief."), ("user", "early"), ("assistant", "yes"), ("user", "late"), ("assistant", "So")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    env = HuggingFaceGym(
+        [{"prompt": user(text)} for text in "abc"], [{"prompt": messages}], tokenizer, reward_funcs=zero
+    )
     assert env.open("test", [0]).questions == ("late",)
 
 
@@ -189,8 +191,8 @@ def test_tool_calls_reach_the_template(content):
 def test_template_options_of_a_row_override_those_of_the_environment():
     tokenizer = build(THINKING)
     table = [{"question": f"{n}", "answer": n, "chat_template_kwargs": None} for n in range(12)]
-    own = {"enable_thinking": True, "style": "!"}
-    test = [{**table[0], "question": "a"}, {**table[0], "question": "b", "chat_template_kwargs": own}]
+    row_options = {"enable_thinking": True, "style": "!"}
+    test = [{**table[0], "question": "a"}, {**table[0], "question": "b", "chat_template_kwargs": row_options}]
 
     def prompts(**options):
         env = agilerl(tokenizer, table, test, **options)

@@ -21,7 +21,7 @@ def lengths(env):
 
 
 @pytest.mark.parametrize(
-    ("score", "worth"),
+    ("score", "expected"),
     [
         *(("sum", 6.0), ("min", 1.0), ("mean", 2.0), ("red", 3.0), ("blue_0", 3.0)),
         (["red_1", "blue"], 5.0),
@@ -29,9 +29,9 @@ def lengths(env):
         (joint_probes.first_earns, 1.0),
     ],
 )
-def test_score_groups_are_named_by_agents_and_groups(score, worth):
+def test_score_groups_are_named_by_agents_and_groups(score, expected):
     env = PettingZooGroups(Favours, score=score)
-    assert env.score({"red_0": 1.0, "red_1": 2.0, "blue_0": 3.0}) == worth
+    assert env.score({"red_0": 1.0, "red_1": 2.0, "blue_0": 3.0}) == expected
 
 
 def test_a_score_defines_the_fitness():

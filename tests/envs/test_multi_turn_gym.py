@@ -26,7 +26,7 @@ def hint(row, messages):
 
 
 def right(completions, digit, **columns):
-    return [float(said[-1]["content"] == str(own)) for said, own in zip(completions, digit, strict=True)]
+    return [float(turn[-1]["content"] == str(right)) for turn, right in zip(completions, digit, strict=True)]
 
 
 def gym(template=CLOSED, rows=ROWS, **options):
@@ -38,15 +38,15 @@ def encoded(env, text):
     return tuple(env.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def talk(env, *completions, start=0):
+def converse(env, *completions, start=0):
     """Hold a conversation with these completions about a training question."""
-    batch, heard = env.open("train", [start]), []
-    said = tuple(encoded(env, text) for text in completions)
-    for turn in range(len(said)):
-        (reply,) = batch.respond([Conversation(row=0, start=0, completions=said[: turn + 1], replies=tuple(heard))])
+    batch, replies = env.open("train", [start]), []
+    tokens = tuple(encoded(env, text) for text in completions)
+    for turn in range(len(tokens)):
+        (reply,) = batch.respond([Conversation(row=0, start=0, completions=tokens[: turn + 1], replies=tuple(replies))])
         if reply is not None:
-            heard.append(reply)
-    return batch, Conversation(row=0, start=0, completions=said, replies=tuple(heard))
+            replies.append(reply)
+    return batch, Conversation(row=0, start=0, completions=tokens, replies=tuple(replies))
 
 
 SAID = [
@@ -60,7 +60,7 @@ SAID = [
 @pytest.mark.parametrize("ending", ["<eos>", ""])
 def test_tokens_match_the_chat_template(ending):
     env = gym()
-    batch, transcript = talk(env, f"x{ending}", f"yy{ending}")
+    batch, transcript = converse(env, f"x{ending}", f"yy{ending}")
     messages = [*batch.rows[0]["prompt"], *SAID]
     rendered = env.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert (*batch.prompts[0], *transcript.tokens) == encoded(env, rendered)
@@ -68,7 +68,7 @@ def test_tokens_match_the_chat_template(ending):
 
 def test_templates_without_end_markers_work():
     env = gym(CHAT)
-    batch, transcript = talk(env, "x")
+    batch, transcript = converse(env, "x")
     text = env.tokenizer.decode([*batch.prompts[0], *transcript.tokens])
     assert text == f"<u>{batch.questions[0]}<eos><a>x<u>no: x is not it\nafter 2<eos><a>"
 
@@ -79,7 +79,7 @@ def test_template_options_apply_to_every_turn():
     ]
     env = gym(rows=rows, chat_template_kwargs={"mood": "!"})
     for start in range(8):
-        batch, transcript = talk(env, "x", start=start)
+        batch, transcript = converse(env, "x", start=start)
         mood = "?" if batch.rows[0]["chat_template_kwargs"] else "!"
         assert env.tokenizer.decode(batch.prompts[0]).endswith(f"<a>{mood}")
         assert env.tokenizer.decode(transcript.tokens).endswith(f"<a>{mood}")
@@ -92,7 +92,7 @@ def test_reply_gets_the_row_and_all_messages():
         calls.append((row, messages))
         return "more" if len(calls) == 1 else None
 
-    batch, transcript = talk(gym(reply=reply), "x<eos>", "y")
+    batch, transcript = converse(gym(reply=reply), "x<eos>", "y")
     first = [*batch.rows[0]["prompt"], SAID[0]]
     more = [*first, {"role": "user", "content": "more"}, {"role": "assistant", "content": "y"}]
     assert calls == [(batch.rows[0], first), (batch.rows[0], more)]
@@ -106,7 +106,7 @@ def test_rewards_get_messages_and_all_tokens():
         seen.append((prompts, completions, completion_ids, digit))
         return [1.0]
 
-    batch, transcript = talk(gym(reward_funcs=reward), "x<eos>", "yy")
+    batch, transcript = converse(gym(reward_funcs=reward), "x<eos>", "yy")
     scores = batch.score([transcript])
     row = batch.rows[0]
     assert seen == [([row["prompt"]], [SAID], [list(transcript.tokens)], [row["digit"]])]
@@ -118,7 +118,7 @@ def test_rewards_at_a_reply_belong_to_the_last_sampled_token():
     def everywhere(completion_ids, **columns):
         return [StepRewards([1.0] * len(ids), range(len(ids))) for ids in completion_ids]
 
-    batch, transcript = talk(gym(reward_funcs=[everywhere, right]), "abc<eos>", "de")
+    batch, transcript = converse(gym(reward_funcs=[everywhere, right]), "abc<eos>", "de")
     (steps,) = batch.score([transcript]).step_rewards
     first, second = (len(part) for part in transcript.replies)
     blank = [np.nan]
@@ -150,6 +150,6 @@ def test_preflight_refuses_failing_replies(reply):
 
 def test_invalid_replies_are_refused():
     with pytest.raises(ValueError, match=r"reply .* 7"):
-        talk(gym(reply=lambda row, messages: 7), "x")
+        converse(gym(reply=lambda row, messages: 7), "x")
     with pytest.raises(ValueError, match="replies"):
         gym().open("train", [0]).score([Conversation(row=0, start=0, completions=((9,), (9,)), replies=((9,),))])

@@ -12,7 +12,7 @@ import pytest
 from evogrpo.data import Conversation
 from tests.docs.test_examples import blocks
 from tests.docs.test_links import ROOT
-from tests.envs.test_environment_gym import call, encoded, gym, heard, talk
+from tests.envs.test_environment_gym import call, converse, encoded, gym, reply_texts
 
 SERVER = Path(__file__).with_name("openenv_server.py")
 
@@ -40,7 +40,7 @@ def start_server(port):
 
 
 @pytest.mark.slow
-def test_openenv_on_loopback():
+def test_an_openenv_server_on_loopback_is_played():
     pytest.importorskip("openenv")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -54,24 +54,26 @@ def test_openenv_on_loopback():
         batch = env.open("train", [0, 1])
         # 1. Play: several sessions at once, each with its own number.
         tries = [call("guess", value=number) + "<eos>" for number in range(1, 21)]
-        played = [talk(batch, *tries, row=row, start=row) for row in range(2)]
-        found = [heard(batch, each).index("=right") for each in played]
-        for row, place in enumerate(found):
-            told = heard(batch, talk(batch, *tries, row=2 + row, start=row))
-            assert told == ["=too low"] * place + ["=right"] + ["=too high"] * (19 - place)
-        reached = [talk(batch, *tries[: place + 1], row=4 + row, start=row) for row, place in enumerate(found)]
+        played = [converse(batch, *tries, row=row, start=row) for row in range(2)]
+        found = [reply_texts(batch, each).index("=right") for each in played]
+        for row, wrong_tries in enumerate(found):
+            replies = reply_texts(batch, converse(batch, *tries, row=2 + row, start=row))
+            assert replies == ["=too low"] * wrong_tries + ["=right"] + ["=too high"] * (19 - wrong_tries)
+        reached = [
+            converse(batch, *tries[: wrong_tries + 1], row=4 + row, start=row) for row, wrong_tries in enumerate(found)
+        ]
         assert batch.score([*played, *reached]).rewards.tolist() == [0, 0, 1, 1]
         # 2. Lose the server in a conversation: it is excluded.
         batch = env.open("train", [0])
-        began = talk(batch, tries[0])
+        conversation = converse(batch, tries[0])
         server.kill()
         server.wait()
-        completions = (*began.completions, encoded(batch, tries[1]))
-        lost = Conversation(row=0, start=0, completions=completions, replies=began.replies)
+        completions = (*conversation.completions, encoded(batch, tries[1]))
+        lost = Conversation(row=0, start=0, completions=completions, replies=conversation.replies)
         assert batch.respond([lost]) == [None]
         # 3. After a restart, environments connect again.
         server = start_server(port)
-        right = talk(batch, tries[found[0]], row=1)
+        right = converse(batch, tries[found[0]], row=1)
         with pytest.warns(UserWarning, match="1 of 2 .*lost"):
             np.testing.assert_array_equal(batch.score([lost, right]).rewards, [np.nan, 1])
         env.close()
@@ -80,23 +82,23 @@ def test_openenv_on_loopback():
         server.wait()
 
 
-def test_textarena():
+def test_a_textarena_game_is_played():
     pytest.importorskip("textarena")
     options = {"environment_factory": from_page("Game")["Game"], "max_turns": 12, "environment_workers": 0}
     env = gym(rows=30, **options)
     batch = env.open("train", [0])
     assert "between 1 and 20" in env.tokenizer.decode(batch.prompts[0])
     # Bisection finds the number; it is the same in every conversation of a start.
-    low, high, said = 1, 20, []
+    low, high, guesses = 1, 20, []
     while True:
-        said.append(call("move", action=f"[{(low + high) // 2}]") + "<eos>")
-        transcript = talk(batch, *said, row=len(said))
-        told = heard(batch, transcript)[-1]
-        if "over" in told:
+        guesses.append(call("move", action=f"[{(low + high) // 2}]") + "<eos>")
+        transcript = converse(batch, *guesses, row=len(guesses))
+        reply = reply_texts(batch, transcript)[-1]
+        if "over" in reply:
             break
-        low, high = ((low + high) // 2 + 1, high) if "higher" in told else (low, (low + high) // 2 - 1)
-    assert len(said) <= 5
-    started = talk(batch, "x<eos>", row=9)
+        low, high = ((low + high) // 2 + 1, high) if "higher" in reply else (low, (low + high) // 2 - 1)
+    assert len(guesses) <= 5
+    started = converse(batch, "x<eos>", row=9)
     assert batch.score([transcript, started]).rewards.tolist() == [1, 0]
-    again = talk(batch, *said, call("move", action="[1]") + "<eos>", "x<eos>", row=10)
-    assert "The game is over." in heard(batch, again)[-1]
+    again = converse(batch, *guesses, call("move", action="[1]") + "<eos>", "x<eos>", row=10)
+    assert "The game is over." in reply_texts(batch, again)[-1]

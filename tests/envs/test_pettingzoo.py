@@ -43,9 +43,9 @@ def test_episodes_equal_pettingzoos_for_the_same_seed(policies):
     groups = PettingZooGroups(joint_probes.Lives, seed=4)
     played = play(groups, policies, starts=2, group_size=3, members=(0,))
     table = {
-        (int(row), agent): (own, number)
-        for own in played.episodes.values()
-        for number, (row, agent) in enumerate(zip(own.rows, own.agents, strict=True))
+        (int(row), agent): (episodes, number)
+        for episodes in played.episodes.values()
+        for number, (row, agent) in enumerate(zip(episodes.rows, episodes.agents, strict=True))
     }
     env = joint_probes.Lives()
     for row in range(6):
@@ -53,15 +53,17 @@ def test_episodes_equal_pettingzoos_for_the_same_seed(policies):
         totals = dict.fromkeys(played.returns[row], 0.0)
         for t in range(int(played.lengths[row])):
             acting = {agent: table[row, agent] for agent in env.agents}
-            assert all(np.array_equal(own.observations[n, t], seen[agent]) for agent, (own, n) in acting.items())
-            actions = {agent: int(own.actions[n, t]) for agent, (own, n) in acting.items()}
+            assert all(
+                np.array_equal(episodes.observations[n, t], seen[agent]) for agent, (episodes, n) in acting.items()
+            )
+            actions = {agent: int(episodes.actions[n, t]) for agent, (episodes, n) in acting.items()}
             seen, rewards, terminations, truncations, _ = env.step(actions)
             totals = {agent: total + rewards.get(agent, 0.0) for agent, total in totals.items()}
-            for agent, (own, n) in acting.items():
+            for agent, (episodes, n) in acting.items():
                 ends = terminations[agent], truncations[agent]
-                assert own.present[n, t : t + 2].tolist() == [True, not any(ends)][: own.present.shape[1] - t]
-                assert not any(ends) or (own.terminated[n], own.truncated[n]) == ends
-                assert any(ends) or own.own_rewards[n, t] == rewards[agent]
+                assert episodes.present[n, t : t + 2].tolist() == [True, not any(ends)][: episodes.present.shape[1] - t]
+                assert not any(ends) or (episodes.terminated[n], episodes.truncated[n]) == ends
+                assert any(ends) or episodes.own_rewards[n, t] == rewards[agent]
         assert not env.agents
         assert played.returns[row] == totals
 
@@ -72,15 +74,15 @@ def test_rewards_belong_to_the_last_action_before_them():
     starts = [parity.index(1), parity.index(0)]  # late_0 is not born on even seeds
     # All choose 0: short_0 ends with its second step.
     played = env.open("train", starts).play({"shared": STILL}, mapping_of(env), [0, 1, 0, 1], [0] * 4)
-    own = played.episodes["shared"]
+    episodes = played.episodes["shared"]
     found = {
         key: (
-            np.flatnonzero(own.present[number]).tolist(),
-            bool(own.terminated[number]),
-            own.own_rewards[number].tolist(),
-            own.team_rewards[number].tolist(),
+            np.flatnonzero(episodes.present[number]).tolist(),
+            bool(episodes.terminated[number]),
+            episodes.own_rewards[number].tolist(),
+            episodes.team_rewards[number].tolist(),
         )
-        for number, key in enumerate(zip(own.rows.tolist(), own.agents, strict=True))
+        for number, key in enumerate(zip(episodes.rows.tolist(), episodes.agents, strict=True))
     }
     # Rewards of others after an agent's end count for its last action; those before its birth count for none.
     ten = [1.0, 1.0, 10.0, 10.0, 10.0]  # old_0 alone is paid ten times
@@ -92,7 +94,7 @@ def test_rewards_belong_to_the_last_action_before_them():
         (1, "short_0"): ([0, 1], True, [1, 1, 0, 0, 0], [2, 32, 0, 0, 0]),
     }
     assert list(found)[:3] == [(0, "late_0"), (0, "old_0"), (0, "short_0")]
-    assert own.truncated.tolist() == [agent == "old_0" for agent in own.agents]
+    assert episodes.truncated.tolist() == [agent == "old_0" for agent in episodes.agents]
     assert played.returns[0] == {"old_0": 5, "short_0": 2, "late_0": 3}
     assert env.scores(played).tolist() == [10, 34, 10, 34]
 
@@ -120,24 +122,24 @@ class Choice(joint_probes.Alike):
 
 
 def test_every_agent_of_a_group_has_a_row_in_each_of_its_episodes():
-    own = play(PettingZooGroups(Choice), starts=1, group_size=8, members=(0,)).episodes["shared"]
-    assert own.agents == ("red_0", "green_0") * 8
-    assert own.group_ids.tolist() == [0, 1] * 8
-    lived = own.present[1::2].any(1)
+    episodes = play(PettingZooGroups(Choice), starts=1, group_size=8, members=(0,)).episodes["shared"]
+    assert episodes.agents == ("red_0", "green_0") * 8
+    assert episodes.group_ids.tolist() == [0, 1] * 8
+    lived = episodes.present[1::2].any(1)
     assert 0 < lived.sum() < 8  # both cases must occur
-    assert (lived == (own.actions[::2, 0] == 1)).all()
-    assert not own.present[1::2, 0].any()
-    assert (own.own_rewards[1::2].sum(1) == 2 * lived).all()
+    assert (lived == (episodes.actions[::2, 0] == 1)).all()
+    assert not episodes.present[1::2, 0].any()
+    assert (episodes.own_rewards[1::2].sum(1) == 2 * lived).all()
 
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_action_masks_are_read_from_infos_and_observations(beside):
     env = PettingZooGroups(lambda: joint_probes.Masked(beside=beside))
     assert mapping_of(env).specs["shared"].observation_space.shape == (3,)
-    own = play(env).episodes["shared"]
-    assert (own.own_rewards == 1).all()  # an illegal action costs 99
-    assert (own.action_masks == (own.observations == 0)).all()
-    assert own.present.all()
+    episodes = play(env).episodes["shared"]
+    assert (episodes.own_rewards == 1).all()  # an illegal action costs 99
+    assert (episodes.action_masks == (episodes.observations == 0)).all()
+    assert episodes.present.all()
 
 
 class Turns(joint_probes.Favours):
@@ -163,10 +165,10 @@ def test_agents_without_a_legal_action_are_not_asked_for_actions():
 def test_a_time_limit_truncates_all_live_agents():
     env = PettingZooGroups(joint_probes.Lives, max_episode_steps=2)
     played = env.open("train", [0]).play({"shared": STILL}, mapping_of(env), [0], [0])
-    own = played.episodes["shared"]
-    assert own.agents == ("old_0", "short_0")
-    assert own.truncated.tolist() == [True, False]
-    assert own.terminated.tolist() == [False, True]
+    episodes = played.episodes["shared"]
+    assert episodes.agents == ("old_0", "short_0")
+    assert episodes.truncated.tolist() == [True, False]
+    assert episodes.terminated.tolist() == [False, True]
     assert played.lengths.tolist() == [2]
 
 
@@ -188,8 +190,8 @@ def test_agent_ids_are_appended_to_observations():
     assert mapping.specs["red"].observation_space.shape == (5,)
     assert mapping.specs["blue"].observation_space.shape == (3,)  # a single agent needs no id
     actors = {name: PseudoRandomActor(spec.action_space) for name, spec in mapping.specs.items()}
-    own = env.open("train", [0]).play(actors, mapping, [0, 0], [0, 0]).episodes["red"]
-    assert own.observations[:, 0, 3:].tolist() == [[1, 0], [0, 1]] * 2
+    episodes = env.open("train", [0]).play(actors, mapping, [0, 0], [0, 0]).episodes["red"]
+    assert episodes.observations[:, 0, 3:].tolist() == [[1, 0], [0, 1]] * 2
     image = {agent: Box(0, 255, (8, 8, 3), np.uint8) for agent in ("a_0", "a_1")}
     space = map_policies(image, dict.fromkeys(image, Discrete(2)), agent_ids=True).specs["shared"]
     leaves = space.stack(np.zeros((2, 8, 8, 3), np.uint8), ["a_1", "a_0"])
@@ -262,12 +264,12 @@ def revive(env, result):
     return result
 
 
-def replacing(place, agent=None, value=None):
+def replacing(position, agent=None, value=None):
     """Return a function that replaces a result, or one agent's part of it."""
 
     def change(env, result):
-        part = value if agent is None else {**result[place], agent: value}
-        return (*result[:place], part, *result[place + 1 :])
+        part = value if agent is None else {**result[position], agent: value}
+        return (*result[:position], part, *result[position + 1 :])
 
     return change
 

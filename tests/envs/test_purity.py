@@ -29,12 +29,12 @@ class Remembers(probes.NoisyWalk):
         seen, _ = super().reset(seed=seed)
         return seen, {"action_mask": np.array([1, self.part != "mask" or self.episodes == 1], np.int8)}
 
-    def show(self):
+    def observe(self):
         return np.zeros(3) + (self.part == "observation" and self.episodes > 1 and self.t == 3)
 
     def step(self, action):
         self.t += 1
-        seen = self.show()
+        seen = self.observe()
         later = self.episodes > 1
         ends = self.t == (5 if self.part == "end" and later else 7)
         return seen, float(self.part == "reward" and later), ends, self.part == "cut" and later and self.t == 2, {}
@@ -51,16 +51,16 @@ CARRIES_OVER = {
 }
 
 
-@pytest.mark.parametrize("what", CARRIES_OVER)
-def test_state_carried_over_is_named_and_environments_are_recreated(what):
-    make, difference = CARRIES_OVER[what]
+@pytest.mark.parametrize("part", CARRIES_OVER)
+def test_state_carried_over_is_named_and_environments_are_recreated(part):
+    make, difference = CARRIES_OVER[part]
     with pytest.warns(UserWarning, match=f"{difference}.*recreate_env=True") as warned:
         env = GymnasiumGroups(make, num_envs=1)
     assert len(warned) == 1
     assert warned[0].filename == __file__
     assert env.recreate_env
     assert env.fingerprint()["recreate_env"] == "True"
-    assert env.reseed_noise == (what == "normalised rewards")  # noise is detected beside carried state
+    assert env.reseed_noise == (part == "normalised rewards")  # noise is detected beside carried state
     assert len(set(play_rows(env, STILL, [0], [0] * 3, range(3)).rewards)) == 1  # members meet the same episodes
 
 

@@ -22,12 +22,12 @@ QA = [{"question": f"{n}?", "answer": str(n)} for n in range(12)]
 PROMPTS = [{"prompt": f"{n}?", "level": n} for n in range(12)]
 
 
-def trl(function, *more, weights=None, on_error="raise", texts=("one", "two"), rows=TEXT_ROWS):
+def score_trl(function, *more, weights=None, on_error="raise", texts=("one", "two"), rows=TEXT_ROWS):
     inputs = RewardInputs(rows=rows, texts=texts, token_ids=[[ord(c) for c in text] for text in texts])
     return compute_rewards(make_rewards(None, [function, *more], weights), inputs, on_error)
 
 
-def agilerl(function, on_error="raise"):
+def score_agilerl(function, on_error="raise"):
     inputs = RewardInputs(rows=[{"question": "q", "answer": "a"}], texts=["c"], token_ids=[[1]])
     return compute_rewards(make_rewards(function, None, None), inputs, on_error)
 
@@ -75,7 +75,7 @@ NAMED = {"completion": "c", "answer": "a", "question": "q"}
 )
 def test_parameters_are_passed_by_name_or_position(parameters, passed):
     seen = {}
-    agilerl(defined(parameters, "seen.update(locals())\n    return 1.0", seen=seen))
+    score_agilerl(defined(parameters, "seen.update(locals())\n    return 1.0", seen=seen))
     assert seen == passed
 
 
@@ -103,8 +103,8 @@ def test_partial_functions_and_lambdas_are_supported():
     def graded(scale, completion, question):
         return scale * len(completion + question)
 
-    assert agilerl(functools.partial(graded, 2.0)).rewards.tolist() == [4.0]
-    assert agilerl(lambda c, a, q: len(c)).rewards.tolist() == [1.0]
+    assert score_agilerl(functools.partial(graded, 2.0)).rewards.tolist() == [4.0]
+    assert score_agilerl(lambda c, a, q: len(c)).rewards.tolist() == [1.0]
 
 
 def test_trl_functions_get_texts_or_messages_with_columns_and_ids():
@@ -114,12 +114,12 @@ def test_trl_functions_get_texts_or_messages_with_columns_and_ids():
         seen.append((prompts, completions, completion_ids, columns))
         return [0.5, 1]
 
-    earned = trl(reward)
-    assert earned.rewards.tolist() == earned.components["reward"].tolist() == [0.5, 1.0]
-    assert earned.rewards.dtype == np.float64
-    assert earned.steps == {}
+    result = score_trl(reward)
+    assert result.rewards.tolist() == result.components["reward"].tolist() == [0.5, 1.0]
+    assert result.rewards.dtype == np.float64
+    assert result.steps == {}
     prompts = [[{"role": "user", "content": text}] for text in "pq"]
-    trl(reward, rows=[{"prompt": prompt, "completion": "x", "completion_ids": [0]} for prompt in prompts])
+    score_trl(reward, rows=[{"prompt": prompt, "completion": "x", "completion_ids": [0]} for prompt in prompts])
     ids = [[111, 110, 101], [116, 119, 111]]
     messages = [[{"role": "assistant", "content": text}] for text in ("one", "two")]
     assert seen == [(["p", "q"], ["one", "two"], ids, {"level": [1, 2]}), (prompts, messages, ids, {})]
@@ -128,7 +128,7 @@ def test_trl_functions_get_texts_or_messages_with_columns_and_ids():
 def test_trainer_arguments_are_passed_by_name(plain_tokenizer):
     seen = []
 
-    def wants(completions, level, trainer_state, log_extra, log_metric):
+    def trainer_user(completions, level, trainer_state, log_extra, log_metric):
         seen.append((type(trainer_state), trainer_state.global_step, trainer_state.max_steps))
         log_extra("length", [len(text) for text in completions])
         log_metric("longest", max(map(len, completions)))
@@ -139,7 +139,9 @@ def test_trainer_arguments_are_passed_by_name(plain_tokenizer):
         seen.append(set(given))
         return [0.0 for _ in given["completions"]]
 
-    env = HuggingFaceGym(PROMPTS, None, plain_tokenizer, reward_funcs=[wants, takes_all, lambda completions: [0.0] * 3])
+    env = HuggingFaceGym(
+        PROMPTS, None, plain_tokenizer, reward_funcs=[trainer_user, takes_all, lambda completions: [0.0] * 3]
+    )
     env.set_progress(7, 20)
     ids = plain_tokenizer(["ab", "c", "def"])["input_ids"]
     scores = env.open("train", [0, 1]).score(single_turn_conversations([0, 1, 1], ids))
@@ -153,19 +155,19 @@ def test_trainer_arguments_are_passed_by_name(plain_tokenizer):
 
 
 def test_weights_multiply_and_none_is_skipped():
-    earned = trl(returning([1.0, None]), returning([2.0, 5.0]), weights=[10, -0.5])
-    assert earned.rewards.tolist() == [9.0, -2.5]
-    assert list(earned.components) == ["reward", "reward_2"]
-    np.testing.assert_array_equal(earned.components["reward"], [1.0, np.nan])
+    result = score_trl(returning([1.0, None]), returning([2.0, 5.0]), weights=[10, -0.5])
+    assert result.rewards.tolist() == [9.0, -2.5]
+    assert list(result.components) == ["reward", "reward_2"]
+    np.testing.assert_array_equal(result.components["reward"], [1.0, np.nan])
     # The sum is NaN only if no function applies.
-    np.testing.assert_array_equal(trl(returning([None, None]), returning([None, 0.0])).rewards, [np.nan, 0.0])
+    np.testing.assert_array_equal(score_trl(returning([None, None]), returning([None, 0.0])).rewards, [np.nan, 0.0])
 
 
 @pytest.mark.parametrize(
     "value", [[True, 0], (1, 0.0), np.array([1, 0]), [torch.tensor(1), np.float32(0)], [np.True_, 0]]
 )
 def test_all_number_types_are_accepted(value):
-    assert trl(returning(value)).rewards.tolist() == [1.0, 0.0]
+    assert score_trl(returning(value)).rewards.tolist() == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -174,14 +176,14 @@ def test_all_number_types_are_accepted(value):
 )
 def test_invalid_rewards_are_refused(value):
     with pytest.raises(RewardError, match="'reward' must return"):
-        trl(returning(value))
+        score_trl(returning(value))
 
 
 def test_sums_beyond_float32_are_refused():
     with pytest.raises(RewardError, match="reward_weights"):
-        trl(returning([1e30, 1e3]), weights=[1e30])
+        score_trl(returning([1e30, 1e3]), weights=[1e30])
     with pytest.raises(RewardError, match=r"raised ValueError.*values of StepRewards"):
-        trl(lambda **_: [StepRewards([1e308, 1e308], [0, 1]), 1.0])
+        score_trl(lambda **_: [StepRewards([1e308, 1e308], [0, 1]), 1.0])
 
 
 # ---- failures
@@ -189,7 +191,7 @@ def test_sums_beyond_float32_are_refused():
 
 def test_exceptions_name_the_function_and_are_chained():
     with pytest.raises(RewardError, match=r"'fragile' raised ZeroDivisionError: .*for the completion ''") as caught:
-        trl(fragile, texts=("ab", ""))
+        score_trl(fragile, texts=("ab", ""))
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
@@ -201,18 +203,18 @@ def test_failures_only_with_several_completions_are_raised(on_error):
         return [1.0]
 
     with pytest.raises(RewardError, match=r"too many.* 2 completions"):
-        trl(reward, on_error=on_error)
+        score_trl(reward, on_error=on_error)
 
 
 def test_exclude_affects_only_failing_completions():
     with pytest.warns(UserWarning, match=r"1 of 2 completions excluded; the first: .*ZeroDivisionError"):
-        earned = trl(fragile, ones, texts=("", "ab"), on_error="exclude")
-    np.testing.assert_array_equal(earned.rewards, [np.nan, 1.5])
-    assert earned.components["ones"].tolist() == [1.0, 1.0]
+        result = score_trl(fragile, ones, texts=("", "ab"), on_error="exclude")
+    np.testing.assert_array_equal(result.rewards, [np.nan, 1.5])
+    assert result.components["ones"].tolist() == [1.0, 1.0]
     with pytest.warns(UserWarning, match="1 of 2 completions excluded"):
-        assert np.isnan(trl(returning([math.nan, 1.0]), on_error="exclude").rewards).tolist() == [True, False]
+        assert np.isnan(score_trl(returning([math.nan, 1.0]), on_error="exclude").rewards).tolist() == [True, False]
     with pytest.raises(RewardError, match="2 rewards"):  # a wrong length concerns all completions
-        trl(returning([1.0]), on_error="exclude")
+        score_trl(returning([1.0]), on_error="exclude")
 
 
 ODD = [
@@ -231,9 +233,9 @@ def test_all_results_and_exceptions_are_handled(make, message):
         return value
 
     with pytest.raises(RewardError, match=re.escape(message)):
-        agilerl(odd)
+        score_agilerl(odd)
     with pytest.warns(UserWarning, match="1 of 1 completions excluded"):
-        assert np.isnan(agilerl(odd, "exclude").rewards).all()
+        assert np.isnan(score_agilerl(odd, "exclude").rewards).all()
     json.loads(encoded(make()))  # results of worker processes are serialisable
 
 

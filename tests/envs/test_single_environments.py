@@ -158,11 +158,11 @@ def test_ids_resolve_as_in_gymnasium(monkeypatch, name, vectorization):
     monkeypatch.setitem(sys.modules, "evogrpo_test_module", module)
     spec = gymnasium.envs.registration.EnvSpec("Mine-v0", entry_point=Odd, reward_threshold=3.0, max_episode_steps=9)
     monkeypatch.setitem(gymnasium.registry, "Mine-v0", spec)
-    mine = "Mine" in name
+    user_defined = "Mine" in name
     env = GymnasiumGroups(name, vectorization=vectorization)
-    assert env.max_episode_steps == (9 if mine else 500)
-    assert env.native == (not mine and vectorization == "auto")
-    assert reward_threshold(name) == (3.0 if mine else 475.0)
+    assert env.max_episode_steps == (9 if user_defined else 500)
+    assert env.native == (not user_defined and vectorization == "auto")
+    assert reward_threshold(name) == (3.0 if user_defined else 475.0)
     assert play_each(env).lengths.min() >= 3
 
 

@@ -37,8 +37,8 @@ def read(table):
 
 def split(tables, max_prompt_length=None, sizes=NONE, seed=0):
     """Return the questions of each split, and the counts of rows that are left out."""
-    whole = {name: read(table) for name, table in tables.items()}
-    parts, filtered = make_splits(whole, max_prompt_length=max_prompt_length, sizes=sizes, seed=seed)
+    read_tables = {name: read(table) for name, table in tables.items()}
+    parts, filtered = make_splits(read_tables, max_prompt_length=max_prompt_length, sizes=sizes, seed=seed)
     for part in parts.values():
         assert ["".join(map(chr, ids)) for ids in part.prompts] == questions(part)
     return {name: questions(part) for name, part in parts.items()}, filtered
@@ -88,8 +88,8 @@ def test_the_draw_depends_only_on_questions_and_seed():
     drawn = [split(tables, seed=seed, sizes={"validation": 5, "test": 7})[0]["test"] for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert len(drawn[0]) == 7
-    whole = read(tables["train"])
-    longer = replace(whole, prompts=[array("i", [7, *ids]) for ids in whole.prompts])  # another template
+    table = read(tables["train"])
+    longer = replace(table, prompts=[array("i", [7, *ids]) for ids in table.prompts])  # another template
     parts, _ = make_splits({"train": longer}, max_prompt_length=None, sizes=NONE, seed=0)
     assert {name: questions(part) for name, part in parts.items()} == split(tables)[0]
 
@@ -115,8 +115,8 @@ def test_added_rows_move_no_question_between_splits(first, added, sizes, order):
 
 
 def depth(name, question):
-    place = RowHashes.of(question, {}).position(0)
-    return place if name == "test" else 1 - place
+    position = RowHashes.of(question, {}).position(0)
+    return position if name == "test" else 1 - position
 
 
 @pytest.mark.parametrize("more", [50, 1000])

@@ -71,8 +71,8 @@ def test_positions_count_from_the_start_of_the_completion(plain_tokenizer):
 
 def test_weights_apply_to_steps_and_scalars_go_to_the_last_token(plain_tokenizer):
     steps = returning(StepRewards([1.0], [0]), None, StepRewards([2.0], [2]))
-    whole = returning(10.0, 20.0, None)
-    scores = scored(plain_tokenizer, steps, whole, texts=["abc", "ab", "abc"], weights=[2.0, 0.5])
+    scalars = returning(10.0, 20.0, None)
+    scores = scored(plain_tokenizer, steps, scalars, texts=["abc", "ab", "abc"], weights=[2.0, 0.5])
     np.testing.assert_array_equal(scores.step_rewards, [[2, NAN, 5], [NAN, 10, NAN], [NAN, NAN, 4]])
     np.testing.assert_array_equal(np.nansum(scores.step_rewards, axis=1), scores.rewards)
     assert scores.weights == (2.0, 0.5)
@@ -104,11 +104,11 @@ def test_characters_belong_to_the_token_that_completes_them(byte_level, text):
     decode = byte_level.decode
     ids = byte_level(text)["input_ids"]
     rewards = StepRewards([1.0] * len(text), range(len(text)), "character")
-    for position, place in enumerate(token_positions(rewards, ids, text, decode)):
+    for character, token in enumerate(token_positions(rewards, ids, text, decode)):
         prefixes = (
-            count for count in range(1, len(ids) + 1) if decode(ids[:count])[: position + 1] == text[: position + 1]
+            count for count in range(1, len(ids) + 1) if decode(ids[:count])[: character + 1] == text[: character + 1]
         )
-        assert place == next(prefixes) - 1
+        assert token == next(prefixes) - 1
 
 
 def test_spaces_between_words_belong_to_the_next_token():

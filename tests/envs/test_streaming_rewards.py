@@ -25,20 +25,20 @@ WAYS = {  # function, form, worker processes
 
 @pytest.fixture(scope="module")
 def make_env(tokenizer, tmp_path_factory):
-    """Return a function that makes an environment, once for equal arguments, and the file in which calls are noted."""
+    """Return a function that makes an environment, once for equal arguments, and the file that logs its calls."""
     made = []
 
     @cache
     def make(rewards, form, workers, **options):
-        place = tmp_path_factory.mktemp("calls") / "calls"
+        log = tmp_path_factory.mktemp("calls") / "calls"
         trl = form == "trl"
         question, column = ("prompt", "place") if trl else ("question", "answer")
-        rows = [{question: f"q{number}", column: str(place)} for number in range(12)]
+        rows = [{question: f"q{number}", column: str(log)} for number in range(12)]
         given = {"reward_funcs": list(rewards)} if trl else {"reward_fn": rewards[0]}
         made.append(
             HuggingFaceGym(rows, None, tokenizer, validation_size=3, reward_workers=workers, **given, **options)
         )
-        return made[-1], place
+        return made[-1], log
 
     yield make
     for env in made:
@@ -50,9 +50,9 @@ def open_batch(make_env, encode):
     """Return a function that opens three prompts and returns completions for them."""
 
     def open_questions(*rewards, form="trl", workers=None, split="train", texts=TEXTS, **options):
-        env, place = make_env(rewards, form, workers, **options)
-        place.write_text("")
-        return env.open(split, [0, 1, 2]), single_turn_conversations(STARTS, [encode(text) for text in texts]), place
+        env, log = make_env(rewards, form, workers, **options)
+        log.write_text("")
+        return env.open(split, [0, 1, 2]), single_turn_conversations(STARTS, [encode(text) for text in texts]), log
 
     return open_questions
 
@@ -62,35 +62,35 @@ def start(batch, transcripts, groups=(1, 0)):
         batch.start_scoring(transcripts[GROUPS[number]])
 
 
-def calls_of(place):
-    return [tuple(json.loads(line)) for line in place.read_text().splitlines()]
+def calls_of(log):
+    return [tuple(json.loads(line)) for line in log.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_started_groups_are_scored_once_with_equal_results(open_batch, way):
-    function, form, workers = WAYS[way]
-    batch, transcripts, place = open_batch(function, form=form, workers=workers)
+@pytest.mark.parametrize("case", WAYS)
+def test_started_groups_are_scored_once_with_equal_results(open_batch, case):
+    function, form, workers = WAYS[case]
+    batch, transcripts, log = open_batch(function, form=form, workers=workers)
     assert batch.background_rewards
     start(batch, transcripts)
     scores = batch.score(transcripts)
-    calls = calls_of(place)
+    calls = calls_of(log)
     assert scores.rewards.tolist() == [float(len(text)) for text in TEXTS]
     assert sorted(text for call in calls for text in call) == sorted(TEXTS)
     if form == "trl":
         assert {("a", "bb", "ccc"), ("d", "ee")} < set(calls)
     # Results are used once: the next score calls all functions again.
     again = batch.score(transcripts)
-    assert len([text for call in calls_of(place) for text in call]) == 2 * len(TEXTS)
+    assert len([text for call in calls_of(log) for text in call]) == 2 * len(TEXTS)
     np.testing.assert_array_equal(scores.rewards, again.rewards)
     np.testing.assert_equal(scores.components, again.components)
     assert scores.completions == again.completions
 
 
-@pytest.mark.parametrize(("way", "where"), [*((way, 3) for way in WAYS), ("async", 6)])
-def test_failures_are_raised_by_score(open_batch, way, where):
+@pytest.mark.parametrize(("case", "failing"), [*((case, 3) for case in WAYS), ("async", 6)])
+def test_failures_are_raised_by_score(open_batch, case, failing):
     """The failure is in a started group, or in one that was not started."""
-    function, form, workers = WAYS[way]
-    texts = [*TEXTS[:where], "raise", *TEXTS[where + 1 :]]
+    function, form, workers = WAYS[case]
+    texts = [*TEXTS[:failing], "raise", *TEXTS[failing + 1 :]]
     messages = []
     for early in (True, False):
         batch, transcripts, _ = open_batch(function, form=form, texts=texts, workers=workers)
@@ -104,7 +104,7 @@ def test_failures_are_raised_by_score(open_batch, way, where):
             start(batch, transcripts)
         with pytest.warns(UserWarning, match="1 of 7 completions excluded"):
             scores = batch.score(transcripts)
-        expected = [np.nan if number == where else float(len(text)) for number, text in enumerate(texts)]
+        expected = [np.nan if number == failing else float(len(text)) for number, text in enumerate(texts)]
         np.testing.assert_array_equal(scores.rewards, expected)
     assert messages[0] == messages[1]
 
@@ -128,18 +128,18 @@ def test_logged_values_are_merged(open_batch):
 
 
 @pytest.mark.parametrize(
-    ("way", "split", "in_background"),
+    ("case", "split", "in_background"),
     [("workers", "validation", False), ("workers, one by one", "validation", True), ("async", "validation", False)],
 )
-def test_held_out_prompts_stream_only_in_agilerl_form(open_batch, way, split, in_background):
-    function, form, workers = WAYS[way]
+def test_held_out_prompts_stream_only_in_agilerl_form(open_batch, case, split, in_background):
+    function, form, workers = WAYS[case]
     assert bool(open_batch(function, form=form, workers=workers, split=split)[0].background_rewards) == in_background
     assert not open_batch(functions.noted)[0].background_rewards  # synchronous functions in this process never do
 
 
 def test_cancel_clears_the_queue_and_kills_busy_workers_and_close_fails_jobs(open_batch):
     texts = ["a", "bb", "hang", *TEXTS[3:]]
-    batch, transcripts, place = open_batch(functions.noted, texts=texts, workers=1)
+    batch, transcripts, log = open_batch(functions.noted, texts=texts, workers=1)
     start(batch, transcripts, [0, 1])
     (worker,) = batch.runner._workers
     while worker.future is None:
@@ -148,7 +148,7 @@ def test_cancel_clears_the_queue_and_kills_busy_workers_and_close_fails_jobs(ope
     assert worker.process.poll() is not None
     short = single_turn_conversations(STARTS, [each.completions[0][:1] for each in transcripts])
     assert batch.score(short).rewards.tolist() == [1.0] * 7
-    assert ("d", "ee") not in calls_of(place)
+    assert ("d", "ee") not in calls_of(log)
     busy, _, _ = open_batch(functions.noted, texts=texts, workers=1)
     start(busy, transcripts, [0])
     start(batch, short, [0])

@@ -41,9 +41,9 @@ def test_malformed_templates_are_refused(template):
 def test_render_opens_an_assistant_turn_or_continues_a_final_one(tokenizer):
     messages = fill_template(ASK, "2+2?", "")
     assert render(messages, tokenizer) == "<s>Think.<eos><u>2+2?<eos><a>"
-    for said in ("It is", ""):
-        last = {"role": "assistant", "content": said}
-        assert render([*messages, last], tokenizer) == f"<s>Think.<eos><u>2+2?<eos><a>{said}"
+    for text in ("It is", ""):
+        last = {"role": "assistant", "content": text}
+        assert render([*messages, last], tokenizer) == f"<s>Think.<eos><u>2+2?<eos><a>{text}"
 
 
 def test_special_tokens_are_not_added_twice(tokenizer, encode):

@@ -28,7 +28,15 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals and process groups as on POSIX systems")
 SINGLE = (single, patient_single)  # functions in AgileRL's form
 BATCHED = (
-    *(batched, patient, functions.company, functions.meeting, functions.light, functions.noisy, functions.kinds),
+    *(
+        batched,
+        patient,
+        functions.call_sizes,
+        functions.waits_for_second_process,
+        functions.imports_torch,
+        functions.prints_values,
+        functions.kinds,
+    ),
     functions.arrays,
 )
 
@@ -91,8 +99,8 @@ def has_ended(pid, within=5.0):
 
 def test_results_equal_those_in_process(call):
     texts = [str(number) for number in range(len(KINDS))]
-    here = make_reward_runner(rewards_of(functions.kinds), None, 0)
-    scores, expected = call(functions.kinds, *texts), run([functions.kinds], texts, here)
+    in_process = make_reward_runner(rewards_of(functions.kinds), None, 0)
+    scores, expected = call(functions.kinds, *texts), run([functions.kinds], texts, in_process)
     np.testing.assert_array_equal(scores.rewards, expected.rewards)
     assert scores.steps == expected.steps
     assert scores.steps["kinds"][6] == KINDS[6]
@@ -102,20 +110,20 @@ def test_completions_are_split_and_returned_in_order(call):
     texts = ["x" * number for number in range(11)]
     for _ in range(2):
         assert call(batched, *texts).rewards.tolist() == list(range(11))
-        assert set(call(functions.company, *texts).rewards) == {5.0, 6.0}
+        assert set(call(functions.call_sizes, *texts).rewards) == {5.0, 6.0}
     assert call(single, *texts).rewards.tolist() == list(range(11))
     assert call(functions.arrays, "a", "b").rewards.tolist() == [0.0, 0.0]  # one completion for each worker
 
 
 def test_workers_run_in_parallel_without_torch(call, tmp_path):
-    pids = set(call(functions.meeting, "a", "b", place=str(tmp_path / "calls")).rewards)
+    pids = set(call(functions.waits_for_second_process, "a", "b", place=str(tmp_path / "calls")).rewards)
     assert len(pids) == 2
     assert os.getpid() not in pids
-    assert call(functions.light, "x").rewards.tolist() == [0.0]
+    assert call(functions.imports_torch, "x").rewards.tolist() == [0.0]
 
 
 def test_printed_text_is_not_a_reply(call, capfd):
-    assert call(functions.noisy, "x", "y").rewards.tolist() == [1.0, 1.0]
+    assert call(functions.prints_values, "x", "y").rewards.tolist() == [1.0, 1.0]
     errors = ""
     deadline = time.monotonic() + 20
     while errors.count("more") < 2 and time.monotonic() < deadline:  # replies have another pipe
@@ -162,10 +170,10 @@ def test_hanging_calls_can_be_excluded(call, function, text):
 
 
 def test_child_processes_are_killed_too(call, tmp_path):
-    place = tmp_path / "pids"
+    pid_file = tmp_path / "pids"
     with pytest.raises(RewardError, match="took longer than"):
-        call(batched, f"child {place}", timeout=0.6)
-    assert all(has_ended(int(pid)) for pid in place.read_text().split())
+        call(batched, f"child {pid_file}", timeout=0.6)
+    assert all(has_ended(int(pid)) for pid in pid_file.read_text().split())
 
 
 def test_failures_do_not_wait_for_hanging_calls_and_are_escaped(call):
@@ -267,8 +275,8 @@ def test_environments_score_in_workers_that_end_with_them(tokenizer, encode):
     rows = [{"question": f"{a}?", "answer": "a"} for a in "abcdefgh"]
     env = HuggingFaceGym(rows, None, tokenizer, reward_fn=single, reward_workers=1)
     for last in (False, True):
-        said = single_turn_conversations([0, 1, 1], [encode(text) for text in ("a", "bb", "ccc")])
-        assert env.open("train", [0, 1]).score(said).rewards.tolist() == [1.0, 2.0, 3.0]
+        conversations = single_turn_conversations([0, 1, 1], [encode(text) for text in ("a", "bb", "ccc")])
+        assert env.open("train", [0, 1]).score(conversations).rewards.tolist() == [1.0, 2.0, 3.0]
         processes = [worker.process for worker in env._runner._workers if worker.process is not None]
         assert processes
         if last:

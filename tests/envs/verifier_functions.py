@@ -48,7 +48,7 @@ def single(completion, answer, question):
     return act(completion)
 
 
-def company(completions, **_):
+def call_sizes(completions, **_):
     """Return the number of completions in the call."""
     return [float(len(completions))] * len(completions)
 
@@ -64,19 +64,19 @@ async def patient_single(completion, answer, question):
     return act(completion)
 
 
-def meeting(completions, place, **_):
+def waits_for_second_process(completions, place, **_):
     """Wait until two processes have called; return the number of this one."""
-    note(place[0], os.getpid())
+    write_call(place[0], os.getpid())
     while len(set(Path(place[0]).read_text().splitlines())) < 2:
         time.sleep(0.01)
     return [os.getpid()] * len(completions)
 
 
-def light(completions, **_):
+def imports_torch(completions, **_):
     return [float(bool({"torch", "transformers", "datasets"} & set(sys.modules)))] * len(completions)
 
 
-def noisy(completions, **_):
+def prints_values(completions, **_):
     print('{"values": [9.0]}')
     sys.stdout.flush()
     os.write(1, b"more\n")
@@ -98,19 +98,19 @@ def variety(completion, answer, question):
     return len(set(completion)) / 8
 
 
-def note(place, *values):
+def write_call(path, *values):
     """Append a line to a file that all workers share."""
-    with Path(place).open("a") as calls:
+    with Path(path).open("a") as calls:
         calls.write(json.dumps(values) + "\n")
 
 
 def noted(completions, place, **_):
-    note(place[0], *completions)
+    write_call(place[0], *completions)
     return batched(completions)
 
 
 def noted_single(completion, answer, question):
-    note(answer, completion)
+    write_call(answer, completion)
     return act(completion)
 
 

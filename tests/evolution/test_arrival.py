@@ -51,8 +51,8 @@ def test_step_sizes_are_inherited_from_the_parent():
     for record in history.last.slots:
         index, draw = record.member.index, proposals(Mutation(resample=0), history, record.member, SPACE)
         logs = [math.log10(draw(np.random.default_rng(n)).lr / record.member.hyperparameters.lr) for n in range(60)]
-        own = math.log10(np.divide(*births[index].changes["lr"])) if index in births else 0.8
-        sizes[index] = (min(max(abs(own), 0.08), 1.0), np.median(np.abs(logs)))
+        step_size = math.log10(np.divide(*births[index].changes["lr"])) if index in births else 0.8
+        sizes[index] = (min(max(abs(step_size), 0.08), 1.0), np.median(np.abs(logs)))
     assert len({inherited for inherited, _ in sizes.values()}) > 2
     for inherited, typical in sizes.values():
         assert typical == pytest.approx(inherited, rel=0.5)

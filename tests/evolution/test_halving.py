@@ -23,14 +23,14 @@ class TestSuccessiveHalving(StrategyTestCase):
 @pytest.mark.parametrize("size", [1, 5, 8, 27])
 @pytest.mark.parametrize("strategy", [SuccessiveHalving(), SuccessiveHalving(eta=3, every=2)])
 def test_rungs_follow_from_the_number_of_members_at_constant_cost(size, strategy):
-    life = SimulatedPopulation(size)
+    population = SimulatedPopulation(size)
     generations = 6 * strategy.every
-    list(TestSuccessiveHalving().follow(strategy, life, generations))
-    notes = life.generations
-    living = [len(each.members) for each in notes]
+    list(TestSuccessiveHalving().follow(strategy, population, generations))
+    generations_run = population.generations
+    living = [len(each.members) for each in generations_run]
     assert living == [math.ceil(size / strategy.eta ** (number // strategy.every)) for number in range(generations)]
     spent = 0
-    for number, (count, each) in enumerate(zip(living, notes, strict=True), start=1):
+    for number, (count, each) in enumerate(zip(living, generations_run, strict=True), start=1):
         assert each.samples_per_step == SAMPLES_PER_STEP
         spent += count * each.steps_per_generation
         steps_left = size * STEPS_PER_GENERATION * number - spent
@@ -38,8 +38,8 @@ def test_rungs_follow_from_the_number_of_members_at_constant_cost(size, strategy
 
 
 def test_the_best_stay_and_the_budget_of_failed_members_is_shared():
-    life = SimulatedPopulation(8, spread=30.0, failures=0.4, seed=3)
-    history = life.evaluate()
+    population = SimulatedPopulation(8, spread=30.0, failures=0.4, seed=3)
+    history = population.evaluate()
     failed = history.last.failed
     assert failed
     plan = SuccessiveHalving(every=5).plan(history, None)

@@ -10,9 +10,9 @@ from evogrpo.evolution.fitness import Fitness
 from tests.evolution.test_strategies import SimulatedPopulation
 
 
-def evaluated(means, **life):
+def evaluated(means, **options):
     """Return a history whose last generation has these mean fitnesses; None = failed."""
-    history = SimulatedPopulation(len(means), **life).evaluate()
+    history = SimulatedPopulation(len(means), **options).evaluate()
     slots = [
         dataclasses.replace(record, fitness=None if mean is None else Fitness.from_scores([mean - 1, mean + 1]))
         for record, mean in zip(history.last.slots, means, strict=True)
@@ -29,9 +29,9 @@ def test_the_best_member_leads_and_all_others_become_its_clones(means, leader):
     assert plan.parents == (leader,) * 3
     assert {child.slot for child in plan.children} == {0, 1, 2} - {leader}
     assert plan.samples == tuple(history.last.samples_per_step * (slot == leader) for slot in range(3))
-    own = history.last.member(leader).hyperparameters
+    leader_values = history.last.member(leader).hyperparameters
     points = [child.hyperparameters for child in plan.children]
-    assert own not in points
+    assert leader_values not in points
     assert points[0] != points[1]
 
 

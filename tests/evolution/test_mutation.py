@@ -54,7 +54,7 @@ class TestNeighbour:
         assert math.sqrt(up * down) == pytest.approx(value, rel=1e-8)
 
     @pytest.mark.parametrize("scale", ["linear", "log"])
-    def test_the_integer_four_moves_with_factor_1_2(self, scale):
+    def test_an_integer_moves_by_at_least_one(self, scale):
         parameter = RLParameter(min=2, max=8, scale=scale, factor=1.2)
         assert neighbour(parameter, 4, upward=True, integer=True) == 5
         assert neighbour(parameter, 4, upward=False, integer=True) == 3

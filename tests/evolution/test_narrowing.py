@@ -15,13 +15,13 @@ class TestNarrowing(StrategyTestCase):
 
 
 def test_the_population_shrinks_at_constant_cost_per_step():
-    life = SimulatedPopulation(8, spread=3.0)
-    list(TestNarrowing().follow(Narrowing(z=0.0), life, 30))
-    living = [len(each.members) for each in life.generations]
+    population = SimulatedPopulation(8, spread=3.0)
+    list(TestNarrowing().follow(Narrowing(z=0.0), population, 30))
+    living = [len(each.members) for each in population.generations]
     assert living[0] == 8
     assert living[-1] == 2
     assert all(after in (before, before / 2) for before, after in pairwise(living))
-    assert {count * each.samples_per_step for count, each in zip(living, life.generations, strict=True)} == {
+    assert {count * each.samples_per_step for count, each in zip(living, population.generations, strict=True)} == {
         8 * SAMPLES_PER_STEP
     }
 

@@ -30,7 +30,7 @@ def test_rounds_cover_every_question_once_in_order(questions):
     ("probability", "degrees", "quantile"),  # from printed tables
     [(0.95, 8, 1.860), (0.975, 10, 2.228), (0.999, 8, 4.501), (0.9995, 20, 3.850), (0.995, 30, 2.750)],
 )
-def test_quantiles_of_students_t(probability, degrees, quantile):
+def test_quantiles_match_students_t(probability, degrees, quantile):
     assert t_quantile(probability, degrees) == pytest.approx(quantile, abs=3e-3)
 
 

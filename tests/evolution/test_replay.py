@@ -31,8 +31,8 @@ class TestReplay(StrategyTestCase):
 
     def test_healthy_members_follow_the_schedule_without_selection(self):
         for size, failures in ((1, 0.0), (4, 0.3)):
-            life = SimulatedPopulation(size, failures=failures)
-            for history, plan in self.follow(self.make_strategy(), life):
+            population = SimulatedPopulation(size, failures=failures)
+            for history, plan in self.follow(self.make_strategy(), population):
                 due = STAGES[history.last.number]
                 assert all(parent in (slot, None) for slot, parent in enumerate(plan.parents))
                 assert all(child.hyperparameters == due.hyperparameters for child in plan.children)

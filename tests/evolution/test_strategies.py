@@ -47,7 +47,7 @@ class BuiltInTestCase(StrategyTestCase):
     def make_strategy(self):
         return self.strategy
 
-    def test_failure_is_the_reason_for_replacing_a_failed_member(self):
+    def test_failed_members_are_replaced_with_failure_as_the_reason(self):
         for history, plan in self.simulated():
             assert all("failed" in plan.reasons[slot] for slot in history.last.failed)
 
@@ -65,12 +65,12 @@ class BuiltInTestCase(StrategyTestCase):
         for history, plan in self.follow(self.make_strategy(), SimulatedPopulation(6, spread=3.0, space=NARROW)):
             for child in plan.children:
                 if "no other point" not in child.reason:
-                    twins = [
+                    siblings = [
                         c
                         for c in plan.children
                         if (c.parent, c.hyperparameters) == (child.parent, child.hyperparameters)
                     ]
-                    assert all("no other point" in twin.reason for twin in twins if twin is not child)
+                    assert all("no other point" in sibling.reason for sibling in siblings if sibling is not child)
                     assert child.hyperparameters not in [
                         each.hyperparameters
                         for each in unchanged_members(history, plan)
@@ -123,7 +123,7 @@ def got_better(history):
         for record in history.last.slots
         if record.fitness
     ]
-    differences = [now - np.array(then.scores) for now, then in pairs if then]
+    differences = [scores - np.array(earlier.scores) for scores, earlier in pairs if earlier]
     return any(each.mean() > each.std(ddof=1) / len(each) ** 0.5 for each in differences)
 
 
@@ -324,9 +324,9 @@ def test_contradictory_plans_are_refused(fields, message):
 
 def test_choices_become_births_retirements_and_founders():
     history = SimulatedPopulation(5, empty=(3,)).evaluate()
-    own = Hyperparameters(lr=5e-5, group_size=6)
+    chosen = Hyperparameters(lr=5e-5, group_size=6)
     choices = [
-        Choice(parent=parent, reason=f"{slot}", hyperparameters=own if slot > 2 else None)
+        Choice(parent=parent, reason=f"{slot}", hyperparameters=chosen if slot > 2 else None)
         for slot, parent in enumerate((0, 0, None, None, 4))
     ]
     plan = Plan.from_choices(history, choices, samples_per_step=96, steps_per_generation=2, samples=(192, 0, 0, 6, 96))
@@ -340,7 +340,7 @@ def test_choices_become_births_retirements_and_founders():
     assert plan.children[0].hyperparameters == history.last.member(0).hyperparameters
     assert plan.children[1].changes == {}
     assert plan.children[2].changes == {
-        name: (value, getattr(own, name)) for name, value in old.to_json().items() if value != getattr(own, name)
+        name: (value, getattr(chosen, name)) for name, value in old.to_json().items() if value != getattr(chosen, name)
     }
     assert plan.vacant == (2,)
     assert (plan.samples_per_step, plan.steps_per_generation) == (96, 2)
@@ -381,9 +381,9 @@ def test_invalid_plans_are_refused(fields, message):
 
 
 def test_contradictory_histories_are_refused():
-    life = SimulatedPopulation(3)
-    first = life.evaluate()
-    second = life.evaluate()
+    population = SimulatedPopulation(3)
+    first = population.evaluate()
+    second = population.evaluate()
     with pytest.raises(ValueError, match="generations"):
         History(space=SPACE, next_index=100, generations=())
     with pytest.raises(ValueError, match="next_index"):

@@ -70,7 +70,7 @@ def test_equal_rewards_give_exactly_zero_beside_other_groups(kind, value):
     assert float(found[11]) == 0
 
 
-def test_zero_variance_groups():
+def test_groups_of_equal_rewards_have_zero_variance():
     rewards = torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, NAN, 2.0, NAN, NAN])
     groups = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3, 3])
     assert zero_variance_groups(rewards, groups, 4).tolist() == [True, False, True, True]
@@ -112,7 +112,7 @@ def test_completion_estimators_are_constant_over_actions_and_discounted_by_gamma
     torch.testing.assert_close(faded[0], flat[0] * torch.tensor([0.25, 0.5, 0.0, 0.0, 1.0]))
 
 
-def test_order_of_operations_by_hand():
+def test_operations_are_applied_in_the_documented_order():
     """Normalise in the group, clip, place and subtract KL, clip, return, whiten, mask, clip: in plain floats."""
     rewards, groups, gamma = [0.0, 0.0, 0.0, 9.0], [0, 0, 0, 0], 0.9
     lengths = [1, 3, 2, 3]
@@ -124,8 +124,8 @@ def test_order_of_operations_by_hand():
     for score, length, penalty in zip(scores, lengths, penalties, strict=True):
         steps = [(score if step == length - 1 else 0.0) - penalty[step] for step in range(length)]
         returns.append(slow_advantages.returns_to_go([min(max(value, -1.2), 1.2) for value in steps], gamma))
-    every = [value for row in returns for value in row]
-    mean, deviation = slow_advantages.spread(every)
+    all_returns = [value for row in returns for value in row]
+    mean, deviation = slow_advantages.spread(all_returns)
     expected = [[(value - mean) / math.sqrt(deviation**2 + 1e-8) for value in row] for row in returns]
     assert max(abs(value) for row in expected for value in row) > 1.3  # so the last clip binds
     mask = torch.arange(3) < torch.tensor(lengths)[:, None]

@@ -28,7 +28,7 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("kind", IMPORTANCE_CORRECTIONS)
-def test_weights_by_hand(kind):
+def test_importance_weights_by_hand(kind):
     sampler = OLD - RATIOS.log()
     torch.testing.assert_close(importance_weights(kind, OLD, sampler, MASK), torch.tensor(BY_HAND[kind]))
     free = importance_weights(kind, OLD, sampler, MASK, cap=100.0)
@@ -58,11 +58,11 @@ def test_high_entropy_mask_keeps_the_quantile_of_each_member(seed, quantile):
     kept = high_entropy_mask(entropies, mask, members, quantile)
     assert not bool(kept[~mask].any())
     for member in (0, 1):
-        own = mask & (members == member)[:, None]
-        values = entropies[own].double()
+        member_mask = mask & (members == member)[:, None]
+        values = entropies[member_mask].double()
         least = values[values >= torch.quantile(values, 1 - quantile) - 1e-7].min()
-        assert torch.equal(kept & own, own & (entropies >= least.float() - ENTROPY_TOLERANCE))
-        assert bool(kept[own].any())
+        assert torch.equal(kept & member_mask, member_mask & (entropies >= least.float() - ENTROPY_TOLERANCE))
+        assert bool(kept[member_mask].any())
 
 
 def test_entropies_equal_up_to_rounding_are_kept_together():

@@ -71,16 +71,16 @@ def test_values_and_gradients_match_softmax_for_any_chunk(problem, chunk, forbid
 @pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
-def test_linear_head_by_weight_equals_calling_it(problem, entropy_gradient, dtype):
+def test_a_weight_in_place_of_a_linear_head_gives_the_same_values(problem, entropy_gradient, dtype):
     weight = torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
     problem["forbidden"][::2] = True
     weights, others = torch.linspace(-1, 2, ROWS), torch.linspace(3, -1, ROWS)
     found = []
     for form in ({"head": lambda x: x @ weight.T}, {"head": None, "weight": weight}):
-        own = problem | form | {"hidden": problem["hidden"].detach().to(dtype).requires_grad_()}
-        values = chunked_log_probs(**own, chunk=4, entropy_gradient=entropy_gradient)
+        arguments = problem | form | {"hidden": problem["hidden"].detach().to(dtype).requires_grad_()}
+        values = chunked_log_probs(**arguments, chunk=4, entropy_gradient=entropy_gradient)
         total = (weights * values[0]).clamp(min=-50).sum() + (others * values[1]).sum()
-        found.append((*values, *torch.autograd.grad(total, own["hidden"])))
+        found.append((*values, *torch.autograd.grad(total, arguments["hidden"])))
     assert all(map(torch.equal, *found))
 
 

@@ -28,8 +28,8 @@ def test_tables_list_all_names():
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_losses_of_actions_are_independent_with_a_ratio_per_action(loss_type):
     log_probs = NEAR.clone().requires_grad_()
-    own = losses(loss_type, log_probs)
-    (gradient,) = torch.autograd.grad(own[1, 0], log_probs)
+    values = losses(loss_type, log_probs)
+    (gradient,) = torch.autograd.grad(values[1, 0], log_probs)
     assert gradient[1, 0] != 0
     assert (gradient[0] == 0).all()
     assert bool((gradient[1, 1:] == 0).all()) == LOSS_TYPES[loss_type].per_action
@@ -51,8 +51,8 @@ def test_listed_clips_are_those_that_bind(loss_type, name, moved, sign):
     flags = clipped_actions(loss_type, OLD + moved, OLD, torch.full((2, 1), sign), MASK, **CLIPS)
     bound = dict(zip(("clip_low", "clip_high"), flags, strict=True))
     assert torch.equal(bound[name], MASK & (name in LOSS_TYPES[loss_type].clips))
-    apart = losses(loss_type, OLD + moved, sign), losses(loss_type, OLD + moved, sign, **{name: 0.2})
-    assert torch.equal(*apart) == (name not in LOSS_TYPES[loss_type].clips)
+    pair = losses(loss_type, OLD + moved, sign), losses(loss_type, OLD + moved, sign, **{name: 0.2})
+    assert torch.equal(*pair) == (name not in LOSS_TYPES[loss_type].clips)
 
 
 @pytest.mark.parametrize("kind", ADVANTAGES)

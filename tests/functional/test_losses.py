@@ -49,17 +49,17 @@ def test_losses_and_gradients_match_slow_reference(loss_type, options):
         slow = torch.zeros_like(losses)
         for row in range(len(mask)):
             if mask[row].any():
-                here = mask[row]
+                counted = mask[row]
                 values = slow_losses.completion_losses(
                     loss_type,
-                    list(new[row, here]),
-                    old[row, here].tolist(),
-                    advantages[row, here].tolist(),
+                    list(new[row, counted]),
+                    old[row, counted].tolist(),
+                    advantages[row, counted].tolist(),
                     clip_low=float(low.double()[row]),
                     clip_high=float(high.double()[row]),
                     **options,
                 )
-                slow[row, here] = torch.stack(values)
+                slow[row, counted] = torch.stack(values)
         torch.testing.assert_close(losses, slow, rtol=1e-9, atol=1e-12)
         # Any weighting: a wrong gradient of one action cannot hide behind that of another.
         weights = torch.rand(mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -74,9 +74,9 @@ def test_padding_affects_neither_loss_nor_gradient(loss_type):
     mask = clean[3]
     expected = policy_loss(loss_type, *clean, clip_low=0.2, clip_high=0.2)
     (slope,) = torch.autograd.grad(expected.sum(), clean[0])
-    for rubbish, place in itertools.product((math.nan, math.inf, -math.inf, 1e30), range(3)):
+    for rubbish, argument in itertools.product((math.nan, math.inf, -math.inf, 1e30), range(3)):
         dirty = [values.detach().clone() for values in clean]
-        dirty[place][~mask] = rubbish
+        dirty[argument][~mask] = rubbish
         dirty[0].requires_grad_()
         losses = policy_loss(loss_type, *dirty, clip_low=0.2, clip_high=0.2)
         assert torch.equal(losses, expected)
@@ -127,16 +127,16 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_weights_by_hand(aggregation):
+def test_loss_weights_by_hand(aggregation):
     expected = torch.where(MASK, torch.tensor(BY_HAND[aggregation])[:, None], 0.0)
     torch.testing.assert_close(loss_weights("grpo", aggregation, MASK, MEMBERS, 10), expected)
 
 
-def test_default_aggregation_of_loss_types():
+def test_each_loss_type_has_its_default_aggregation():
     assert set(BY_HAND) == set(AGGREGATIONS)
     for loss_type in LOSS_TYPES:
-        own = loss_weights(loss_type, None, MASK, MEMBERS, 10)
-        assert torch.equal(own, loss_weights("grpo", LOSS_TYPES[loss_type].aggregation, MASK, MEMBERS, 10))
+        default = loss_weights(loss_type, None, MASK, MEMBERS, 10)
+        assert torch.equal(default, loss_weights("grpo", LOSS_TYPES[loss_type].aggregation, MASK, MEMBERS, 10))
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)

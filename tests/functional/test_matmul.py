@@ -43,8 +43,8 @@ def test_products_match_float64(rows):
         assert_rounded(frozen_linear_columns(weight, x.T.contiguous(), bias).T, x, weight, bias.expand(rows, -1))
         assert_rounded(frozen_linear(x, weight.T.contiguous().T), x, weight)
         assert_rounded(frozen_linear(x.T.contiguous().T, weight), x, weight)
-        apart = torch.stack([bias, -bias], 1)[:, 0]  # with strides
-        assert torch.equal(frozen_linear(x, weight, apart), frozen_linear(x, weight, bias))
+        strided = torch.stack([bias, -bias], 1)[:, 0]  # with strides
+        assert torch.equal(frozen_linear(x, weight, strided), frozen_linear(x, weight, bias))
         before = into.clone()
         add_frozen_linear_(into, x, weight)
         assert_rounded(into, x, weight, before)

@@ -90,8 +90,8 @@ def test_high_entropy_mask_matches_trl(loss_type, quantile):
         entropies = torch.rand(6, 7, generator=torch.Generator().manual_seed(seed))
         kept = high_entropy_mask(entropies, batch[4], torch.zeros(6, dtype=torch.long), quantile)
         assert 0 < int(kept.sum()) < int(batch[4].sum())
-        theirs = peer_losses.trl(loss_type, *batch, **OPTIONS, entropies=entropies, top_entropy_quantile=quantile)
-        assert_same(ours(loss_type, batch, kept=kept), theirs, batch[0])
+        trl_loss = peer_losses.trl(loss_type, *batch, **OPTIONS, entropies=entropies, top_entropy_quantile=quantile)
+        assert_same(ours(loss_type, batch, kept=kept), trl_loss, batch[0])
 
 
 @pytest.mark.parametrize("kind", IMPORTANCE_CORRECTIONS)
@@ -101,13 +101,13 @@ def test_importance_weights_match_trl(kind, loss_type):
         batch = random_batch(seed)
         noise = torch.randn(6, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         factor = importance_weights(kind, batch[1], batch[1] + 0.3 * noise, batch[4], cap=1.2)
-        theirs = peer_losses.trl(loss_type, *batch, **OPTIONS, importance_ratio=factor)
-        assert_same(ours(loss_type, batch, factor=factor), theirs, batch[0])
+        trl_loss = peer_losses.trl(loss_type, *batch, **OPTIONS, importance_ratio=factor)
+        assert_same(ours(loss_type, batch, factor=factor), trl_loss, batch[0])
 
 
 @pytest.mark.parametrize("loss_type", peer_losses.NAMES)
 def test_bias_corrected_kl_matches_trl(loss_type):
     for seed in range(5):
         batch = random_batch(seed)
-        theirs = peer_losses.trl(loss_type, *batch, **OPTIONS, bias_correction=True)
-        assert_same(ours(loss_type, batch, bias_correction=True), theirs, batch[0])
+        trl_loss = peer_losses.trl(loss_type, *batch, **OPTIONS, bias_correction=True)
+        assert_same(ours(loss_type, batch, bias_correction=True), trl_loss, batch[0])

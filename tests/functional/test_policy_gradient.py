@@ -84,7 +84,7 @@ def test_group_advantages_give_the_policy_gradient(seed, kind, loss_type):
     chances, rows, estimated = every_group_of_two(logits, kind=kind)
     new = log_probs_of(logits)[rows]
     losses = policy_loss(loss_type, new, new.detach(), estimated, MASK[rows], **OPEN)
-    # Every pair is a batch of its own: a member of its own to the weights.
+    # `loss_weights` averages within members, so each pair counts as a separate member.
     weights = loss_weights(loss_type, "seq-mean-token-sum", MASK[rows], torch.arange(len(PAIRS)).repeat_interleave(2))
     expectation = (chances.repeat_interleave(2)[:, None] * weights * losses).sum()
     (gradient,) = torch.autograd.grad(expectation, logits)

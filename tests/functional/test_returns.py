@@ -40,7 +40,7 @@ def test_returns_to_go_match_slow_reference(rows, gamma):
         assert not bool(actual[row, len(episode) :].any())
 
 
-def test_discount_per_row_on_long_episodes():
+def test_each_row_has_its_own_discount_on_long_episodes():
     gamma = torch.tensor([[1.0], [0.5], [0.0]])
     actual = returns_to_go(torch.ones(3, 1000), torch.ones(3, 1000, dtype=torch.bool), gamma)
     assert torch.equal(actual[0], torch.arange(1000, 0, -1).float())

@@ -36,7 +36,7 @@ def normalised(rewards, norm, **options):
         (-2.5, 2.5, [True, False, True]),
     ],
 )
-def test_difficulty_mask(low, high, kept):
+def test_difficulty_mask_keeps_groups_within_the_bounds(low, high, kept):
     inside = difficulty_mask(REWARDS, GROUPS, low, high)
     assert inside.tolist() == [kept[group] for group in GROUPS.tolist()]
     unrewarded = difficulty_mask(torch.full((2,), NAN), torch.zeros(2, dtype=torch.long), 1.0, 2.0)
@@ -56,9 +56,9 @@ def test_group_norm_by_hand():
 @pytest.mark.parametrize("norm", ["batch", "running"])
 def test_batch_and_running_norm_by_hand(norm):
     """Running statistics without history are those of the batch."""
-    own = torch.tensor([1.0, 3.0, 5.0, 9.0])
+    values = torch.tensor([1.0, 3.0, 5.0, 9.0])
     expected = torch.full((6,), NAN)
-    expected[[0, 1, 3, 4]] = (own - own.mean()) / (own.std() + 0.5)
+    expected[[0, 1, 3, 4]] = (values - values.mean()) / (values.std() + 0.5)
     expected[5] = 0.0
     torch.testing.assert_close(normalised(REWARDS, norm, eps=0.5), expected, equal_nan=True)
 
@@ -81,11 +81,11 @@ def test_running_statistics_do_not_depend_on_the_chunks(history, chunk):
     for part in torch.arange(len(history)).split(chunk):
         running = update_running_statistics(running, rewards[part], members[part])
     for member in range(3):
-        own = rewards[(members == member) & ~rewards.isnan()]
-        assert float(running[member, 0]) == len(own)
-        if len(own):
-            torch.testing.assert_close(running[member, 1], own.mean())
-            torch.testing.assert_close(running[member, 2], ((own - own.mean()) ** 2).sum(), rtol=1e-7, atol=1e-8)
+        values = rewards[(members == member) & ~rewards.isnan()]
+        assert float(running[member, 0]) == len(values)
+        if len(values):
+            torch.testing.assert_close(running[member, 1], values.mean())
+            torch.testing.assert_close(running[member, 2], ((values - values.mean()) ** 2).sum(), rtol=1e-7, atol=1e-8)
 
 
 def test_overlong_penalty_by_hand():
@@ -103,14 +103,14 @@ def test_invalid_overlong_buffer_is_rejected(buffer):
 MASK = torch.tensor([[True, True, False, True, False], [True, False, False, False, False], [False] * 5])
 
 
-def test_place_on_last_action():
+def test_rewards_are_placed_on_the_last_action():
     expected = torch.full((3, 5), NAN)
     expected[0, 3], expected[1, 0] = 7.0, 8.0
     actual = place_on_last_action(torch.tensor([7.0, 8.0, 9.0]), MASK)
     torch.testing.assert_close(actual, expected, equal_nan=True)
 
 
-def test_subtract_kl_from_counted_actions_of_rows_with_reward():
+def test_kl_is_subtracted_from_counted_actions_of_rows_with_reward():
     placed = place_on_last_action(torch.tensor([7.0, NAN, 9.0]), MASK)
     expected = torch.full((3, 5), NAN)
     expected[0, [0, 1, 3]] = torch.tensor([-0.5, -0.5, 6.5])

@@ -27,14 +27,14 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-    place = tmp_path / "tiny"
-    tiny_model("llama").save_pretrained(place)
-    tiny_tokenizer().save_pretrained(place)
-    return place
+    path = tmp_path / "tiny"
+    tiny_model("llama").save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
 
 
 @pytest.mark.parametrize("architecture", ["llama", "opt"])
-def test_local_folder_round_trip(architecture, tmp_path):
+def test_a_saved_model_loads_from_its_folder(architecture, tmp_path):
     model = tiny_model(architecture)
     model.save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
@@ -54,7 +54,7 @@ def test_local_folder_round_trip(architecture, tmp_path):
         (None, torch.float32),  # the default on a CPU, also of a base stored in bfloat16
     ],
 )
-def test_dtype(name, expected, folder):
+def test_weights_have_the_requested_dtype(name, expected, folder):
     tiny_model("llama").bfloat16().save_pretrained(folder)
     weights = load_base(str(folder), **({} if name is None else {"dtype": name})).model.state_dict().values()
     assert {each.dtype for each in weights if each.is_floating_point()} == {expected}
@@ -94,8 +94,8 @@ def test_missing_source_raises(source):
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_damaged_file_raises_value_error(name, folder):
-    whole = (folder / name).read_bytes()
-    (folder / name).write_bytes(whole[: len(whole) // 2])
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: len(content) // 2])
     with pytest.raises(ValueError, match=r"base model .* cannot be loaded"):
         load_base(folder)
 

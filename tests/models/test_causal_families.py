@@ -48,9 +48,9 @@ def log_probs_one_by_one(model, batch, row):
     prompt = batch.inputs.prompts[int(batch.inputs.prompt_ids[row])]
     completion = batch.actions[row][batch.present[row]].tolist()
     values = []
-    for place, token in enumerate(completion):
+    for position, token in enumerate(completion):
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([[*prompt, *completion[:place]]])).logits[0, -1]
+            logits = model(input_ids=torch.tensor([[*prompt, *completion[:position]]])).logits[0, -1]
         values.append((logits / batch.inputs.temperature[row]).log_softmax(0)[token])
     return torch.stack(values)
 
@@ -173,7 +173,7 @@ def test_exports_are_checked_with_peft(change, tmp_path):
         check_export(tmp_path, family_model(family, **of_base))
 
 
-def test_export_names_the_base(tmp_path, monkeypatch):
+def test_an_export_names_its_base(tmp_path, monkeypatch):
     """A relative folder becomes an absolute one."""
     monkeypatch.chdir(tmp_path)
     tiny_model("llama").save_pretrained("base")
@@ -204,7 +204,7 @@ def damaged():
 ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 
 
-def test_context_limit_of_longrope():
+def test_longrope_models_are_limited_to_the_original_context():
     length = {"original_max_position_embeddings": 24}
     bank = different_members(family_model("phi3", rope_parameters=ROPE | length, **length), 2)
     assert bank.base.context == 24

@@ -33,8 +33,8 @@ def test_a_bfloat16_base_trains_float32_adapters(device):
     expected = reference.update(batch, grpo_loss(batch), hyperparameters).reports
     for slot in range(3):
         assert got[slot].grad_norm == pytest.approx(expected[slot].grad_norm, rel=0.15)
-        mine, other = bank.state(slot)["exp_avg"], reference.state(slot)["exp_avg"]
-        assert float(torch.cosine_similarity(mine, other, dim=0)) > 0.9
+        moment, other = bank.state(slot)["exp_avg"], reference.state(slot)["exp_avg"]
+        assert float(torch.cosine_similarity(moment, other, dim=0)) > 0.9
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def accelerators():
 
 
 @pytest.mark.parametrize("prompts", [PROMPTS, ((3, 4, 5), (6, 7, 8))], ids=["ragged", "alike"])
-def test_mixed_precision(prompts, accelerators):
+def test_mixed_precision_agrees_with_full_precision(prompts, accelerators):
     """Covers the three products: equal rows, ragged rows, gradients."""
     size, in_bfloat16 = 3, Accelerator(mixed_precision="bf16", cpu=True).autocast
     mixed, exact = tiny_bank(size, std=0.05, autocast=in_bfloat16), tiny_bank(size, std=0.05)
@@ -63,8 +63,8 @@ def test_mixed_precision(prompts, accelerators):
         got, expected = (bank.update(batch, loss, hyperparameters).reports for bank in (mixed, exact))
         for slot in range(size):
             assert got[slot].grad_norm == pytest.approx(expected[slot].grad_norm, rel=0.1)
-            mine, other = mixed.state(slot)["exp_avg"], exact.state(slot)["exp_avg"]
-            assert float(torch.cosine_similarity(mine, other, dim=0)) > 0.98
+            moment, other = mixed.state(slot)["exp_avg"], exact.state(slot)["exp_avg"]
+            assert float(torch.cosine_similarity(moment, other, dim=0)) > 0.98
 
 
 HYPERPARAMETERS = {slot: Hyperparameters(lr=lr, max_grad_norm=1e6) for slot, lr in enumerate((1e-2, 1e-3))}
@@ -79,17 +79,17 @@ def test_learning_matches_separate_peft_models(device):
     ]
     bank = different_members(tiny_model("llama").to(device), 2, eos_token_ids=END_IDS, micro_batch_tokens=60)
     rows = make_rows(range(2), tokens=3, min_new_tokens=MIN_NEW_TOKENS, prompts=PROMPTS[:2])
-    here = as_batch(rows, bank.sample(rows).to(torch.device("cpu")))
-    batch = here.to(device)
-    old, scored = off_policy(here.sampler_log_probs), bank.log_probs(batch).cpu()
+    cpu_batch = as_batch(rows, bank.sample(rows).to(torch.device("cpu")))
+    batch = cpu_batch.to(device)
+    old, scored = off_policy(cpu_batch.sampler_log_probs), bank.log_probs(batch).cpu()
     reports = bank.update(batch, grpo_loss(batch, beta=0.1), HYPERPARAMETERS).reports
     for slot, oracle in enumerate(oracles):
-        loss = reference_step(oracle, here, old, slot, beta=0.1)
+        loss = reference_step(oracle, cpu_batch, old, slot, beta=0.1)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(oracle.parameters.values(), 1e6)
         assert reports[slot].loss == pytest.approx(float(loss.detach()), rel=1e-3, abs=1e-4)
         assert reports[slot].grad_norm == pytest.approx(float(norm), rel=1e-3)
-    torch.testing.assert_close(scored, here.sampler_log_probs, rtol=LOG_PROB, atol=LOG_PROB)
+    torch.testing.assert_close(scored, cpu_batch.sampler_log_probs, rtol=LOG_PROB, atol=LOG_PROB)
 
 
 @pytest.mark.gpu

@@ -22,22 +22,22 @@ def repeated(values, count=GRID):
 @pytest.mark.parametrize("temperature", [None, 0.5, 2.0])
 def test_categorical_frequencies_match_probabilities(temperature):
     logits = [0.3, -1.0, 2.0, -30.0, 0.0]
-    law = distribution_for(spaces.Discrete(5, start=7))
-    heat = None if temperature is None else np.full(GRID, temperature, dtype=np.float32)
-    actions, log_probs = law.sample(repeated(logits), UNIFORMS, heat, None)
+    dist = distribution_for(spaces.Discrete(5, start=7))
+    temperatures = None if temperature is None else np.full(GRID, temperature, dtype=np.float32)
+    actions, log_probs = dist.sample(repeated(logits), UNIFORMS, temperatures, None)
     chances = torch.softmax(torch.tensor(logits, dtype=torch.float64) / (temperature or 1.0), 0).numpy()
     # A grid of uniform numbers hits an interval of length p in p * GRID places, up to one at either end.
     assert np.abs(np.bincount(actions, minlength=5) - GRID * chances).max() <= 1.01
     np.testing.assert_allclose(log_probs, np.log(chances)[actions], rtol=1e-4, atol=1e-5)
     assert actions.dtype == np.int64
-    assert (np.diff(actions) >= 0).all(), "an inverse cumulative distribution rises"
+    assert (np.diff(actions) >= 0).all(), "an inverse cumulative dist rises"
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2.0**-24])
 def test_illegal_actions_are_never_sampled(uniform):
-    law = distribution_for(spaces.MultiDiscrete([3, 4]))
+    dist = distribution_for(spaces.MultiDiscrete([3, 4]))
     legal = np.array([[0, 1, 0, 0, 1, 1, 0]], dtype=bool)
-    actions, log_probs = law.sample(
+    actions, log_probs = dist.sample(
         repeated([50, -50, 9, 9, 0, 1, 80], 1), np.full((1, 2), uniform, np.float32), None, legal
     )
     assert actions[0, 0] == 1
@@ -46,70 +46,72 @@ def test_illegal_actions_are_never_sampled(uniform):
     assert log_probs[0] == pytest.approx(math.log(chance), rel=1e-5)
     for greedy in (None, np.zeros(1, np.float32)):
         uniforms = None if greedy is None else np.full((1, 2), uniform, np.float32)
-        assert law.sample(repeated([50, -50, 9, 9, 0, 1, 80], 1), uniforms, greedy, legal)[0].tolist() == [[1, 2]]
+        assert dist.sample(repeated([50, -50, 9, 9, 0, 1, 80], 1), uniforms, greedy, legal)[0].tolist() == [[1, 2]]
 
 
 def test_bernoulli_frequencies_match_probabilities():
     logits = [0.0, 1.5, -2.0]
-    law = distribution_for(spaces.MultiBinary(3))
-    actions, _ = law.sample(repeated(logits), UNIFORMS.repeat(3, 1), None, None)
+    dist = distribution_for(spaces.MultiBinary(3))
+    actions, _ = dist.sample(repeated(logits), UNIFORMS.repeat(3, 1), None, None)
     chances = torch.sigmoid(torch.tensor(logits, dtype=torch.float64)).numpy()
     assert np.abs(actions.sum(0) - GRID * chances).max() <= 1.01
     assert (actions.shape, actions.dtype) == ((GRID, 3), np.int8)
 
 
 def test_gaussian_samples_match_the_inverse_cdf():
-    law = distribution_for(BOX)
-    actions, _ = law.sample(repeated([0.5, 0.5, 0.5, 0.1, 0.2, 0.3]), UNIFORMS.repeat(3, 1), None, None)
+    dist = distribution_for(BOX)
+    actions, _ = dist.sample(repeated([0.5, 0.5, 0.5, 0.1, 0.2, 0.3]), UNIFORMS.repeat(3, 1), None, None)
     middle, half = torch.tensor([1.0, 0.0, 1.5]).double(), torch.tensor([3.0, 1.0, 0.5]).double()
     normal = laws.Normal(middle + half * 0.5, half * torch.tensor([0.1, 0.2, 0.3]).double().exp())
     expected = normal.icdf(torch.from_numpy(UNIFORMS.astype(np.float64)).expand(-1, 3))
     np.testing.assert_allclose(actions, expected.numpy(), rtol=1e-4, atol=2e-3)
     assert actions.dtype == np.float64
-    ends, log_probs = law.sample(repeated([0] * 6, 2), np.array([[0] * 3, [1 - 2.0**-24] * 3], np.float32), None, None)
-    assert np.isfinite(ends).all()
+    extremes, log_probs = dist.sample(
+        repeated([0] * 6, 2), np.array([[0] * 3, [1 - 2.0**-24] * 3], np.float32), None, None
+    )
+    assert np.isfinite(extremes).all()
     assert np.isfinite(log_probs).all()
 
 
 @pytest.mark.parametrize("space", [spaces.Discrete(4), spaces.MultiDiscrete([[2, 3]]), spaces.MultiBinary((2, 2)), BOX])
 def test_temperature_zero_takes_the_most_likely_action(space):
-    law, rng = distribution_for(space), np.random.default_rng(0)
-    width = law.outputs + sum(math.prod(shape) for shape in law.free_parameters.values())
+    dist, rng = distribution_for(space), np.random.default_rng(0)
+    width = dist.outputs + sum(math.prod(shape) for shape in dist.free_parameters.values())
     outputs = rng.standard_normal((6, width)).astype(np.float32)
-    drawn = [rng.random((6, law.uniforms_per_action)).astype(np.float32) for _ in range(40)]
-    best, log_probs = law.sample(outputs, None, None, None)
-    heat = np.array([0, 1, 0, 2, 0.5, 0], dtype=np.float32)
-    results = [law.sample(outputs, uniforms, heat, None) for uniforms in drawn]
+    drawn = [rng.random((6, dist.uniforms_per_action)).astype(np.float32) for _ in range(40)]
+    best, log_probs = dist.sample(outputs, None, None, None)
+    temperatures = np.array([0, 1, 0, 2, 0.5, 0], dtype=np.float32)
+    results = [dist.sample(outputs, uniforms, temperatures, None) for uniforms in drawn]
     for actions, values in results:
-        np.testing.assert_array_equal(actions[heat == 0], best[heat == 0])
-        np.testing.assert_allclose(values[heat == 0], log_probs[heat == 0], rtol=1e-6)
+        np.testing.assert_array_equal(actions[temperatures == 0], best[temperatures == 0])
+        np.testing.assert_allclose(values[temperatures == 0], log_probs[temperatures == 0], rtol=1e-6)
     assert any((actions[row] != best[row]).any() for actions, _ in results for row in (1, 3, 4))
     # Slow oracle: the most likely of many actions.
-    scored = law.evaluate_actions(torch.from_numpy(outputs), torch.from_numpy(best), entropy_gradient=False)[0]
+    scored = dist.evaluate_actions(torch.from_numpy(outputs), torch.from_numpy(best), entropy_gradient=False)[0]
     np.testing.assert_allclose(scored.numpy(), log_probs, rtol=1e-4, atol=1e-5)
     for actions, _ in results:
-        other = law.evaluate_actions(torch.from_numpy(outputs), torch.from_numpy(actions), entropy_gradient=False)
+        other = dist.evaluate_actions(torch.from_numpy(outputs), torch.from_numpy(actions), entropy_gradient=False)
         assert bool((other[0] <= scored + 1e-5).all())
 
 
 def test_gaussian_at_a_temperature_is_proportional_to_a_power():
-    law = distribution_for(spaces.Box(-np.inf, np.inf, (1,)))
+    dist = distribution_for(spaces.Box(-np.inf, np.inf, (1,)))
     outputs, points = torch.tensor([[0.3, -0.5]]), torch.linspace(-20, 20, 40_001)[:, None]
     for temperature in (0.5, 3.0):
-        heat = torch.full((len(points),), temperature)
+        temperatures = torch.full((len(points),), temperature)
         each = outputs.expand(len(points), 2)
-        hot, entropy = law.evaluate_actions(law.at_temperature(each, heat), points, entropy_gradient=False)
-        cold, _ = law.evaluate_actions(each, points, entropy_gradient=False)
+        hot, entropy = dist.evaluate_actions(dist.at_temperature(each, temperatures), points, entropy_gradient=False)
+        cold, _ = dist.evaluate_actions(each, points, entropy_gradient=False)
         power = (cold.double() / temperature).exp()
         torch.testing.assert_close(hot.double().exp(), power / (power.sum() * 1e-3), rtol=1e-3, atol=1e-6)
         assert float(entropy[0]) == pytest.approx(-float((hot.double().exp() * hot.double()).sum() * 1e-3), rel=1e-3)
 
 
 def test_illegal_actions_have_no_probability_and_no_gradient():
-    law = distribution_for(spaces.MultiDiscrete([3, 2]))
+    dist = distribution_for(spaces.MultiDiscrete([3, 2]))
     outputs = torch.tensor([[1.0, 5.0, -1.0, 0.5, 0.0]], requires_grad=True)
     masked = outputs.masked_fill(torch.tensor([[False, True, False, False, False]]), MASKED_LOGIT)
-    log_prob, entropy = law.evaluate_actions(masked, torch.tensor([[2, 0]]), entropy_gradient=True)
+    log_prob, entropy = dist.evaluate_actions(masked, torch.tensor([[2, 0]]), entropy_gradient=True)
     parts = laws.Categorical(logits=torch.tensor([1.0, -1.0])), laws.Categorical(logits=torch.tensor([0.5, 0.0]))
     expected = parts[0].log_prob(torch.tensor(1)) + parts[1].log_prob(torch.tensor(0))
     assert log_prob.item() == pytest.approx(expected.item())
@@ -150,9 +152,9 @@ CLOSED = {
 
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 6.0])
-@pytest.mark.parametrize("law", CLOSED)
-def test_closed_forms_and_gradients_match_torch(law, size):
-    divergence_of, made = CLOSED[law]
+@pytest.mark.parametrize("name", CLOSED)
+def test_closed_forms_and_gradients_match_torch(name, size):
+    divergence_of, made = CLOSED[name]
     random = torch.Generator().manual_seed(1)
     pair = [(size * torch.randn(6, 4, dtype=torch.float64, generator=random)).requires_grad_() for _ in range(2)]
     found, expected = divergence_of(*pair), laws.kl_divergence(*map(made, pair))
@@ -168,14 +170,14 @@ def test_closed_forms_and_gradients_match_torch(law, size):
         assert bool(one[1:].any(1).all())
 
 
-@pytest.mark.parametrize("law", CLOSED)
-def test_kl_to_itself_is_exactly_zero(law):
-    same = 3 * torch.randn(5, 4, generator=torch.Generator().manual_seed(2))
-    own = same.clone().requires_grad_()
-    for pair in ((own, same), (same, own)):
-        value = CLOSED[law][0](*pair)
+@pytest.mark.parametrize("name", CLOSED)
+def test_kl_to_itself_is_exactly_zero(name):
+    logits = 3 * torch.randn(5, 4, generator=torch.Generator().manual_seed(2))
+    variable = logits.clone().requires_grad_()
+    for pair in ((variable, logits), (logits, variable)):
+        value = CLOSED[name][0](*pair)
         assert torch.equal(value, torch.zeros(5))
-        (slope,) = torch.autograd.grad(value.sum(), own)
+        (slope,) = torch.autograd.grad(value.sum(), variable)
         torch.testing.assert_close(slope, torch.zeros_like(slope), rtol=0, atol=1e-6)
 
 

@@ -106,7 +106,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("architecture", "settings", "options", "changes"), CASES, ids=lambda value: str(value)[:40])
-def test_matches_transformers(architecture, settings, options, changes, fast_and_slow, monkeypatch):
+def test_outputs_match_transformers(architecture, settings, options, changes, fast_and_slow, monkeypatch):
     for module, name, value in changes:
         monkeypatch.setattr(module, name, value)
     assert_banks_agree(*fast_and_slow(built(SUPPORTED[architecture]), **settings), make_rows(range(SIZE), **options))
@@ -114,7 +114,7 @@ def test_matches_transformers(architecture, settings, options, changes, fast_and
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
 @pytest.mark.parametrize(("architecture", "few"), [("llama, tied", 4), ("qwen2", 128)])
-def test_matches_transformers_with_onednn(architecture, few, fast_and_slow, monkeypatch):
+def test_outputs_match_transformers_with_onednn(architecture, few, fast_and_slow, monkeypatch):
     monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
     monkeypatch.setattr(products, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(products, "FEW_ROWS", few)  # rows of zeros are added in both cases
@@ -236,9 +236,9 @@ def test_autocast_uses_transformers():
 def test_mismatch_warns_and_uses_transformers():
     model = tiny_model("llama")
     model.model.layers[1].self_attn.scaling = 0.7
-    with pytest.warns(UserWarning, match="fast_llama") as told:
+    with pytest.warns(UserWarning, match="fast_llama") as caught:
         bank = different_members(model, SIZE)
-    assert len(told) == 1
+    assert len(caught) == 1
     with bank.base.working():
         assert not bank.base.uses_fast_llama
 

@@ -63,13 +63,13 @@ def test_entropy_gradients_equal_those_of_a_plain_model():
 
 
 def test_chunks_of_logits_give_the_same_gradients():
-    whole, chunks = (full_members(MODEL, 2, reduce_memory_peak=reduced) for reduced in (False, True))
+    unchunked, chunks = (full_members(MODEL, 2, reduce_memory_peak=reduced) for reduced in (False, True))
     chunks.logits_rows = 3
-    batch = sampled_batch(whole)
-    for bank in (whole, chunks):
+    batch = sampled_batch(unchunked)
+    for bank in (unchunked, chunks):
         bank.update(batch, grpo_loss(batch), dict.fromkeys(range(2), Hyperparameters()))
     for slot in range(2):
-        assert_gradients_agree(chunks.state(slot)["exp_avg"], whole.state(slot)["exp_avg"])
+        assert_gradients_agree(chunks.state(slot)["exp_avg"], unchunked.state(slot)["exp_avg"])
 
 
 # ---- agents and runs

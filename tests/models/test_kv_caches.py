@@ -26,19 +26,19 @@ SYSTEM = (7, 9, 4, 8, 5, 6, 11, 10, 9)
 MIN_TOKENS = 2  # minimum number of tokens of every turn
 
 
-def ends_that_occur(bank):
+def frequent_end_ids(bank):
     """Return EOS tokens that end rows at different lengths."""
     batch = sampled_batch(bank, tokens=8)
     return batch.actions[:, 1:].flatten().bincount(minlength=VOCABULARY).argsort(descending=True)[:3].tolist()
 
 
-def ending(architecture="llama", **settings):
+def bank_with_early_ends(architecture="llama", **settings):
     """Build a bank in which many rows end early."""
-    ends = [EOS, *ends_that_occur(tiny_bank(3, architecture))]
+    ends = [EOS, *frequent_end_ids(tiny_bank(3, architecture))]
     return tiny_bank(3, architecture, eos_token_ids=ends, **settings)
 
 
-def fed(model, work):
+def tokens_fed(model, work):
     """Return the number of tokens, padding included, that a call feeds, and its result."""
     counts = []
     hook = model.base_model.register_forward_pre_hook(
@@ -49,7 +49,7 @@ def fed(model, work):
     return sum(counts), result
 
 
-def played(bank, rows, turns=3, like=None):
+def sample_turns(bank, rows, turns=3, like=None):
     """Sample turns with resumed caches and again without; return (rows, rollout, replies) of each.
 
     `like` are turns of the same bank; their uniforms, which are clear of token boundaries, are used again.
@@ -57,21 +57,21 @@ def played(bank, rows, turns=3, like=None):
     rows, found = replace(rows, keep=True), []
     for turn in range(turns):
         rows = with_robust_uniforms(bank, rows) if like is None else replace(rows, uniforms=like[turn][0].uniforms)
-        rollout, heard = bank.sample(rows), example_replies(rows, turn)
+        rollout, replies = bank.sample(rows), example_replies(rows, turn)
         again = bank.sample(replace(rows, kept=None, kept_rows=None))
         for name in ("actions", "present", "truncated"):
             assert torch.equal(getattr(rollout, name), getattr(again, name)), (turn, name)
         torch.testing.assert_close(rollout.log_probs, again.log_probs, rtol=1e-4, atol=1e-4)
-        found.append((rows, rollout, heard))
-        rows = next_turn(rows, rollout, heard, seed=turn + 1)
+        found.append((rows, rollout, replies))
+        rows = next_turn(rows, rollout, replies, seed=turn + 1)
     return found
 
 
 @pytest.fixture(scope="module")
 def before():
     """Return a bank in which many rows end early, and its sampled turns."""
-    bank = ending()
-    return bank, played(bank, make_rows(range(3), tokens=5, prompts=PROMPTS[:2]))
+    bank = bank_with_early_ends()
+    return bank, sample_turns(bank, make_rows(range(3), tokens=5, prompts=PROMPTS[:2]))
 
 
 @pytest.mark.parametrize(("cached_tokens", "turns"), [(1, 1), (70, 2)])
@@ -79,7 +79,7 @@ def test_saved_caches_are_limited(before, cached_tokens, turns, monkeypatch):
     bank, expected = before
     rows = make_rows(range(3), tokens=5, prompts=PROMPTS[:2])
     monkeypatch.setattr(sampling, "CACHED_TOKENS", cached_tokens)
-    got = played(bank, rows, turns, like=expected)
+    got = sample_turns(bank, rows, turns, like=expected)
     for (_, one, _), (_, other, _) in zip(expected, got, strict=False):
         assert torch.equal(one.actions, other.actions)
     kept = got[0][1].kept
@@ -100,13 +100,13 @@ def test_out_of_memory_halves_resumed_rows(before, monkeypatch):
         return head(hidden)
 
     monkeypatch.setattr(bank.base, "head", small)
-    for (_, one, _), (_, other, _) in zip(expected[:2], played(bank, rows, turns=2, like=expected), strict=True):
+    for (_, one, _), (_, other, _) in zip(expected[:2], sample_turns(bank, rows, turns=2, like=expected), strict=True):
         assert torch.equal(one.actions, other.actions)
         assert len(other.kept.parts) > len(one.kept.parts)
 
 
 def test_some_rows_resume_in_any_order():
-    bank = ending()
+    bank = bank_with_early_ends()
     rows = make_rows(range(3), tokens=5, prompts=PROMPTS[:2], keep=True)
     first = bank.sample(rows)
     further = with_robust_uniforms(bank, next_turn(rows, first, example_replies(rows, 0)))
@@ -115,29 +115,29 @@ def test_some_rows_resume_in_any_order():
     chosen = further.select(order)
     assert torch.equal(chosen.kept_rows, order)
     model = bank.base.model
-    tokens, some = fed(model, lambda: bank.sample(chosen))
-    assert torch.equal(some.actions, everyone.actions[order])
-    assert tokens < fed(model, lambda: bank.sample(replace(chosen, kept=None)))[0]
+    tokens, resumed = tokens_fed(model, lambda: bank.sample(chosen))
+    assert torch.equal(resumed.actions, everyone.actions[order])
+    assert tokens < tokens_fed(model, lambda: bank.sample(replace(chosen, kept=None)))[0]
     # A later turn resumes as well; its rows are counted by the rollout that kept them.
-    third = with_robust_uniforms(bank, next_turn(chosen, some, example_replies(chosen, 1), seed=2))
+    third = with_robust_uniforms(bank, next_turn(chosen, resumed, example_replies(chosen, 1), seed=2))
     assert torch.equal(bank.sample(third).actions, bank.sample(replace(third, kept=None, kept_rows=None)).actions)
 
 
-@pytest.mark.parametrize("what", ["weights", "base", "history", "another sampler"])
-def test_outdated_caches_are_not_used(what):
+@pytest.mark.parametrize("change", ["weights", "base", "history", "another sampler"])
+def test_outdated_caches_are_not_used(change):
     bank = tiny_bank()
     rows = make_rows(range(3), tokens=4, prompts=PROMPTS[:2], keep=True)
     first = bank.sample(rows)
-    heard = example_replies(rows, 0)
-    further = next_turn(rows, first, heard)
-    if what == "weights":
+    replies = example_replies(rows, 0)
+    further = next_turn(rows, first, replies)
+    if change == "weights":
         bank.inherit([1, 2, 0])
-    elif what == "history":
+    elif change == "history":
         edited = tuple((*later[:1], 33, *later[2:]) for later in further.history)
         further = replace(further, history=edited)
-    elif what == "another sampler":
+    elif change == "another sampler":
         further = replace(further, kept=object())
-    base = what == "base"
+    base = change == "base"
     further = with_robust_uniforms(bank, further, base=base)
     expected = bank.sample(replace(further, kept=None), base=base)
     got = bank.sample(further, base=base)
@@ -158,13 +158,13 @@ def test_outdated_caches_are_not_used(what):
 )
 def test_later_turns_match_a_plain_model(architecture, shared, system):
     """Turns that resume equal turns that run again, and both equal a plain model in scores and gradients."""
-    bank = ending(architecture, micro_batch_tokens=90)
+    bank = bank_with_early_ends(architecture, micro_batch_tokens=90)
     bank.base.shares_prefix = shared
     ends, model = bank.end_ids.tolist(), bank.base.model
     given = tuple((*system, *prompt) for prompt in PROMPTS)
     tokens = 7 if architecture == "gemma2" else 5
-    found = played(bank, make_rows(range(3), tokens=tokens, min_new_tokens=MIN_TOKENS, prompts=given), turns=2)
-    rows, turns = found[0][0], [(rollout, heard) for _, rollout, heard in found]
+    found = sample_turns(bank, make_rows(range(3), tokens=tokens, min_new_tokens=MIN_TOKENS, prompts=given), turns=2)
+    rows, turns = found[0][0], [(rollout, replies) for _, rollout, replies in found]
     assert turns[0][0].present.sum(1).unique().numel() > 2, "the test needs ragged completions"
     assert all((rollout.kept is not None) is shared for rollout, _ in turns)
     batch = join_turns(rows, turns)
@@ -180,15 +180,15 @@ def test_later_turns_match_a_plain_model(architecture, shared, system):
     for row in (rows.member_ids == 1).nonzero()[:, 0].tolist():
         context = list(rows.prompts[int(rows.prompt_ids[row])])
         column = 0
-        for rollout, heard in turns:
+        for rollout, replies in turns:
             sampled_tokens = rollout.actions[row][rollout.present[row]].tolist()
             temperature = float(rows.temperature[row])
             expected = member.log_probs(context, sampled_tokens, temperature=temperature, min_new_tokens=MIN_TOKENS)
             own = slice(column, column + len(sampled_tokens))
             torch.testing.assert_close(scored[row, own], expected.detach(), rtol=1e-4, atol=1e-4)
             total = total + (weights[row, own] * expected).sum()
-            context += [*sampled_tokens, *heard[row]]
-            column += len(sampled_tokens) + len(heard[row])
+            context += [*sampled_tokens, *replies[row]]
+            column += len(sampled_tokens) + len(replies[row])
     total.backward()
     moment = bank.state(1)["exp_avg"]  # after one step of AdamW: a tenth of the gradient
     for target in bank.targets:
@@ -240,7 +240,7 @@ def test_model_without_shared_cache_is_exact(kind):
                 temperature=float(batch.inputs.temperature[row]),
             )
             torch.testing.assert_close(scored[row][batch.present[row]], expected.detach(), rtol=1e-4, atol=1e-4)
-    turns = played(bank, make_rows(range(3), tokens=3, prompts=PROMPTS[:1]), turns=2)
+    turns = sample_turns(bank, make_rows(range(3), tokens=3, prompts=PROMPTS[:1]), turns=2)
     assert all(rollout.kept is None for _, rollout, _ in turns)
     assert all(r.grad_norm > 0 for r in bank.update(batch, grpo_loss(batch), HYPERPARAMETERS).reports.values())
 

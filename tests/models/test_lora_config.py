@@ -54,7 +54,7 @@ def test_unsupported_fields_raise(fields, message):
         LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True),  # fixed by the type of the layer
     ],
 )
-def test_supported_fields(config):
+def test_supported_fields_are_accepted(config):
     check_supported(config)
 
 

@@ -52,7 +52,7 @@ def unusual(request):
     return model
 
 
-def test_working_restores_the_model(unusual):
+def test_the_model_is_restored_after_use(unusual):
     before, weights, expected = (
         state_of(unusual),
         {k: v.clone() for k, v in unusual.state_dict().items()},

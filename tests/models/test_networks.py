@@ -22,7 +22,7 @@ def sample_weights(space, count, seed=0):
     return stacked([observe(space, rng) for _ in range(count)])
 
 
-def test_initial_gains_and_biases():
+def test_initial_weights_are_orthogonal_and_biases_zero():
     network = DefaultNetwork(NetworkConfig(hidden=(16, 12)), image(12, 12, 3), 4)
     parameters = network.initial_parameters(0)
     for name, value in parameters.items():

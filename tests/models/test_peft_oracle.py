@@ -48,33 +48,33 @@ def test_exported_member_matches_peft(architecture, name, tmp_path):
         name.removesuffix(".lora_A.default") for name, _ in loaded.named_modules() if name.endswith("A.default")
     } == {f"base_model.model.{target.name}" for target in bank.targets}
     batch = sampled_batch(bank, tokens=4)
-    own = batch.select_members([1])
-    scored = bank.log_probs(own)
-    for row in range(len(own)):
-        prompt = own.inputs.prompts[int(own.inputs.prompt_ids[row])]
-        completion = own.actions[row][own.present[row]]
+    rows = batch.select_members([1])
+    scored = bank.log_probs(rows)
+    for row in range(len(rows)):
+        prompt = rows.inputs.prompts[int(rows.inputs.prompt_ids[row])]
+        completion = rows.actions[row][rows.present[row]]
         with torch.no_grad():
             logits = loaded(input_ids=torch.tensor([[*prompt, *completion.tolist()]])).logits[0, len(prompt) - 1 : -1]
-        expected = (logits / own.inputs.temperature[row]).log_softmax(1).gather(1, completion[:, None])[:, 0]
-        torch.testing.assert_close(scored[row][own.present[row]], expected, rtol=1e-4, atol=1e-4)
-    assert float((scored - bank.reference_log_probs(own)).abs().max()) > 0.1, "the adapters must matter"
+        expected = (logits / rows.inputs.temperature[row]).log_softmax(1).gather(1, completion[:, None])[:, 0]
+        torch.testing.assert_close(scored[row][rows.present[row]], expected, rtol=1e-4, atol=1e-4)
+    assert float((scored - bank.reference_log_probs(rows)).abs().max()) > 0.1, "the adapters must matter"
 
 
 def reference_step(member, batch, old, slot, beta):
     """Return the oracle's loss of one member's rows, ready for backward."""
     rows = (batch.member_ids == slot).nonzero()[:, 0].tolist()
     advantages = outcome(batch.rewards[rows].tolist(), batch.group_ids[rows].tolist(), 1e-4)
-    new, then, divergence = [], [], 0.0
+    new, behaviour, divergence = [], [], 0.0
     for row in rows:
         mask = batch.action_mask[row]
         prompt = batch.inputs.prompts[int(batch.inputs.prompt_ids[row])]
         settings = {"temperature": float(batch.inputs.temperature[row]), "min_new_tokens": MIN_NEW_TOKENS}
         new.append(member.log_probs(prompt, batch.actions[row][mask].tolist(), **settings).double())
-        then.append(old[row][mask].double())
-        difference = then[-1] - new[-1]
+        behaviour.append(old[row][mask].double())
+        difference = behaviour[-1] - new[-1]
         divergence = divergence + (difference.exp() - difference - 1).mean() / len(rows)
     per_action = [[value] * len(values) for value, values in zip(advantages, new, strict=True)]
-    lists = [list(values) for values in new], [values.tolist() for values in then], per_action
+    lists = [list(values) for values in new], [values.tolist() for values in behaviour], per_action
     clips = {"clip_low": CLIPS[slot], "clip_high": CLIPS[slot]}
     return member_loss("grpo", "seq-mean-token-mean", *lists, **clips) + beta * divergence
 
@@ -139,6 +139,6 @@ def compare(bank, slot, member, read, name, lr=None):
     for key, (got, expected) in pairs.items():
         if lr is None:
             # A single tensor may be far smaller than the whole gradient.
-            assert_gradients_agree(got, expected, steps=MOMENT_STEPS, what=f"{name} of {key}")
+            assert_gradients_agree(got, expected, steps=MOMENT_STEPS, label=f"{name} of {key}")
         else:
-            assert_weights_agree(got, expected, steps=int(state["step"]), lr=lr, what=f"{name} of {key}")
+            assert_weights_agree(got, expected, steps=int(state["step"]), lr=lr, label=f"{name} of {key}")

@@ -24,7 +24,7 @@ from evogrpo.models.language.loading import (
 )
 from evogrpo.models.language.lora import check_export
 from evogrpo.models.language.sizing import base_bytes, quantised_bytes
-from tests.distributed.parting import learn_both_ways, store
+from tests.distributed.parting import compare_learning_steps, store
 from tests.tiny_models import tiny_model
 from tests.tiny_training import randomise_adapter, tiny_agent, tiny_population
 
@@ -62,7 +62,7 @@ def test_population_equals_separate_agents(base: PreTrainedModel) -> None:
     before, bank = fingerprint(base), tiny_population(1, actor_network=base).members.bank
     with bank.base.working():
         assert not bank.base.uses_fast_llama
-    learn_both_ways(base, base)
+    compare_learning_steps(base, base)
     assert fingerprint(base) == before
 
 
@@ -93,11 +93,11 @@ def test_exports_load_on_the_plain_base(base: PreTrainedModel, stored: Path, tmp
         tiny_agent(actor_network=base, device="meta")
 
 
-def test_base_quantised_by_the_user(kind: Any, stored: Path, tmp_path: Path) -> None:
+def test_a_base_may_be_quantised_by_the_user(kind: Any, stored: Path, tmp_path: Path) -> None:
     """A base quantised by the user has its own fingerprint."""
     options = quantised_options(kind, torch.float32, "cpu")
-    own, same = (AutoModelForCausalLM.from_pretrained(stored, dtype=torch.float32, **options) for _ in range(2))
-    agent = tiny_agent(actor_network=own)
+    model, same = (AutoModelForCausalLM.from_pretrained(stored, dtype=torch.float32, **options) for _ in range(2))
+    agent = tiny_agent(actor_network=model)
     agent.save_checkpoint(tmp_path / "agent")
     assert GRPO.load(tmp_path / "agent", actor_network=same).members.fingerprint == agent.members.fingerprint
 

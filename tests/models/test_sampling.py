@@ -26,7 +26,7 @@ from evogrpo.testing.samplers import (
     with_robust_uniforms,
 )
 from tests.models.test_devices import DEVICES
-from tests.models.test_kv_caches import ending, ends_that_occur
+from tests.models.test_kv_caches import bank_with_early_ends, frequent_end_ids
 from tests.oracles.peft_members import PeftMember
 from tests.rounding import LOG_PROB
 from tests.tiny_batches import lora, sampled_batch, tiny_bank
@@ -55,7 +55,7 @@ def one_prompt(prompt, uniforms, *, temperature=1.0, slot=0, **fields):
 
 
 @torch.no_grad()
-def chances(member, tokens, options, temperature):
+def token_probabilities(member, tokens, options, temperature):
     """Return the distribution of the next token by transformers."""
     chain = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(options.repetition_penalty)])
     chain.append(TemperatureLogitsWarper(temperature))
@@ -82,7 +82,7 @@ def test_token_frequencies_match_transformers(name):
         assert drawn.exact is (options == SamplingOptions()), "the trainer scores the whole distribution"
         before = drawn.actions[0, :-1].tolist()
         assert bool((drawn.actions[:, :-1] == torch.tensor(before, dtype=torch.long)).all())
-        expected = chances(member, (*PROMPTS[1], *before), options, temperature)
+        expected = token_probabilities(member, (*PROMPTS[1], *before), options, temperature)
         last = drawn.actions[:, -1]
         frequency = last.bincount(minlength=VOCABULARY) / count
         assert float((frequency - expected).abs().max()) <= 1 / count + 1e-4
@@ -105,19 +105,19 @@ def test_greedy_decoding_equals_transformers_generate(architecture, min_new_toke
         for prompt_id, prompt in enumerate(PROMPTS):
             ids = torch.tensor([prompt])
             with torch.no_grad():
-                whole = member.model.generate(
+                tokens = member.model.generate(
                     input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12,
                     min_new_tokens=min_new_tokens or None, repetition_penalty=penalty, eos_token_id=[EOS, 40],
                     pad_token_id=PAD,
                 )  # fmt: skip
-            expected = whole[0, len(prompt) :].tolist()
+            expected = tokens[0, len(prompt) :].tolist()
             for row in ((rows.member_ids == slot) & (rows.prompt_ids == prompt_id)).nonzero()[:, 0].tolist():
                 assert rollout.actions[row][rollout.present[row]].tolist() == expected
     if penalty == 1.0:
         assert torch.equal(rollout.log_probs, torch.zeros_like(rollout.log_probs))
 
 
-def test_greedy_and_sampled_rows_in_one_batch():
+def test_greedy_and_sampled_rows_of_one_batch_do_not_affect_each_other():
     bank = tiny_bank()
     greedy, sampled = make_rows(range(3), greedy=True), with_robust_uniforms(bank, make_rows(range(3)))
     cold = torch.arange(len(sampled.prompt_ids)) % 2 == 0
@@ -140,7 +140,7 @@ def test_decoding_stops_when_all_rows_ended():
 
 def test_no_eos_before_min_new_tokens():
     """Forbidden end tokens raise the other probabilities in sampling and scoring."""
-    frequent = ends_that_occur(tiny_bank())
+    frequent = frequent_end_ids(tiny_bank())
     bank = tiny_bank(eos_token_ids=frequent)
     batch = sampled_batch(bank, tokens=8, min_new_tokens=5)
     ends = torch.isin(batch.actions, torch.tensor(frequent)) & batch.present
@@ -160,15 +160,15 @@ def test_results_do_not_depend_on_order_or_waves(architecture, shared, device, m
     bank = different_members(tiny_model(architecture).to(device), 3)
     bank.base.shares_prefix = shared
     rows = make_rows(range(3), tokens=6)
-    expected, every = bank.sample(rows).to(torch.device("cpu")), torch.arange(len(rows))
+    expected, all_rows = bank.sample(rows).to(torch.device("cpu")), torch.arange(len(rows))
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
-    parts = ((sampling.CACHED_TOKENS, every[::3]), (1, order[:6]), (11 * 10, order))  # one wave, or several
-    for cached_tokens, some in parts:
+    parts = ((sampling.CACHED_TOKENS, all_rows[::3]), (1, order[:6]), (11 * 10, order))  # one wave, or several
+    for cached_tokens, selected in parts:
         monkeypatch.setattr(sampling, "CACHED_TOKENS", cached_tokens)
-        got = bank.sample(rows.select(some)).to(torch.device("cpu"))
+        got = bank.sample(rows.select(selected)).to(torch.device("cpu"))
         for field in FIELDS:
-            assert torch.equal(getattr(got, field), getattr(expected, field)[some]), field
-        torch.testing.assert_close(got.log_probs, expected.log_probs[some], rtol=1e-4, atol=1e-4)
+            assert torch.equal(getattr(got, field), getattr(expected, field)[selected]), field
+        torch.testing.assert_close(got.log_probs, expected.log_probs[selected], rtol=1e-4, atol=1e-4)
 
 
 def test_check_interval_does_not_change_completions(monkeypatch):
@@ -183,7 +183,7 @@ def test_check_interval_does_not_change_completions(monkeypatch):
     torch.testing.assert_close(actual.log_probs, expected.log_probs, rtol=LOG_PROB, atol=LOG_PROB)
 
 
-def test_options_with_other_rows_and_further_turns():
+def test_options_apply_alike_to_single_rows_and_further_turns():
     bank, options = tiny_bank(), OPTIONS["all"]
     rows = with_robust_uniforms(bank, replace(make_rows(range(3), tokens=8), options=options))
     together = bank.sample(replace(rows, keep=True))
@@ -199,20 +199,20 @@ def test_options_with_other_rows_and_further_turns():
     for row in (second.member_ids == 0).nonzero()[:3, 0].tolist():
         assert second.history is not None
         read = (*second.prompts[int(second.prompt_ids[row])], *second.history[row])
-        expected = chances(member, read, options, float(second.temperature[row]))
+        expected = token_probabilities(member, read, options, float(second.temperature[row]))
         assert float(kept.log_probs[row, 0]) == pytest.approx(float(expected[kept.actions[row, 0]].log()), abs=1e-3)
 
 
-def listen(bank, rows):
+def sample_with_reports(bank, rows):
     """Return a rollout and its reports: row, tokens and progress."""
-    told, parts = [], [0.0]
+    reports, parts = [], [0.0]
 
     def on_finished(numbers, completions):
-        told.extend((*each, parts[-1]) for each in zip(numbers, completions, strict=True))
+        reports.extend((*each, parts[-1]) for each in zip(numbers, completions, strict=True))
 
     stop = Stop()
     stop.listener = lambda work: parts.append(work.fraction)
-    return bank.sample(replace(rows, stop=stop), on_finished=on_finished), told
+    return bank.sample(replace(rows, stop=stop), on_finished=on_finished), reports
 
 
 def tokens_of(rollout):
@@ -221,23 +221,23 @@ def tokens_of(rollout):
 
 @pytest.mark.parametrize(("cached_tokens", "look_every"), [(sampling.CACHED_TOKENS, 1), (110, 8)])
 def test_every_row_is_reported_once_when_finished(cached_tokens, look_every, monkeypatch):
-    bank = ending()
+    bank = bank_with_early_ends()
     monkeypatch.setattr(sampling, "CACHED_TOKENS", cached_tokens)
     monkeypatch.setattr(sampling, "CHECK_EVERY", {"cpu": look_every})
     rows = make_rows(range(3), tokens=8)
     rows = rows.select(torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)))
     alone = bank.sample(rows)
-    got, told = listen(bank, rows)
+    got, reports = sample_with_reports(bank, rows)
     assert all(torch.equal(getattr(got, name), getattr(alone, name)) for name in (*FIELDS, "log_probs"))
-    assert sorted(row for row, *_ in told) == list(range(len(rows)))
-    assert {row: tokens for row, tokens, _ in told} == dict(enumerate(tokens_of(got)))
-    assert min(part for *_, part in told) < max(part for *_, part in told) == pytest.approx(1.0)
+    assert sorted(row for row, *_ in reports) == list(range(len(rows)))
+    assert {row: tokens for row, tokens, _ in reports} == dict(enumerate(tokens_of(got)))
+    assert min(part for *_, part in reports) < max(part for *_, part in reports) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(("moment", "most"), [(1, 0.0), (9, 0.5)], ids=["row by row", "from common beginnings"])
 def test_reported_rows_survive_out_of_memory(moment, most, monkeypatch):
     monkeypatch.setattr(decode, "MAX_DISTINCT_SHARE", most)
-    bank = ending()
+    bank = bank_with_early_ends()
     rows = make_rows(range(3), tokens=12)
     expected, head, calls = bank.sample(rows), bank.base.head, []
 
@@ -248,9 +248,9 @@ def test_reported_rows_survive_out_of_memory(moment, most, monkeypatch):
         return head(hidden)
 
     bank.base.head = once
-    got, told = listen(bank, rows)
-    assert sorted(row for row, *_ in told) == list(range(len(rows)))
-    assert {row: tokens for row, tokens, _ in told} == dict(enumerate(tokens_of(got)))
+    got, reports = sample_with_reports(bank, rows)
+    assert sorted(row for row, *_ in reports) == list(range(len(rows)))
+    assert {row: tokens for row, tokens, _ in reports} == dict(enumerate(tokens_of(got)))
     assert torch.equal(got.actions, expected.actions)
     assert torch.equal(got.truncated, expected.truncated)
     ended = int((expected.present.sum(1) < moment).sum())

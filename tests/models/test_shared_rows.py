@@ -31,8 +31,8 @@ def repeated(bank):
     mask, chosen = batch.action_mask.clone(), batch.present.clone()
     mask[kind <= 1, 1] = False
     chosen[(kind == 0) & (batch.actions[:, 2] != EOS), 1] = False  # a reply, so the next token begins a turn
-    heat = batch.inputs.temperature * torch.where(kind == 2, 1.0 + torch.finfo(torch.float32).eps, 1.0)
-    inputs = replace(batch.inputs, temperature=heat, min_new_tokens=1)
+    temperature = batch.inputs.temperature * torch.where(kind == 2, 1.0 + torch.finfo(torch.float32).eps, 1.0)
+    inputs = replace(batch.inputs, temperature=temperature, min_new_tokens=1)
     return replace(batch, inputs=inputs, action_mask=mask, chosen=chosen, rewards=torch.arange(len(batch)) % 5.0)
 
 
@@ -62,25 +62,25 @@ def distinct(batch, *, of_base=False):
 
 
 @pytest.mark.parametrize(("architecture", "entropy_gradient"), [("llama", True), ("gemma2", False)])
-def test_matches_running_every_row(architecture, entropy_gradient, row_counts, monkeypatch):
+def test_shared_rows_match_running_every_row(architecture, entropy_gradient, row_counts, monkeypatch):
     bank = tiny_bank(SIZE, architecture, micro_batch_tokens=70)
     batch = repeated(bank)
     loss, sizes = grpo_loss(batch), row_counts(bank)
 
-    def both(rows, log_probs, entropies):
+    def loss_with_entropies(rows, log_probs, entropies):
         return loss(rows, log_probs, entropies) - 0.1 * entropies.sum(1)
 
-    def found():
+    def results():
         sizes.clear()
         scores = bank.log_probs(batch), bank.entropies(batch), bank.reference_log_probs(batch)
         initial = torch.zeros_like(scores[0]), scores[1].clone()
         with bank.base.working():
-            learnt = bank.gradients(batch, range(SIZE), both, initial, entropy_gradient=entropy_gradient)
+            learnt = bank.gradients(batch, range(SIZE), loss_with_entropies, initial, entropy_gradient=entropy_gradient)
             return scores, [(slot, gradient.clone(), value) for slot, gradient, value in learnt], sum(sizes)
 
-    scores, learnt, ran = found()
+    scores, learnt, ran = results()
     monkeypatch.setenv("EVOGRPO_SLOW", "1")  # the model stays the same
-    expected, expected_learnt, all_ran = found()
+    expected, expected_learnt, all_ran = results()
     assert all_ran == 4 * len(batch)
     assert ran == 3 * distinct(batch) + distinct(batch, of_base=True) < 0.6 * all_ran
     for one, other in zip(scores, expected, strict=True):
@@ -88,21 +88,21 @@ def test_matches_running_every_row(architecture, entropy_gradient, row_counts, m
     for (slot, gradient, value), (other, *wanted) in zip(learnt, expected_learnt, strict=True):
         assert slot == other
         assert value == pytest.approx(wanted[1], rel=1e-3, abs=1e-4)
-        assert_gradients_agree(gradient, wanted[0], what=f"gradient of slot {slot}")
+        assert_gradients_agree(gradient, wanted[0], label=f"gradient of slot {slot}")
 
 
 def test_base_runs_identical_rows_of_members_once(row_counts):
     bank = tiny_bank(SIZE)
     batch = repeated(bank)
     alone = batch.select((batch.member_ids == 0).nonzero()[:, 0])
-    every = replace(
+    copies = replace(
         alone.select(torch.arange(len(alone)).repeat(SIZE)), member_ids=torch.arange(SIZE).repeat_interleave(len(alone))
     )
     sizes = row_counts(bank)
-    found = bank.reference_log_probs(every)
+    found = bank.reference_log_probs(copies)
     assert sizes == [distinct(alone)]
     assert torch.equal(found, bank.reference_log_probs(alone).repeat(SIZE, 1))
-    members = bank.log_probs(every)
+    members = bank.log_probs(copies)
     assert sum(sizes) == (2 + SIZE) * distinct(alone)
     assert not torch.allclose(members[: len(alone)], members[-len(alone) :], atol=1e-2), "their adapters differ"
 
@@ -116,41 +116,41 @@ def alike(members=range(SIZE), *, copies=4, temperature=0.4, **settings):
     return replace(rows, temperature=torch.full_like(rows.temperature, temperature))
 
 
-def beginnings(rows, rollout, at):
+def distinct_prefixes(rows, rollout, at):
     """Return the distinct prefixes of `at` tokens."""
-    going = rollout.present[:, at] if at < rollout.present.shape[1] else torch.zeros(len(rows), dtype=torch.bool)
+    unfinished = rollout.present[:, at] if at < rollout.present.shape[1] else torch.zeros(len(rows), dtype=torch.bool)
     return {
         (int(rows.member_ids[row]), int(rows.prompt_ids[row]), *rollout.actions[row, :at].tolist())
-        for row in going.nonzero()[:, 0].tolist()
+        for row in unfinished.nonzero()[:, 0].tolist()
     }
 
 
-@pytest.mark.parametrize("ends", [[1], list(range(1, 12))])
-def test_matches_separate_rows(ends, monkeypatch):
-    bank = tiny_bank(SIZE, eos_token_ids=ends)
+@pytest.mark.parametrize("end_ids", [[1], list(range(1, 12))])
+def test_sampling_of_shared_prefixes_matches_separate_rows(end_ids, monkeypatch):
+    bank = tiny_bank(SIZE, eos_token_ids=end_ids)
     monkeypatch.setattr(decode, "MAX_DISTINCT_SHARE", 0.0)
     rows = with_robust_uniforms(bank, alike(tokens=8, min_new_tokens=2, temperature=0.2))
     counts = rows_run(bank, monkeypatch)
     expected = bank.sample(rows)
-    apart = list(counts)
+    separate_counts = list(counts)
     counts.clear()
     monkeypatch.setattr(decode, "MAX_DISTINCT_SHARE", 1.0)
     got = bank.sample(rows)
     for name in ("actions", "present", "truncated"):
         assert torch.equal(getattr(got, name), getattr(expected, name)), name
     torch.testing.assert_close(got.log_probs, expected.log_probs, rtol=1e-4, atol=1e-4)
-    needed = [len(beginnings(rows, expected, at)) for at in range(1, len(counts) + 1)]
+    needed = [len(distinct_prefixes(rows, expected, at)) for at in range(1, len(counts) + 1)]
     assert counts[0] == padded_rows(needed[0])
     assert all(least <= ran for least, ran in zip(needed, counts, strict=True))
-    assert sum(counts) < 0.7 * sum(apart)
+    assert sum(counts) < 0.7 * sum(separate_counts)
 
 
-def test_rows_separate_when_few_prefixes_are_equal(monkeypatch):
+def test_rows_run_separately_when_few_prefixes_are_equal(monkeypatch):
     bank = tiny_bank(SIZE)
     rows = with_robust_uniforms(bank, alike(tokens=12, temperature=0.7, min_new_tokens=12))
     counts = rows_run(bank, monkeypatch)
     got = bank.sample(rows)
-    needed = [len(beginnings(rows, got, at)) for at in range(1, 12)]
+    needed = [len(distinct_prefixes(rows, got, at)) for at in range(1, 12)]
     within = [least <= decode.MAX_DISTINCT_SHARE * len(rows) for least in needed]
     assert any(within)
     assert not all(within)
@@ -162,10 +162,10 @@ def test_rows_separate_when_few_prefixes_are_equal(monkeypatch):
 @pytest.mark.parametrize(
     "options", [SamplingOptions(), SamplingOptions(top_k=5, top_p=0.7, min_p=0.05, repetition_penalty=1.3)]
 )
-def test_matches_with_all_options_and_different_temperatures(options, monkeypatch):
+def test_shared_prefixes_match_with_all_options_and_different_temperatures(options, monkeypatch):
     bank, rows = tiny_bank(SIZE), alike(tokens=8, min_new_tokens=8)
-    heat = rows.temperature + 0.1 * (torch.arange(len(rows)) % 2)
-    rows = with_robust_uniforms(bank, replace(rows, options=options, temperature=heat))
+    temperature = rows.temperature + 0.1 * (torch.arange(len(rows)) % 2)
+    rows = with_robust_uniforms(bank, replace(rows, options=options, temperature=temperature))
     got = bank.sample(rows)
     monkeypatch.setattr(decode, "MAX_DISTINCT_SHARE", 0.0)
     expected = bank.sample(rows)
@@ -194,7 +194,7 @@ def test_further_turns_resume_from_shared_prefixes(monkeypatch):
         monkeypatch.setattr(decode, "MAX_DISTINCT_SHARE", most)
         first = bank.sample(rows)
         assert first.kept is not None
-        history = tuple((*said, 3, 4) for said in map(tuple, first.actions.tolist()))
+        history = tuple((*completion, 3, 4) for completion in map(tuple, first.actions.tolist()))
         turns.append(bank.sample(replace(rows, history=history, kept=first.kept)))
     assert torch.equal(turns[0].present, turns[1].present)
     torch.testing.assert_close(turns[0].log_probs[:, 0], turns[1].log_probs[:, 0], rtol=1e-4, atol=1e-4)

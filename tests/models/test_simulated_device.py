@@ -47,6 +47,6 @@ def run_on_simulated_device(*arguments):
 def test_accelerator_tests_pass_on_a_simulated_device(selection, count):
     words = ("-q", "-p", "no:cacheprovider", "-k", f"simulated and ({selection})", *FILES)
     process = Forked(run_on_simulated_device, *words, cwd=ROOT)
-    said, errors = process.communicate(400)
-    assert process.returncode == 0, said + errors
-    assert f"{count} passed" in said
+    output, errors = process.communicate(400)
+    assert process.returncode == 0, output + errors
+    assert f"{count} passed" in output

@@ -40,7 +40,7 @@ class TestModule(StackedBankTestCase):
     case = CASES["module"]
 
 
-def ask(case, bank, member_ids, *, seed=0, **settings):
+def act_rows(case, bank, member_ids, *, seed=0, **settings):
     """Act with the same observations and uniform numbers in row i of every call."""
     rngs = [generator(seed, "test rows", row) for row in range(len(member_ids))]
     seen = stacked([observe(case.observations, rng) for rng in rngs])
@@ -55,14 +55,14 @@ def test_rows_act_independently_of_other_members(name, member_ids):
     """With missing members, ragged and unsorted rows, each row acts as in a bank of its member alone."""
     case = CASES[name]
     bank = case.bank(3)
-    acted = ask(case, bank, member_ids)
+    acted = act_rows(case, bank, member_ids)
     for slot in set(member_ids):
         alone = case.bank(1)
         alone.load_state(0, bank.state(slot))
-        apart = ask(case, alone, [0] * len(member_ids))
+        separate = act_rows(case, alone, [0] * len(member_ids))
         of_member = np.array(member_ids) == slot
-        np.testing.assert_allclose(acted.actions[of_member], apart.actions[of_member], rtol=1e-4, atol=1e-4)
-        np.testing.assert_allclose(acted.log_probs[of_member], apart.log_probs[of_member], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(acted.actions[of_member], separate.actions[of_member], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(acted.log_probs[of_member], separate.log_probs[of_member], rtol=1e-4, atol=1e-4)
 
 
 def test_a_dict_or_tuple_of_one_box_acts_as_the_box():
@@ -78,38 +78,38 @@ def test_acting_uses_current_weights():
     case = CASES["discrete"]
     bank = case.bank(2)
     rows = [0] * 20 + [1] * 20
-    first = ask(case, bank, rows)
+    first = act_rows(case, bank, rows)
     batch = acted_batch(case, bank, range(2))
     bank.update(batch, lambda r, log_probs, e: log_probs.sum(1), {0: Hyperparameters(lr=0.1, max_grad_norm=1e6)})
-    second = ask(case, bank, rows)
+    second = act_rows(case, bank, rows)
     assert (second.log_probs[:20] != first.log_probs[:20]).all()
     assert (second.log_probs[20:] == first.log_probs[20:]).all()
     bank.inherit([1, 1])
-    third = ask(case, bank, rows)
+    third = act_rows(case, bank, rows)
     np.testing.assert_array_equal(third.log_probs[20:], first.log_probs[20:])
-    alike = ask(case, bank, [0] * 40)
+    alike = act_rows(case, bank, [0] * 40)
     np.testing.assert_allclose(alike.log_probs[:20], third.log_probs[:20], rtol=1e-5, atol=1e-6)
     bank.rebuild(0, NetworkConfig(hidden=(20, 6)), generator(0, "test"))
-    np.testing.assert_allclose(ask(case, bank, rows).log_probs, third.log_probs, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(act_rows(case, bank, rows).log_probs, third.log_probs, rtol=1e-4, atol=1e-5)
     bank.load_state(0, case.bank(3).state(2))
-    assert (ask(case, bank, rows).log_probs[:20] != third.log_probs[:20]).any()
+    assert (act_rows(case, bank, rows).log_probs[:20] != third.log_probs[:20]).any()
 
 
 @pytest.mark.parametrize("device", ACCELERATORS)
 @pytest.mark.parametrize("name", CASES)
 def test_devices_agree(name, device):
     case = CASES[name]
-    here, there = case.bank(3), case.bank(3, device=device)
-    batch = acted_batch(case, here, range(3))
+    cpu, moved = case.bank(3), case.bank(3, device=device)
+    batch = acted_batch(case, cpu, range(3))
     for one, other in (
-        (here.log_probs(batch), there.log_probs(batch)),
-        (here.entropies(batch), there.entropies(batch)),
+        (cpu.log_probs(batch), moved.log_probs(batch)),
+        (cpu.entropies(batch), moved.entropies(batch)),
     ):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
     rows = [0] * 5 + [1] * 2 + [2] * 3
-    acted = [ask(case, bank, rows) for bank in (here, there)]
+    acted = [act_rows(case, bank, rows) for bank in (cpu, moved)]
     np.testing.assert_allclose(acted[0].log_probs, acted[1].log_probs, rtol=1e-3, atol=1e-3)
     steps = dict.fromkeys(range(3), Hyperparameters(lr=1e-3))
-    reports = [bank.update(batch, lambda r, log_probs, e: log_probs.sum(1), steps).reports for bank in (here, there)]
+    reports = [bank.update(batch, lambda r, log_probs, e: log_probs.sum(1), steps).reports for bank in (cpu, moved)]
     for slot in range(3):
         assert reports[0][slot].grad_norm == pytest.approx(reports[1][slot].grad_norm, rel=1e-2)

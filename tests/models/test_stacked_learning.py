@@ -36,10 +36,10 @@ def test_learning_matches_separate_torch_optimizers(space, architectures):
     bank = case.bank(SIZE, optimizer=settings)
     clips, coefs = torch.tensor([0.2, 0.1, 0.3, 0.2]), torch.tensor([0.01, 0.0, 0.1, 0.02])
     hyperparameters = [Hyperparameters(lr=lr, max_grad_norm=norm) for lr, norm in zip(LRS, MAX_NORMS, strict=True)]
-    apart = [TorchMember(bank, slot, 3, space) for slot in range(SIZE)]
+    oracles = [TorchMember(bank, slot, 3, space) for slot in range(SIZE)]
     optimizers = [
         torch.optim.AdamW(member.ordered(), lr=1.0, betas=settings.betas, eps=settings.eps, weight_decay=0.05)
-        for member in apart
+        for member in oracles
     ]
     steps, clipped = [0] * SIZE, set()
     for seed in range(2):
@@ -48,30 +48,30 @@ def test_learning_matches_separate_torch_optimizers(space, architectures):
         advantages = torch.cos(2.0 * batch.rewards)[:, None]
         for epoch in range(max(EPOCHS)):
             learning = [slot for slot in range(SIZE) if epoch < EPOCHS[slot]]
-            own = batch.select_members(learning)
+            part = batch.select_members(learning)
             kept = torch.isin(batch.member_ids, torch.tensor(learning))
 
-            def loss_fn(rows, log_probs, entropies, own=own, old=old[kept], advantages=advantages[kept]):
-                slots = own.member_ids[rows]
+            def loss_fn(rows, log_probs, entropies, part=part, old=old[kept], advantages=advantages[kept]):
+                slots = part.member_ids[rows]
                 values = surrogate(
                     log_probs, old[rows], advantages[rows], entropies, clips[slots][:, None], coefs[slots][:, None]
                 )
-                return torch.where(own.action_mask[rows], values, 0.0).sum(1)
+                return torch.where(part.action_mask[rows], values, 0.0).sum(1)
 
             named = {slot: hyperparameters[slot] for slot in learning}
-            reports = bank.update(own, loss_fn, named, entropy_gradient=True).reports
+            reports = bank.update(part, loss_fn, named, entropy_gradient=True).reports
             for slot in learning:
-                mine = batch.member_ids == slot
-                log_probs, entropies = apart[slot].log_probs_and_entropies(
-                    batch.inputs.observations[mine], batch.actions[mine], batch.inputs.temperature[mine]
+                mask = batch.member_ids == slot
+                log_probs, entropies = oracles[slot].log_probs_and_entropies(
+                    batch.inputs.observations[mask], batch.actions[mask], batch.inputs.temperature[mask]
                 )
                 values = surrogate(
-                    log_probs, old[mine], advantages[mine], entropies, float(clips[slot]), float(coefs[slot])
+                    log_probs, old[mask], advantages[mask], entropies, float(clips[slot]), float(coefs[slot])
                 )
-                loss = values[batch.action_mask[mine]].sum()
+                loss = values[batch.action_mask[mask]].sum()
                 optimizers[slot].zero_grad()
                 loss.backward()
-                norm = float(torch.nn.utils.clip_grad_norm_(apart[slot].parameters(), MAX_NORMS[slot]))
+                norm = float(torch.nn.utils.clip_grad_norm_(oracles[slot].parameters(), MAX_NORMS[slot]))
                 optimizers[slot].param_groups[0]["lr"] = LRS[slot] * min(1.0, steps[slot] / 2)
                 optimizers[slot].step()
                 steps[slot] += 1
@@ -81,7 +81,7 @@ def test_learning_matches_separate_torch_optimizers(space, architectures):
                 clipped.add(norm > MAX_NORMS[slot])
     for slot in range(SIZE):
         state = bank.state(slot)
-        assert_weights_agree(state["weights"], apart[slot].flat(), steps=steps[slot], lr=LRS[slot])
+        assert_weights_agree(state["weights"], oracles[slot].flat(), steps=steps[slot], lr=LRS[slot])
         assert int(state["step"]) == steps[slot]
     assert clipped == {True, False}, "the test needs gradients on both sides of the bound"
 
@@ -98,9 +98,9 @@ def test_gradients_match_finite_differences(name):
         return (direction[rows] * (log_probs + 0.5 * entropies)).sum(1)
 
     def value(slot):
-        mine = batch.member_ids == slot
+        mask = batch.member_ids == slot
         scored = bank.log_probs(batch) + 0.5 * bank.entropies(batch)
-        return float((direction * scored).double()[mine].sum())
+        return float((direction * scored).double()[mask].sum())
 
     still = Hyperparameters(lr=1e-30, max_grad_norm=1e6)
     bank.update(batch, loss_fn, {0: still, 1: still}, entropy_gradient=True)
@@ -121,10 +121,10 @@ def test_gradients_match_finite_differences(name):
 @pytest.mark.parametrize("name", ["some alike", "images"])
 def test_any_split_into_passes_gives_the_same_gradient(name):
     case = CASES[name]
-    whole = case.bank(3, memory=1 << 40)
-    batch = acted_batch(case, whole, range(3))
+    undivided = case.bank(3, memory=1 << 40)
+    batch = acted_batch(case, undivided, range(3))
     passes = 27
-    needed = 4 * max(stack.network.values_per_observation for stack in whole.stacks) * int(batch.action_mask.sum())
+    needed = 4 * max(stack.network.values_per_observation for stack in undivided.stacks) * int(batch.action_mask.sum())
     split = case.bank(3, memory=-(-needed // passes))
     calls = []
 
@@ -134,15 +134,15 @@ def test_any_split_into_passes_gives_the_same_gradient(name):
 
     named = dict.fromkeys(range(3), Hyperparameters(lr=1e-3, max_grad_norm=1e6))
     reports = []
-    for bank in (whole, split):
+    for bank in (undivided, split):
         calls.append([])
         reports.append(bank.update(batch, loss_fn, named).reports)
     assert [len(rows) for rows in calls] == [1, passes]
     assert sorted(torch.cat(calls[1]).tolist()) == list(range(len(batch)))
-    torch.testing.assert_close(split.log_probs(batch), whole.log_probs(batch), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(split.log_probs(batch), undivided.log_probs(batch), rtol=1e-4, atol=1e-3)
     for slot in range(3):
         assert reports[0][slot].grad_norm == pytest.approx(reports[1][slot].grad_norm, rel=1e-3)
-        one, other = whole.state(slot)["exp_avg"], split.state(slot)["exp_avg"]
+        one, other = undivided.state(slot)["exp_avg"], split.state(slot)["exp_avg"]
         assert_gradients_agree(one, other)
 
 
@@ -177,8 +177,8 @@ def test_flattened_actions_have_equal_log_probs_and_costs():
         bank = case.bank(3)
         batch = acted_batch(case, bank, range(3))
         flat = batch.flatten_actions()
-        apart = bank.log_probs(flat)
-        torch.testing.assert_close(apart[:, 0], bank.log_probs(batch)[batch.action_mask], rtol=1e-4, atol=1e-4)
+        scored = bank.log_probs(flat)
+        torch.testing.assert_close(scored[:, 0], bank.log_probs(batch)[batch.action_mask], rtol=1e-4, atol=1e-4)
         expected = {slot: int(batch.action_mask[batch.member_ids == slot].sum()) for slot in range(3)}
         assert bank.cost(batch) == bank.cost(flat) == expected
         assert bank.cost(batch.select_members([2])) == {2: expected[2]}

@@ -372,8 +372,8 @@ class TestVLLMSamplerWithVLLM(SamplerTestCase):
 
     def make_bank(self):
         # For `min_tokens`, vLLM rules out the model's own end of sequence too.
-        own = self.model.config.eos_token_id
-        return smollm2_members(self.model, eos_token_ids=[EOS, own, *range(50, 58)])
+        model_eos = self.model.config.eos_token_id
+        return smollm2_members(self.model, eos_token_ids=[EOS, model_eos, *range(50, 58)])
 
     def make_sampler(self, bank):
         return connected(bank, self.folder, self.server, timeout=TIMEOUT)

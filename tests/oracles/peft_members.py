@@ -28,9 +28,9 @@ class PeftMember:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT warns about GPT-2's transposed weights
             self.model = get_peft_model(copy.deepcopy(base), copy.deepcopy(lora_config)).eval()
-        own = dict(self.model.named_parameters())
-        self.parameters = {name: own[name.replace(".weight", ".default.weight")] for name in adapter}
-        trainable = {name for name, parameter in own.items() if parameter.requires_grad}
+        parameters = dict(self.model.named_parameters())
+        self.parameters = {name: parameters[name.replace(".weight", ".default.weight")] for name in adapter}
+        trainable = {name for name, parameter in parameters.items() if parameter.requires_grad}
         assert trainable == {name.replace(".weight", ".default.weight") for name in adapter}
         with torch.no_grad():
             for name, values in adapter.items():

@@ -76,18 +76,18 @@ def of_actions(
     """Return one advantage per step; every step of every episode has a reward."""
     returns = [returns_to_go(episode, gamma) for episode in episodes]
     result = []
-    for own, (episode, group) in enumerate(zip(episodes, groups, strict=True)):
+    for index, (episode, group) in enumerate(zip(episodes, groups, strict=True)):
         peers = [number for number, g in enumerate(groups) if g == group]
         if kind == "process":
             mean, deviation = spread([r for number in peers for r in episodes[number]])
             result.append(returns_to_go([(r - mean) / (deviation + eps) for r in episode], gamma))
         elif kind == "return_to_go_group":
             mean, deviation = spread([value for number in peers for value in returns[number]])
-            result.append([(value - mean) / (deviation + eps) for value in returns[own]])
+            result.append([(value - mean) / (deviation + eps) for value in returns[index]])
         else:
             assert kind == "return_to_go_timestep"
             row = []
-            for step, value in enumerate(returns[own]):
+            for step, value in enumerate(returns[index]):
                 now = [returns[number][step] if step < len(returns[number]) else 0.0 for number in peers]
                 mean, deviation = spread(now)
                 row.append((value - mean) / (deviation + eps))

@@ -38,7 +38,7 @@ def completion_losses(
     cispo_clip_low: bool = False,
 ) -> list[Tensor]:
     """Return the loss of each action of one completion."""
-    differences = [now - then for now, then in zip(new, old, strict=True)]
+    differences = [log_prob - old_log_prob for log_prob, old_log_prob in zip(new, old, strict=True)]
     actions = len(differences)
     if loss_type in ("grpo", "dapo", "bnpo", "dr_grpo"):
         ratios = [torch.exp(difference) for difference in differences]
@@ -51,7 +51,7 @@ def completion_losses(
         factors = [min(math.exp(difference.item()), 1 + clip_high) for difference in differences]
         if cispo_clip_low:
             factors = [max(factor, 1 - clip_low) for factor in factors]
-        return [-factor * a * now for factor, a, now in zip(factors, advantages, new, strict=True)]
+        return [-factor * a * log_prob for factor, a, log_prob in zip(factors, advantages, new, strict=True)]
     if loss_type == "sapo":
         losses = []
         for difference, a in zip(differences, advantages, strict=True):

@@ -1,4 +1,4 @@
-"""Oracle of a stacked bank: each member as its own torch module, distribution and torch.optim.AdamW."""
+"""Oracle of a stacked bank: each member as its own torch module, dist and torch.optim.AdamW."""
 
 from itertools import pairwise
 
@@ -56,22 +56,22 @@ class TorchMember(nn.Module):
         self, observations: Tensor, actions: Tensor, temperature: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return both `[n, t]` for observations `[n, t, f]`, by torch.distributions."""
-        outputs, heat = self.layers(observations), temperature[:, None, None]
+        outputs, scale = self.layers(observations), temperature[:, None, None]
         match self.space:
             case spaces.Box():
                 low, high = (torch.from_numpy(bound.copy()) for bound in (self.space.low, self.space.high))
                 bounded = (low.isfinite() & high.isfinite()).float()
                 middle = torch.where(bounded > 0, (low + high) / 2, 0.0)
                 half = torch.where(bounded > 0, (high - low) / 2, 1.0)
-                law = distributions.Normal(middle + half * outputs, half * self.log_std.exp() * heat.sqrt())
-                return law.log_prob(actions).sum(2), law.entropy().sum(2)
+                dist = distributions.Normal(middle + half * outputs, half * self.log_std.exp() * scale.sqrt())
+                return dist.log_prob(actions).sum(2), dist.entropy().sum(2)
             case spaces.MultiBinary():
-                law = distributions.Bernoulli(logits=outputs / heat)
-                return law.log_prob(actions.float()).sum(2), law.entropy().sum(2)
+                dist = distributions.Bernoulli(logits=outputs / scale)
+                return dist.log_prob(actions.float()).sum(2), dist.entropy().sum(2)
             case spaces.Discrete():
                 parts, chosen = [outputs], [actions]
             case _:
                 parts, chosen = outputs.split(self.space.nvec.tolist(), dim=2), actions.unbind(2)
-        laws = [distributions.Categorical(logits=part / heat) for part in parts]
-        log_probs = sum(law.log_prob(action) for law, action in zip(laws, chosen, strict=True))
-        return log_probs, sum(law.entropy() for law in laws)
+        laws = [distributions.Categorical(logits=part / scale) for part in parts]
+        log_probs = sum(dist.log_prob(action) for dist, action in zip(laws, chosen, strict=True))
+        return log_probs, sum(dist.entropy() for dist in laws)

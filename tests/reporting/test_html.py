@@ -176,8 +176,8 @@ def test_hostile_text_is_escaped(hostile_run):
         page.blocks.count("\n" + printable(HOSTILE.replace("\ud800", "?"))) == 8
     )  # prompt and completion in each generation
     assert not set(content.replace(page.scripts[1], "")) & {"\x1b", "\0", "\x9b", "\u202e"}
-    for place in ("End: ", "#0", "founder"):
-        assert place in page.text
+    for text in ("End: ", "#0", "founder"):
+        assert text in page.text
     assert page.text.count("<script>alert(1)</script>") > 8  # visible in task, reasons and examples
 
 
@@ -198,11 +198,11 @@ def test_a_completion_is_shown_exactly(hostile_run):
     assert "\n\n\nc\n" in page.blocks  # browsers drop the first newline
 
 
-@pytest.mark.parametrize(("gain", "told"), [(-0.25, True), (0.19, False)])
-def test_an_insignificant_improvement_is_labelled(tmp_path, fake_run, gain, told):
+@pytest.mark.parametrize(("gain", "insignificant"), [(-0.25, True), (0.19, False)])
+def test_an_insignificant_improvement_is_labelled(tmp_path, fake_run, gain, insignificant):
     """The journal's standard error is 0.1; differences within two standard errors are insignificant."""
     event = journals.outcome(0, gain=gain)
     text = Page(html_page(summarise([*read_journal(fake_run(tmp_path) / "journal.jsonl"), event]))).text
-    assert ("No significant difference from the untrained base" in text) is not told
+    assert ("No significant difference from the untrained base" in text) is not insignificant
     assert f"paired difference, test {score_text(gain, 0.1)}" in " ".join(text.split())
-    assert (verdict(TestReport.from_json(event), LANGUAGE) is None) is told
+    assert (verdict(TestReport.from_json(event), LANGUAGE) is None) is insignificant

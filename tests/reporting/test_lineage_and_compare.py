@@ -138,7 +138,7 @@ def test_different_starts_of_one_task_are_compared_by_means(tmp_path, data, othe
 
 
 @pytest.mark.parametrize(
-    ("data", "others", "why"),
+    ("data", "others", "reason"),
     [
         (ENV, {"data": ENV | {"environment": "Acrobot"}}, "environment"),
         (ENV, {"data": {"nothing": "known"}}, "not the same task"),
@@ -152,11 +152,11 @@ def test_different_starts_of_one_task_are_compared_by_means(tmp_path, data, othe
         ),
     ],
 )
-def test_different_tasks_are_not_compared(tmp_path, data, others, why):
+def test_different_tasks_are_not_compared(tmp_path, data, others, reason):
     found = difference(tmp_path, data, **others)
     assert found.gain is None
     assert found.beyond_noise is None
-    assert why in found.why
+    assert reason in found.why
 
 
 def test_a_run_is_not_compared_with_itself(tmp_path):

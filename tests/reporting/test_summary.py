@@ -23,7 +23,7 @@ def planned(**changes):
     return generation(2, member(0, 0), member(1, 1), plan=plan(2, [0, 1]) | changes)
 
 
-def test_lines_start_at_their_parents_line():
+def test_lines_of_children_start_at_the_parents_last_result():
     lines = {line.index: line for line in member_histories(summarise(FAMILY))}
     assert sorted(lines) == [0, 1, 2, 3, 4]
     assert [(r.generation, r.fitness) for r in lines[2].results] == [(2, 0.4), (3, 0.6)]
@@ -32,7 +32,7 @@ def test_lines_start_at_their_parents_line():
     assert lines[0].origin is None
 
 
-def test_ancestors_with_every_change():
+def test_ancestors_are_listed_with_their_changes():
     chain = ancestors(summarise(FAMILY), best_member(summarise(FAMILY).generations))
     assert [ancestor.index for ancestor in chain] == [0, 2, 3]
     assert [ancestor.generation for ancestor in chain] == [1, 2, 3]

@@ -26,7 +26,7 @@ def equal(left, right):
 # --- round trips -----------------------------------------------------------------------------------------------------
 
 
-def test_what_was_written_is_read(folder):
+def test_tensors_and_records_round_trip(folder):
     tensors, record = read_checkpoint(folder)
     assert equal(tensors, TENSORS)
     assert record == RECORD
@@ -104,7 +104,7 @@ def test_only_the_tensors_of_one_file_are_alive_while_writing(tmp_path):
     write_checkpoint(tmp_path / "c", tensors, {}, file_bytes=2 * MEGABYTE)
     assert len(tensor_files(tmp_path / "c")) == 2
     assert tensors.asked == list(tensors)
-    # What is alive when a tensor is asked for: those that share its file.
+    # When a tensor is read, only those of the same file are in memory.
     assert [alive - before for alive in tensors.alive] == [0, MEGABYTE, 0, MEGABYTE]
     assert equal(read_checkpoint(tmp_path / "c")[0], dict(Fresh(4)))
 
@@ -120,7 +120,7 @@ def test_further_files_have_plain_names(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["tensors", "files"])
-def test_what_fails_half_way_leaves_the_old_checkpoint_and_no_litter(folder, where):
+def test_a_failed_write_leaves_the_old_checkpoint_and_no_other_files(folder, where):
     def fails():
         raise RuntimeError("out of memory")
 

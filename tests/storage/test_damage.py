@@ -146,13 +146,13 @@ def test_a_forged_file_with_matching_hash_is_still_only_parsed_strictly(folder, 
         read_checkpoint(folder)
 
 
-@pytest.mark.parametrize("place", ["absent", "file", "empty"])
-def test_what_is_no_checkpoint_folder_is_refused(tmp_path, place):
-    if place == "file":
-        (tmp_path / place).write_text("")
-    elif place == "empty":
-        (tmp_path / place).mkdir()
-    refused(tmp_path / place, place)
+@pytest.mark.parametrize("kind", ["absent", "file", "empty"])
+def test_other_paths_than_checkpoint_folders_are_refused(tmp_path, kind):
+    if kind == "file":
+        (tmp_path / kind).write_text("")
+    elif kind == "empty":
+        (tmp_path / kind).mkdir()
+    refused(tmp_path / kind, kind)
 
 
 def test_another_kind_of_checkpoint_is_refused(tmp_path):

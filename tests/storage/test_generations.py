@@ -34,7 +34,7 @@ def test_the_newest_complete_generation_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("present", ["nothing", "empty", "damaged", "others"])
-def test_a_run_without_a_whole_checkpoint(tmp_path, present):
+def test_a_run_without_a_complete_checkpoint_has_no_latest_one(tmp_path, present):
     if present != "nothing":
         (tmp_path / "checkpoints").mkdir()
     if present == "damaged":
@@ -55,7 +55,7 @@ def test_prune_keeps_what_was_written_and_those_before_it(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
-def test_prune_never_costs_the_last_whole_checkpoint(tmp_path, keep):
+def test_prune_keeps_the_last_complete_checkpoint(tmp_path, keep):
     """A run resumed from generation 2 while damaged ones lay ahead writes 3; only damaged ones are older and newer."""
     write(tmp_path, 0, 1, 2, 4, 5)
     for generation in (0, 1, 2, 4, 5):
@@ -100,12 +100,12 @@ def test_a_kill_between_the_two_renames_of_a_replace_loses_nothing(tmp_path):
 # --- kills and order of writes ----------------------------------------------------------------------------------------
 
 
-def die_before_every_operation(place):
+def die_before_every_operation(path):
     """Die right before the k-th operation on a file, for every k until a write gets through.
 
     Each tensor has a file of its own, and the versions differ in the number of tensors.
     """
-    folder, outcomes = Path(place), []
+    folder, outcomes = Path(path), []
 
     def write_version(version):
         tensors = {str(number): torch.full((8,), float(version)) for number in range(2 * version - 1)}
@@ -167,7 +167,7 @@ def test_everything_is_on_disk_before_the_rename_and_the_rename_before_the_retur
     monkeypatch.setattr(Path, "rename", rename)
     tensors = {"a": torch.zeros(2), "b": torch.zeros(3)}
     write_checkpoint(generation_folder(tmp_path, 3), tensors, {}, files={"more": lambda: b"m"}, file_bytes=1)
-    at = next(place for place, (operation, _) in enumerate(log) if operation == "rename")
+    at = next(position for position, (operation, _) in enumerate(log) if operation == "rename")
     temporary = log[at][1]
     parts = {"population.safetensors", "population-00002.safetensors"}
     names = {*parts, "population.json", "more", "manifest.json", temporary}

@@ -39,7 +39,7 @@ def test_events_come_back_in_order_with_their_times(path):
     assert path.read_bytes().isascii()
 
 
-def test_reopening_goes_on_where_it_stopped(path):
+def test_a_reopened_journal_continues(path):
     for event in ("run", "stopped"):
         with closing(Journal(path)) as journal:
             journal.append(event)
@@ -74,22 +74,22 @@ def test_a_kill_at_any_byte_of_the_last_line_costs_only_that_event(path):
         journal.append("generation", generation=1)
         before = path.read_bytes()
         journal.append("generation", generation=2, text="x{}\"'")
-    whole = path.read_bytes()
-    for length in range(len(before), len(whole) + 1):
-        path.write_bytes(whole[:length])
-        survived = length == len(whole)
+    content = path.read_bytes()
+    for length in range(len(before), len(content) + 1):
+        path.write_bytes(content[:length])
+        survived = length == len(content)
         assert kinds(path) == ["run", "generation", "generation"][: 3 if survived else 2]
         with closing(Journal(path)) as journal:
             journal.append("stopped")
         assert kinds(path) == ["run", "generation", *(["generation"] if survived else []), "stopped"]
 
 
-def test_a_kill_at_any_byte_of_the_first_line(path):
+def test_a_kill_at_any_byte_of_the_first_line_leaves_an_empty_journal(path):
     with closing(Journal(path)) as journal:
         journal.append("run", seed=1)
-    whole = path.read_bytes()
-    for length in range(len(whole) - 1):
-        path.write_bytes(whole[:length])
+    content = path.read_bytes()
+    for length in range(len(content) - 1):
+        path.write_bytes(content[:length])
         assert read_journal(path) == []
         with closing(Journal(path)) as journal:
             journal.append("run", seed=2)
@@ -211,7 +211,7 @@ def test_later_events_complete_a_generation():
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "pipe", "folder"])
-def test_what_leads_elsewhere_is_no_journal(tmp_path, kind):
+def test_links_pipes_and_folders_are_no_journal(tmp_path, kind):
     path, elsewhere = tmp_path / "journal.jsonl", tmp_path / "elsewhere"
     if kind == "link":
         elsewhere.write_text(f'{{"event": "run", "journal_version": {VERSION}}}\n')

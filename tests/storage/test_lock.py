@@ -44,8 +44,8 @@ def test_a_folder_locked_by_another_process_is_refused_until_it_ends(tmp_path, h
 
 
 def test_the_content_of_a_lock_file_is_not_trusted(tmp_path, holder):
-    for said in ("", "[1, 2]", '{"pid": "x"}', "\x1b[31m" * 1000):
-        (tmp_path / LOCK).write_text(said)
+    for content in ("", "[1, 2]", '{"pid": "x"}', "\x1b[31m" * 1000):
+        (tmp_path / LOCK).write_text(content)
         with pytest.raises(ValueError, match=f"{tmp_path.name} is in use by another process"):
             DirectoryLock(tmp_path)
 

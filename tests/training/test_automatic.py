@@ -65,8 +65,8 @@ def test_the_search_space_defaults_to_auto_and_explicit_values_are_fixed(values)
     given = parse_config({**values, "hyperparameters": {"lr": 3e-4, "group_size": 4}})
     assert set(given.search_space) == set(DEFAULT_SEARCHED) - {"target_kl", "group_size"}
     assert not parse_config({**values, "search_space": {}}).search_space
-    own = parse_config({**values, "search_space": {"beta": {"choices": [0, 0.1]}}})
-    assert list(own.search_space) == ["beta"]
+    explicit = parse_config({**values, "search_space": {"beta": {"choices": [0, 0.1]}}})
+    assert list(explicit.search_space) == ["beta"]
 
 
 BY_BOTH = FitnessConfig(by="both", racing=True, candidates=3)
@@ -139,9 +139,9 @@ def test_ineffective_hyperparameters_do_not_evolve():
     assert "clip_coef" in parse_config({**QUESTIONS, "hyperparameters": once, **shared}).search_space
     soft = {"agent": {"objective": {"loss_type": "sapo"}}}  # a soft gate instead of a clip
     assert "clip_coef" not in parse_config({**QUESTIONS, **soft}).search_space
-    odd = {"schedule": {"generations": 1, "samples_per_step": 34}, "hyperparameters": {"batch_size": 8}}
+    indivisible = {"schedule": {"generations": 1, "samples_per_step": 34}, "hyperparameters": {"batch_size": 8}}
     with pytest.raises(ValueError, match="group_size must divide"):
-        parse_config({**QUESTIONS, **odd})
+        parse_config({**QUESTIONS, **indivisible})
 
 
 def test_populations_search_missing_hyperparameters():

@@ -79,9 +79,9 @@ def test_a_missing_fingerprint_warns_once(tmp_path):
     list(evolve(tiny_population(1), Silent(tiny_env()), run_dir=tmp_path, **QUICK | {"generations": 1}))
     assert open_run(tmp_path).record.data is None
     for env, reason in ((Silent(tiny_env()), "Silent has no fingerprint"), (tiny_env(), "checkpoint")):
-        with pytest.warns(UserWarning, match=reason) as told:
+        with pytest.warns(UserWarning, match=reason) as caught:
             resume(tmp_path, env, actor_network=tiny_model(), generations=9)
-        assert [each.filename for each in told] == [__file__]
+        assert [each.filename for each in caught] == [__file__]
 
 
 def test_changed_environment_arguments_are_refused(stored_network_run, tmp_path):

@@ -49,9 +49,9 @@ def test_members_population_and_best_have_curves(run):
     logs = logs_of(folder)
     slots = range(len(reports[0].members))
     for name in ("fitness", "reward"):
-        own = [curve(logs, f"{name}/slot_{slot}") for slot in slots]
-        assert [step for step, _ in own[0]] == ([1, 3] if name == "fitness" else [0, 1, 2, 3])
-        at_once = [[value for _, value in each] for each in zip(*own, strict=True)]
+        member_curves = [curve(logs, f"{name}/slot_{slot}") for slot in slots]
+        assert [step for step, _ in member_curves[0]] == ([1, 3] if name == "fitness" else [0, 1, 2, 3])
+        at_once = [[value for _, value in each] for each in zip(*member_curves, strict=True)]
         assert [value for _, value in curve(logs, f"{name}/best")] == pytest.approx([max(each) for each in at_once])
         means = [sum(each) / len(each) for each in at_once]
         assert [value for _, value in curve(logs, f"{name}/mean")] == pytest.approx(means)

@@ -50,8 +50,8 @@ def test_every_step_writes_completions_rewards_and_advantages(tmp_path):
             ]
             assert row["step"] == step
             assert row["rewards/lengths"] == len(row["completion"])
-            odd = int(questions[row["prompt"]]) % 2
-            assert row["rewards/sometimes"] == (None if odd else pytest.approx(len(set(row["completion"])) / 8))
+            is_odd = int(questions[row["prompt"]]) % 2
+            assert row["rewards/sometimes"] == (None if is_odd else pytest.approx(len(set(row["completion"])) / 8))
             total = 0.1 * row["rewards/lengths"] + 2.0 * (row["rewards/sometimes"] or 0.0)
             assert row["reward"] == pytest.approx(total)
     # Repeat the first step: the same rows with the members' advantages.
@@ -59,8 +59,8 @@ def test_every_step_writes_completions_rewards_and_advantages(tmp_path):
     assert [sum(row["index"] == index for row in first) for index in range(3)] == [4, 3, 3]
     learned = same.learn(same.collect(env, step=0, samples_per_step=8, block=4).experience, step=0)
     for slot in range(3):
-        mine = [row["advantage"] for row in first if row["index"] == slot]
-        assert mine == pytest.approx(learned[slot].advantages[: len(mine)], abs=1e-5)
+        advantages = [row["advantage"] for row in first if row["index"] == slot]
+        assert advantages == pytest.approx(learned[slot].advantages[: len(advantages)], abs=1e-5)
     assert any(row["advantage"] for row in first)
     assert [example.index for example in reports[-1].examples] == [m.index for m in reports[-1].members]
     assert {example.step for example in reports[-1].examples} == {3}

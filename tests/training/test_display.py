@@ -53,11 +53,11 @@ def test_a_terminal_shows_the_run(monkeypatch, tmp_path):
         assert sys.stdout is terminal  # stdout is restored between reports
         assert terminal.getvalue().count("\x1b[?25l") == terminal.getvalue().count("\x1b[?25h")
         print("mine", generation.generation)
-    said = CONTROL.sub("", terminal.getvalue())
+    output = CONTROL.sub("", terminal.getvalue())
     for text in ("untrained base: fitness", "mine 1"):
-        assert text in said, text
-    assert said.index("Generation 1 of 2") < said.index("mine 1") < said.index("Generation 2 of 2")
-    assert said.index("mine 2") < said.index("Test: ") < said.index("Finished: ")
+        assert text in output, text
+    assert output.index("Generation 1 of 2") < output.index("mine 1") < output.index("Generation 2 of 2")
+    assert output.index("mine 2") < output.index("Test: ") < output.index("Finished: ")
     for _ in resume(tmp_path / "run", tiny_env(), actor_network=tiny_model(), generations=3):
         pass
     assert "Generation 3 of 3" in CONTROL.sub("", terminal.getvalue())
@@ -118,11 +118,11 @@ def test_a_log_gets_lines_if_requested(capfd):
 
 def test_the_bar_advances_and_names_every_part_of_a_run():
     console = Console(file=io.StringIO(), force_terminal=False)
-    heard = []
+    updates = []
 
     def looking(completion, answer, question):
         assert ("untrained base: fitness" in console.file.getvalue()) is (run.run_state.baseline is not None)
-        heard.append((display._phase().plain, drawn(display)))
+        updates.append((display._phase().plain, drawn(display)))
         return float(len(set(completion)))
 
     run = tiny_run(None, env=tiny_env(reward_fn=looking), generations=2)
@@ -130,7 +130,7 @@ def test_the_bar_advances_and_names_every_part_of_a_run():
     run.callbacks.append(display)
     with display:
         fractions = [0.0, *(display.fraction() for _ in run.reports())]
-    within = [phase for phase, _ in heard]
+    within = [phase for phase, _ in updates]
     parts = ["step 1/2", "step 2/2", "validating"]
     assert list(dict.fromkeys(within)) == [
         "measuring the untrained base",
@@ -139,8 +139,8 @@ def test_the_bar_advances_and_names_every_part_of_a_run():
     ]
     assert fractions == sorted(fractions)
     assert (fractions[0], fractions[-1]) == (0.0, 1.0)
-    assert all("rewarding" in shown for _, shown in heard)
-    assert max(len(line) for _, shown in heard for line in shown.split("\n")) <= 80
+    assert all("rewarding" in shown for _, shown in updates)
+    assert max(len(line) for _, shown in updates for line in shown.split("\n")) <= 80
 
 
 def test_the_star_marks_the_best_member():
@@ -159,13 +159,13 @@ def test_the_star_marks_the_best_member():
         assert f"★ best so far: #{run.run_state.best.index} of generation 1" in table
 
 
-@pytest.mark.parametrize(("width", "told"), [(140, "no learning signal"), (80, "no signal")])
-def test_a_member_with_constant_rewards_is_marked(stored_language_run, width, told):
+@pytest.mark.parametrize(("width", "label"), [(140, "no learning signal"), (80, "no signal")])
+def test_a_member_with_constant_rewards_is_marked(stored_language_run, width, label):
     report = next(each for each in stored_language_run.reports if isinstance(each, GenerationReport))
 
     def with_zero_std(share):
         members = [dataclasses.replace(each, metrics={"frac_reward_zero_std": share}) for each in report.members]
         return drawn(generation_table(dataclasses.replace(report, members=members), [], width, LANGUAGE), width)
 
-    assert with_zero_std(1.0).count(told) == len(report.members)
+    assert with_zero_std(1.0).count(label) == len(report.members)
     assert "equal" not in with_zero_std(0.9)

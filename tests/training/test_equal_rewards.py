@@ -12,18 +12,18 @@ BRIEF |= {"test_questions": 0}
 
 
 def run(env, **schedule):
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in evolve(tiny_population(2), env, **(BRIEF | schedule)):
             pass
-    return [str(each.message) for each in told if "No learning signal" in str(each.message)], told
+    return [str(each.message) for each in caught if "No learning signal" in str(each.message)], caught
 
 
 def test_constant_rewards_warn_once():
-    (message,), told = run(tiny_env(reward_fn=lambda completion, answer, question: -2.5))
+    (message,), caught = run(tiny_env(reward_fn=lambda completion, answer, question: -2.5))
     assert "the first 3 learning steps: all rewards were -2.5" in message
     assert "partial credit" in message
-    assert {each.filename for each in told if str(each.message) == message} == {__file__}  # the user's line
+    assert {each.filename for each in caught if str(each.message) == message} == {__file__}  # the user's line
 
 
 def test_rewards_that_depend_on_the_question_only_warn():

@@ -94,13 +94,13 @@ def test_costs_are_recorded_and_equal_for_equal_group_sizes():
     steps = [report for report in reports if isinstance(report, StepReport)]
     for report in reports:
         if isinstance(report, GenerationReport):
-            own = [step for step in steps if step.generation == report.generation]
+            taken = [step for step in steps if step.generation == report.generation]
             (tokens,) = {member.tokens for member in report.members}
-            assert 3 * tokens == sum(step.tokens for step in own)
+            assert 3 * tokens == sum(step.tokens for step in taken)
             # Sampled once; one pass for the reference and two epochs over the same prompts and completions.
             prompt = len(tiny_env().open("train", [0]).prompts[0])
             assert tokens == 2 * 4 * (2 * prompt + 8 * 6)
-            assert sum(member.seconds for member in report.members) == pytest.approx(sum(s.seconds for s in own))
+            assert sum(member.seconds for member in report.members) == pytest.approx(sum(s.seconds for s in taken))
             assert all(member.seconds > 0 for member in report.members)
 
 
@@ -195,14 +195,14 @@ def test_the_elite_is_unchanged_and_children_copy_their_parents():
 
 
 def test_a_token_limit_ends_a_generation_early(stored_language_run):
-    whole = [report for report in stored_language_run.reports if isinstance(report, StepReport)]
-    budget = whole[0].tokens + whole[1].tokens + whole[2].tokens
+    all_steps = [report for report in stored_language_run.reports if isinstance(report, StepReport)]
+    budget = all_steps[0].tokens + all_steps[1].tokens + all_steps[2].tokens
     reports = finish(tiny_run(None, generations=None, max_tokens=budget))
     assert [type(report) for report in reports] == [
         *(StepReport, StepReport, GenerationReport),
         *(StepReport, GenerationReport, TestReport),
     ]
-    assert [report.tokens for report in reports if isinstance(report, StepReport)] == [s.tokens for s in whole[:3]]
+    assert [report.tokens for report in reports if isinstance(report, StepReport)] == [s.tokens for s in all_steps[:3]]
     assert reports[-2].plan is None
 
 

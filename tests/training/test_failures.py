@@ -105,9 +105,9 @@ def test_a_run_ends_if_all_members_failed(tmp_path):
 
 
 def test_a_failed_member_stays_failed_after_a_resume(tmp_path):
-    run, whole = (with_rates(tmp_path / name, [1e-3, DEADLY], generations=2) for name in ("run", "whole"))
+    run, uninterrupted = (with_rates(tmp_path / name, [1e-3, DEADLY], generations=2) for name in ("run", "whole"))
     stop_after(run, 1)
-    finish(whole)
+    finish(uninterrupted)
     finish(resumed_run(tmp_path / "run"))
     check_same_run(tmp_path / "run", tmp_path / "whole")
 

@@ -83,13 +83,13 @@ def test_factories_and_groups_are_accepted_instead_of_ids(tmp_path):
 @pytest.mark.parametrize("folder", [None, "run"])
 def test_an_extended_run_equals_a_longer_one(folder, tmp_path):
     run_dir = None if folder is None else tmp_path / folder
-    whole = train("CartPole-v1", generations=2, **SMALL)
+    longer = train("CartPole-v1", generations=2, **SMALL)
     parts = train("CartPole-v1", generations=1, run_dir=run_dir, **SMALL)
-    needed = whole.result.timesteps - parts.result.timesteps
+    needed = longer.result.timesteps - parts.result.timesteps
     assert parts.learn(needed) is parts
     assert parts.result.complete
-    assert parts.result.timesteps == whole.result.timesteps
-    for one, other in zip(whole.population, parts.population, strict=True):
+    assert parts.result.timesteps == longer.result.timesteps
+    for one, other in zip(longer.population, parts.population, strict=True):
         assert equal_states(one.state(), other.state())
     if run_dir is not None:
         events = [event["event"] for event in read_journal(run_dir / "journal.jsonl")]

@@ -43,9 +43,9 @@ def validation(questions, slots, answers=None):
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampled_evaluations_depend_on_weights_and_question_only(kind):
     members, env = KINDS[kind]()
-    whole, spent = evaluate_questions(members, env, validation(range(6), (0, 1, 2), answers=3))
+    complete, spent = evaluate_questions(members, env, validation(range(6), (0, 1, 2), answers=3))
     again, _ = evaluate_questions(members, env, validation((4, 1), (2,), answers=3))
-    np.testing.assert_array_equal(again[0], whole[2, [4, 1]])
+    np.testing.assert_array_equal(again[0], complete[2, [4, 1]])
     parts = [evaluate_questions(members, env, validation((number,), (0, 1, 2), answers=3)) for number in range(6)]
     assert tuple(np.sum([tokens for _, tokens in parts], axis=0)) == spent
     members.banks.inherit([1, 1, 1])
@@ -67,22 +67,22 @@ def test_sampled_evaluations_use_the_policys_distribution_and_count_steps():
 
 def test_tokens_of_evaluations_count_prompts_once():
     members, env = language()
-    heard = []
+    rollouts = []
     wrapped = members.sampler.sample
-    asked = validation((0, 1, 2), (1, 2), answers=2)
-    opened = env.open("validation", asked.questions)
+    questions = validation((0, 1, 2), (1, 2), answers=2)
+    opened = env.open("validation", questions.questions)
 
     class Listening:
         def sample(self, rows, *, base=False, on_finished=None):
-            heard.append(wrapped(rows, base=base))
-            return heard[-1]
+            rollouts.append(wrapped(rows, base=base))
+            return rollouts[-1]
 
         def sync(self, slots):
             pass
 
     members.sample_with(Listening())
-    _, tokens = evaluate_questions(members, env, asked)
-    lengths = heard[0].present.sum(1).reshape(2, 6).sum(1).tolist()
+    _, tokens = evaluate_questions(members, env, questions)
+    lengths = rollouts[0].present.sum(1).reshape(2, 6).sum(1).tolist()
     assert list(tokens) == [length + sum(map(len, opened.prompts)) for length in lengths]
 
 
@@ -118,14 +118,14 @@ def test_races_evaluate_prefixes_and_the_leader_completely(unequal, rival):
     best = None if rival is None else Fitness.from_scores(np.linspace(rival, rival + 1, 40).tolist())
     config = FitnessConfig(sampled=True, racing=True)
     found, tokens = measure_fitness(members, [0, 1, 2], env, "validation", config=config, rival=best)
-    whole, _ = measure_fitness(members, [0, 1, 2], env, "validation", config=replace(config, racing=False))
-    asked = {slot: len(fitness.scores) for slot, fitness in found.items()}
+    complete, _ = measure_fitness(members, [0, 1, 2], env, "validation", config=replace(config, racing=False))
+    counts = {slot: len(fitness.scores) for slot, fitness in found.items()}
     for slot, fitness in found.items():
-        assert fitness.scores == whole[slot].scores[: asked[slot]]
-        assert tokens[slot] == asked[slot]
-    assert max(asked[1], asked[2]) < 40
-    assert asked[0] == (max(asked[1], asked[2]) if rival == 1e6 else 40)
-    gap = np.subtract(found[2].scores, found[0].scores[: asked[2]]).mean()
+        assert fitness.scores == complete[slot].scores[: counts[slot]]
+        assert tokens[slot] == counts[slot]
+    assert max(counts[1], counts[2]) < 40
+    assert counts[0] == (max(counts[1], counts[2]) if rival == 1e6 else 40)
+    gap = np.subtract(found[2].scores, found[0].scores[: counts[2]]).mean()
     assert found[2].mean == pytest.approx(found[0].mean + gap)
 
 
@@ -166,8 +166,8 @@ def test_rollout_fitness_evaluates_only_the_test():
     run = step_run(None, fitness="rollouts", env=env, generations=2, samples_per_step=8, options={"hp_config": None})
     reports = finish(run)
     first = next(report for report in reports if isinstance(report, StepReport))
-    every = [member.reward for member in first.learned.values()]
-    assert run.result.baseline.mean == pytest.approx(sum(every) / len(every))
+    rewards = [member.reward for member in first.learned.values()]
+    assert run.result.baseline.mean == pytest.approx(sum(rewards) / len(rewards))
     assert run.result.evaluation == run.result.test.cost
     assert run.result.test.cost.tokens > 0
 
@@ -202,13 +202,17 @@ class Doors(gymnasium.Env):
         return np.zeros(1, np.float32), float(found), bool(found or not self.left_over), False, {}
 
 
-@pytest.mark.parametrize(("tries", "way", "blind"), [(12, {}, 1), (12, {"sampled": True}, 0)])
-def test_a_large_gap_between_greedy_and_training_rewards_warns_once(tries, way, blind, recwarn):
+@pytest.mark.parametrize(("tries", "fitness", "warnings_expected"), [(12, {}, 1), (12, {"sampled": True}, 0)])
+def test_a_large_gap_between_greedy_and_training_rewards_warns_once(tries, fitness, warnings_expected, recwarn):
     env = GymnasiumGroups(lambda: Doors(tries), validation_size=40, test_size=2)
     finish(
-        step_run(None, size=2, env=env, fitness=way, samples_per_step=32, generations=2, options={"hp_config": None})
+        step_run(
+            None, size=2, env=env, fitness=fitness, samples_per_step=32, generations=2, options={"hp_config": None}
+        )
     )
-    assert sum("with greedy answers to validation questions" in str(each.message) for each in recwarn) == blind
+    assert (
+        sum("with greedy answers to validation questions" in str(each.message) for each in recwarn) == warnings_expected
+    )
 
 
 def test_fitness_by_both_plans_by_rollouts_and_selects_the_best_on_validation(tmp_path):
@@ -279,5 +283,5 @@ def test_discarded_groups_of_dynamic_sampling_count():
     constant = tiny_env(reward_fn=lambda completion, answer, question: float(question.startswith(("1", "2", "3"))))
     collected = population.collect(constant, step=0, samples_per_step=16, block=8)
     starts = constant.open("train", collected.starts[:4]).questions
-    wanted = {place: float(question.startswith(("1", "2", "3"))) for place, question in enumerate(starts)}
-    assert collected.earned == {0: wanted, 1: wanted}
+    expected = {index: float(question.startswith(("1", "2", "3"))) for index, question in enumerate(starts)}
+    assert collected.earned == {0: expected, 1: expected}

@@ -44,9 +44,9 @@ def test_without_a_limit_the_machines_memory_counts(tmp_path):
 
 
 def test_processes_on_one_machine_share_the_memory():
-    there = process_memory()
+    available = process_memory()
     for count, fits in ((2, True), (3, False)):
-        need = MemoryNeed(size=there * 2 // 5, device="cpu", savings="population.size", processes=count)
+        need = MemoryNeed(size=available * 2 // 5, device="cpu", savings="population.size", processes=count)
         assert need.total == count * need.size
         if fits:
             check_memory(need)
@@ -93,9 +93,9 @@ def test_shared_samples_count(experience, others):
     """250 bytes per shared action."""
     env = GymnasiumGroups("CartPole-v1", max_episode_steps=10**7, validation_size=2, test_size=2)
     population = GRPO.population(3, env.observation_space, env.action_space, network=NetworkConfig(hidden=(4,)))
-    own = TASK_TYPES["networks"].memory_need(population, env, Schedule(generations=1, samples_per_step=64), None)
+    own_need = TASK_TYPES["networks"].memory_need(population, env, Schedule(generations=1, samples_per_step=64), None)
     shared = shared_experience(experience)
     need = TASK_TYPES["networks"].memory_need(population, env, Schedule(generations=1, samples_per_step=64), shared)
-    assert need.size - own.size == others * 3 * 64 * 10**7 * 250
+    assert need.size - own_need.size == others * 3 * 64 * 10**7 * 250
     with pytest.raises(ValueError, match=f"needs about {need.size / 1e9:,.0f} GB"):
         evolve(population, env, generations=1, samples_per_step=64, experience=experience)

@@ -77,8 +77,8 @@ def test_mutations_that_cannot_be_found_again_are_refused_first():
             check_resumable(strategy)
     with pytest.raises(ValueError, match=r"settings of .*:Sealed.*width"):
         check_resumable(Tournament(mutation=Sealed(0.1)))
-    for own in (halved, Gaussian(width=0.3)):
-        check_resumable(Tournament(mutation=own))
+    for mutation in (halved, Gaussian(width=0.3)):
+        check_resumable(Tournament(mutation=mutation))
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ def start_or_resume(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def uninterrupted(tmp_path_factory):
     """Return the folder of a run that was never killed."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     start_or_resume(folder)
@@ -74,7 +74,7 @@ def killed_at(operation: int, folder: Path) -> bool:
 
 
 @pytest.mark.slow
-def test_a_run_killed_before_any_file_operation_ends_as_if_never_killed(whole, tmp_path):
+def test_a_run_killed_before_any_file_operation_ends_as_if_never_killed(uninterrupted, tmp_path):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -84,7 +84,7 @@ def test_a_run_killed_before_any_file_operation_ends_as_if_never_killed(whole, t
             if (folder / "journal.jsonl").exists():
                 read_journal(folder / "journal.jsonl")
             start_or_resume(folder)
-            check_same_run(folder, whole)
+            check_same_run(folder, uninterrupted)
             assert not [path for path in folder.rglob(".*") if path.name != ".lock"]
             shutil.rmtree(folder)
             if ended:
@@ -95,26 +95,26 @@ def test_a_run_killed_before_any_file_operation_ends_as_if_never_killed(whole, t
 
 
 @pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 6))])
-def test_a_run_killed_again_and_again_ends_as_if_never_killed(whole, tmp_path, number):
+def test_a_run_killed_again_and_again_ends_as_if_never_killed(uninterrupted, tmp_path, number):
     rng, folder = generator(number, "kills"), tmp_path / "run"
     for _ in range(6):
         if killed_at(int(rng.integers(1, 120)), folder):
             break
     start_or_resume(folder)
-    check_same_run(folder, whole)
+    check_same_run(folder, uninterrupted)
 
 
 def damaged(content: bytes, rng) -> list[bytes]:
     """Return a file cut off, and with one bit changed, at a random byte."""
-    place = int(rng.integers(len(content)))
+    position = int(rng.integers(len(content)))
     changed = bytearray(content)
-    changed[place] ^= 1 << int(rng.integers(8))
-    return [content[:place], bytes(changed)]
+    changed[position] ^= 1 << int(rng.integers(8))
+    return [content[:position], bytes(changed)]
 
 
-def test_damage_at_any_byte_of_the_journal_is_found(whole, tmp_path):
+def test_damage_at_any_byte_of_the_journal_is_found(uninterrupted, tmp_path):
     """Checkpoints that fit the beginning of the journal are used; others are refused, and nothing is lost."""
-    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    folder = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
     journal = folder / "journal.jsonl"
     content = journal.read_bytes()
     ends = {number: read_checkpoint(generation_folder(folder, number))[1]["journal"]["bytes"] for number in (1, 2)}
@@ -134,12 +134,12 @@ def test_damage_at_any_byte_of_the_journal_is_found(whole, tmp_path):
             assert open_run(folder).folder == generation_folder(folder, max(usable))
             copy = Path(shutil.copytree(folder, tmp_path / f"{number} {len(bytes_)}"))
             start_or_resume(copy)
-            check_same_run(copy, whole)
+            check_same_run(copy, uninterrupted)
     assert outcomes >= {0, 1}
 
 
-def test_killed_between_the_end_and_its_checkpoint_the_run_is_complete_and_tested_again(whole, tmp_path):
-    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+def test_killed_between_the_end_and_its_checkpoint_the_run_is_complete_and_tested_again(uninterrupted, tmp_path):
+    folder = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
     shutil.rmtree(generation_folder(folder, 2))  # holds `tested` and `ended`
     summary = summarise(read_journal(folder / "journal.jsonl"))
     assert summary.test is not None
@@ -147,7 +147,7 @@ def test_killed_between_the_end_and_its_checkpoint_the_run_is_complete_and_teste
     run = resumed_run(folder)
     assert run.run_state.tested is None
     finish(run)
-    check_same_run(folder, whole)
+    check_same_run(folder, uninterrupted)
 
 
 def test_a_generation_costs_the_same_at_any_length(tmp_path):
@@ -160,14 +160,14 @@ def test_a_generation_costs_the_same_at_any_length(tmp_path):
             length = (tmp_path / "run" / "journal.jsonl").stat().st_size
             sizes.append((sum(path.stat().st_size for path in files), length - journal))
             journal = length
-    checkpoints, events = ([each[place] for each in sizes] for place in (0, 1))
+    checkpoints, events = ([each[index] for each in sizes] for index in (0, 1))
     for values in (checkpoints, events[1:]):  # the first also has the run event
         assert max(values[-3:]) < 1.3 * max(values[1:4])
 
 
-def test_a_journal_that_is_no_journal_is_refused(whole, tmp_path):
-    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+def test_a_journal_that_is_no_journal_is_refused(uninterrupted, tmp_path):
+    folder = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
     (folder / "journal.jsonl").unlink()
-    (folder / "journal.jsonl").symlink_to(whole / "journal.jsonl")
+    (folder / "journal.jsonl").symlink_to(uninterrupted / "journal.jsonl")
     with pytest.raises((CheckpointError, JournalError)):
         open_run(folder)

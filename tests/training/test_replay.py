@@ -40,9 +40,9 @@ def learnt_with(folder, line):
     for event in events:
         if event["event"] == "step" and event["generation"] in line:
             index = line[event["generation"]]
-            (own,) = [each for each in event["members"] if each["index"] == index]
+            (member,) = [each for each in event["members"] if each["index"] == index]
             (known,) = [each for each in members[event["generation"]] if each["index"] == index]
-            rows.append((own["learning_rate"], known["hyperparameters"]))
+            rows.append((member["learning_rate"], known["hyperparameters"]))
     return rows
 
 
@@ -51,13 +51,13 @@ def line_by_hand(folder):
     events = read_journal(folder / "journal.jsonl")
     generations = {event["generation"]: event["members"] for event in latest_generations(events)}
     index = next(event["index"] for event in reversed(events) if event["event"] == "test")
-    own = [
+    results = [
         (each["fitness"], -number) for number, all_ in generations.items() for each in all_ if each["index"] == index
     ]
-    line, number = {}, -max(own)[1]
+    line, number = {}, -max(results)[1]
     while number:
-        here = next((each for each in generations[number] if each["index"] == index), None)
-        if here is None:
+        member = next((each for each in generations[number] if each["index"] == index), None)
+        if member is None:
             after = next(each for each in generations[number + 1] if each["index"] == index)
             index = after["parent"]
             continue
@@ -74,8 +74,8 @@ def test_a_replay_uses_the_hyperparameters_of_the_winners_lineage(found, tmp_pat
     expected = learnt_with(found, line)
     assert len({str(values) for _, values in expected}) > 1  # the schedule has changes
     events = latest_generations(read_journal(tmp_path / "run" / "journal.jsonl"))
-    own = {number: event["members"][0]["index"] for number, event in enumerate(events, start=1)}
-    assert learnt_with(tmp_path / "run", own) == expected
+    indices = {number: event["members"][0]["index"] for number, event in enumerate(events, start=1)}
+    assert learnt_with(tmp_path / "run", indices) == expected
 
 
 def test_a_replay_uses_the_same_micro_batches(tmp_path):
@@ -107,22 +107,22 @@ SECTIONS = {
 
 
 @pytest.mark.filterwarnings("ignore:No learning signal")
-@pytest.mark.parametrize("own", [{"experience": "shared"}, {"fitness": "both"}])
-def test_a_configured_run_is_replayed_with_its_settings(tmp_path, own):
+@pytest.mark.parametrize("setting", [{"experience": "shared"}, {"fitness": "both"}])
+def test_a_configured_run_is_replayed_with_its_settings(tmp_path, setting):
     settings = {name: value for part in SECTIONS.values() for name, value in part.items()}
-    train("CartPole-v1", run_dir=tmp_path / "run", progress=False, strategy=EVENTFUL, **settings, **own)
+    train("CartPole-v1", run_dir=tmp_path / "run", progress=False, strategy=EVENTFUL, **settings, **setting)
     stored = HyperparameterSchedule.read(tmp_path / "run")
     stored.write(tmp_path / "found.yaml")
-    if "experience" in own:
+    if "experience" in setting:
         with pytest.warns(UserWarning, match="shared experience"):
             config = HyperparameterSchedule.read(tmp_path / "found.yaml").config(["seed=3"])
     else:
         run = replay(tmp_path / "found.yaml", run_dir=tmp_path / "again", overrides=["seed=3"], progress=False).finish()
         assert run.result.generations == sum(len(stage.generations) for stage in stored.stages)
         config = load_config(tmp_path / "again" / "config.yaml")
-    began = load_config(tmp_path / "run" / "config.yaml")
+    original = load_config(tmp_path / "run" / "config.yaml")
     assert (config.seed, config.population.size) == (3, 1)
-    assert (config.task, config.agent, config.fitness) == (began.task, began.agent, began.fitness)
+    assert (config.task, config.agent, config.fitness) == (original.task, original.agent, original.fitness)
 
 
 @pytest.mark.parametrize(

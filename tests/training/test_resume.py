@@ -36,7 +36,7 @@ LAST = 3 * 2  # learning steps of a stored run
 
 
 @pytest.fixture(scope="module")
-def whole(stored_language_run):
+def uninterrupted(stored_language_run):
     """Return the folder of an uninterrupted run."""
     assert any(event["plan"]["children"] for event in stored_language_run.events("generation") if event["plan"])
     return stored_language_run.folder
@@ -106,16 +106,16 @@ SLOW_RUNS = {  # test_shared_runs.py resumes a run with samples per member and s
 def test_a_run_stopped_twice_resumes_equal(name, tmp_path):
     settings = {"start": step_run, "strategy": lambda: Tournament(z=0.0)} | (QUICK_RUNS | SLOW_RUNS)[name]
     start, strategy = settings.pop("start"), settings.pop("strategy")
-    whole = start(tmp_path / "whole", strategy=strategy(), **settings)
-    finish(whole)
+    uninterrupted = start(tmp_path / "whole", strategy=strategy(), **settings)
+    finish(uninterrupted)
     stop_after(start(tmp_path / "run", strategy=strategy(), **settings), 2)  # before an evaluation
     stop_after(resumed_run(tmp_path / "run", strategy=strategy()), 3)  # within a generation
     again = resumed_run(tmp_path / "run", strategy=strategy())
     finish(again)
     check_same_run(tmp_path / "run", tmp_path / "whole")
-    assert again.result.best == whole.result.best
+    assert again.result.best == uninterrupted.result.best
     assert [record.fitness for each in again.run_state.history for record in each.slots] == [
-        record.fitness for each in whole.run_state.history for record in each.slots
+        record.fitness for each in uninterrupted.run_state.history for record in each.slots
     ]
 
 
@@ -128,14 +128,14 @@ def test_a_loop_left_between_generations_resumes(stored_network_run, tmp_path, g
     check_same_run(tmp_path / "run", stored_network_run.folder)
 
 
-def test_the_interval_of_evaluations_does_not_affect_training(whole, tmp_path):
+def test_the_interval_of_evaluations_does_not_affect_training(uninterrupted, tmp_path):
     run = tiny_run(tmp_path / "run")
     env = tiny_env()
     for report in run.reports():
         if isinstance(report, StepReport):
             run.population[0].test(env)
             run.population[1].get_action(env.reset()[0], training=False)
-    check_same_run(tmp_path / "run", whole)
+    check_same_run(tmp_path / "run", uninterrupted)
 
 
 class Overthrow(Stateless):
@@ -173,15 +173,15 @@ def test_the_order_of_questions_is_kept_without_the_members_that_caused_it(tmp_p
     check_same_run(tmp_path / "run", tmp_path / "whole")
 
 
-def test_a_folder_without_a_run_and_another_base_are_refused(whole, tmp_path):
+def test_a_folder_without_a_run_and_another_base_are_refused(uninterrupted, tmp_path):
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         open_run(tmp_path)
     with pytest.raises(CheckpointError, match="fingerprint"):
-        open_run(whole).restore(tiny_model(seed=1))
+        open_run(uninterrupted).restore(tiny_model(seed=1))
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_random_moments_ends_as_if_never_killed(whole, tmp_path):
+def test_a_run_killed_at_random_moments_ends_as_if_never_killed(uninterrupted, tmp_path):
     """Real kills, -9, of a training process; every restart continues from the last complete generation."""
     context = multiprocessing.get_context("fork")  # children start at once, with everything imported
     delays = random.Random(0)
@@ -196,7 +196,7 @@ def test_a_run_killed_at_random_moments_ends_as_if_never_killed(whole, tmp_path)
         process.join()
         assert process.exitcode in (0, -signal.SIGKILL)
         if process.exitcode == 0:
-            check_same_run(folder, whole)
+            check_same_run(folder, uninterrupted)
             finished += 1
             patience /= 2  # the kill came too late
         else:
@@ -205,8 +205,8 @@ def test_a_run_killed_at_random_moments_ends_as_if_never_killed(whole, tmp_path)
             patience *= 1.0 if under_way else 1.5  # a slow machine gets more time
 
 
-def test_leftovers_of_a_kill_are_removed_on_resume(whole, tmp_path):
-    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+def test_leftovers_of_a_kill_are_removed_on_resume(uninterrupted, tmp_path):
+    folder = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
     before = sorted(path.relative_to(folder) for path in folder.rglob("*"))
     junk = [
         folder / "checkpoints" / f".generation-0004.temporary-{'0' * 32}" / "population.json",
@@ -230,16 +230,16 @@ def test_a_resumed_run_is_not_written_by_its_previous_owner(tmp_path):
     next(reports)
     best = resumed_run(tmp_path / "run")
     finish(best)
-    told = events_of(tmp_path / "run")
+    events = events_of(tmp_path / "run")
     with pytest.raises(ValueError, match="no longer writes into"):
         list(reports)
-    assert events_of(tmp_path / "run") == told
+    assert events_of(tmp_path / "run") == events
 
 
 def test_checkpoints_within_generations_limit_the_loss(stored_network_run, tmp_path):
-    def begun(every: int) -> int:
-        run = stored_network_run.start(tmp_path / f"run-{every}")
-        run.run_dir.logging = LoggingConfig(tensorboard=False, checkpoint_steps=every)
+    def begun(steps: int) -> int:
+        run = stored_network_run.start(tmp_path / f"run-{steps}")
+        run.run_dir.logging = LoggingConfig(tensorboard=False, checkpoint_steps=steps)
         reports = run.reports()
         for _ in range(5):  # two steps and their generation, then two more steps
             last = next(reports)

@@ -79,14 +79,14 @@ def played(run):
 
 
 def test_a_run_ends_with_the_step_that_reaches_the_limit():
-    whole = played(step_run(None))
-    for budget, steps in ((whole[2], 3), (whole[2] + 1, 4)):
+    timesteps = played(step_run(None))
+    for budget, steps in ((timesteps[2], 3), (timesteps[2] + 1, 4)):
         run = step_run(None, generations=None, max_timesteps=budget)
         reports = finish(run)
         assert sum(isinstance(report, StepReport) for report in reports) == steps
         assert isinstance(reports[-2], GenerationReport)  # every trained generation is evaluated
         assert isinstance(reports[-1], TestReport)
-        assert run.result.timesteps == reports[-2].timesteps == whole[steps - 1] < run.result.tokens
+        assert run.result.timesteps == reports[-2].timesteps == timesteps[steps - 1] < run.result.tokens
         assert run.result.complete
         assert run.result.reason == f"max_timesteps {budget:,} reached"
         assert RunDisplay(Console(), run).fraction() == 1.0

@@ -28,7 +28,7 @@ def test_members_learn_from_shared_samples_and_costs_count_once(kind, tmp_path):
     assert all(each.failed is None for each in learned)
     first = learned[:3]
     assert len({each.samples for each in first}) == 1
-    assert first[0].samples % 24 == 0  # of all three members, in a team of all agents
+    assert first[0].samples % 24 == 0  # the samples of all three members (in a team, of all their agents)
     assert all({"shared_ess", "shared_outside", "shared_share"} <= set(each.metrics) for each in first)
     events = read_journal(tmp_path / "run" / "journal.jsonl")
     assert events[0]["experience"] == dump(SHARED)

@@ -84,9 +84,9 @@ class TaskTypeTestCase(ABC):
         assert len(population) == prepared.config.population.size
         assert population.members.kind == kind.word
         population.check(prepared.env)
-        for mine, yours in zip(population, kind.prepare(parse_config(given)).population(), strict=True):
-            assert mine.hyperparameters == yours.hyperparameters
-            assert equal_states(mine.state(), yours.state())
+        for member, same in zip(population, kind.prepare(parse_config(given)).population(), strict=True):
+            assert member.hyperparameters == same.hyperparameters
+            assert equal_states(member.state(), same.state())
 
     def test_a_run_trains_stores_resumes_and_is_reported(self, kind, prepared, given, tmp_path):
         folder = tmp_path / "run"

@@ -53,25 +53,25 @@ def members(env, size=3):
 
 def run(env, *, size=3, **schedule):
     """Run to the end; return the run and its warnings."""
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        going = evolve(members(env, size), env, **{"steps_per_generation": 2, "samples_per_step": 8} | schedule)
-        list(going)
-    return going, [str(warning.message) for warning in said]
+        finished = evolve(members(env, size), env, **{"steps_per_generation": 2, "samples_per_step": 8} | schedule)
+        list(finished)
+    return finished, [str(warning.message) for warning in caught]
 
 
 @pytest.mark.parametrize("limit", [0.1, 60.0])
 def test_a_step_begins_only_if_a_step_an_evaluation_and_the_test_still_fit(clock, limit):
     # 25 steps an episode: a step takes 6 s, an evaluation of three members 12 s, that of the base 4 s, the test 16 s.
     env, before = costly(clock, validation_size=16, test_size=32), clock.now
-    going, said = run(env, max_seconds=limit)
-    result = going.result
+    finished, messages = run(env, max_seconds=limit)
+    result = finished.result
     assert result.complete
     assert result.seconds == pytest.approx(clock.now - before)
     assert result.test is not None or not result.steps
     if limit < 12 + 16 + 4:
         assert not result.steps
-        assert any("fewer members (now 3) or a smaller samples_per_step (now 8)" in words for words in said)
+        assert any("fewer members (now 3) or a smaller samples_per_step (now 8)" in words for words in messages)
     else:
         assert limit - 6 - 12 <= result.seconds <= limit
         assert result.reason == f"max_seconds {limit:g} reached"
@@ -80,8 +80,8 @@ def test_a_step_begins_only_if_a_step_an_evaluation_and_the_test_still_fit(clock
 
 def test_one_part_may_exceed_the_limit_and_the_end_says_by_how_much(clock):
     env, before = costly(clock, growth=10.0, after=60.0, validation_size=16, test_size=32), clock.now
-    going, _ = run(env, max_seconds=100.0)
-    result = going.result
+    finished, _ = run(env, max_seconds=100.0)
+    result = finished.result
     assert result.generations > 0
     assert result.test is not None
     over = clock.now - before - 100.0
@@ -128,9 +128,9 @@ def test_time_that_ran_out_while_the_last_generation_was_saved_stays_spent(clock
 
 def test_the_callers_own_time_between_reports_is_not_counted(clock):
     env = costly(clock)
-    going = evolve(members(env, 1), env, generations=2, steps_per_generation=2, samples_per_step=8, max_seconds=1000.0)
-    for _ in going.trainer.reports():  # after every step
+    timed = evolve(members(env, 1), env, generations=2, steps_per_generation=2, samples_per_step=8, max_seconds=1000.0)
+    for _ in timed.trainer.reports():  # after every step
         clock.now += 5000.0
-    assert going.result.steps == 4
-    assert going.result.reason == "2 generations"
-    assert going.result.seconds < 1000.0
+    assert timed.result.steps == 4
+    assert timed.result.reason == "2 generations"
+    assert timed.result.seconds < 1000.0

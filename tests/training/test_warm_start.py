@@ -64,16 +64,16 @@ VALUES = {
 def test_values_outside_the_space_move_to_the_nearest_with_a_warning(seed):
     rng = np.random.default_rng(seed)
     earlier = [
-        replace(FIRST, **{name: values[rng.integers(3)] for name, values in VALUES.items()}, temperature=0.5 + place)
-        for place in range(4)
+        replace(FIRST, **{name: values[rng.integers(3)] for name, values in VALUES.items()}, temperature=0.5 + number)
+        for number in range(4)
     ]
     founders, words = warm_start_founders(earlier, FIRST, SPACE, 8)
-    told = " ".join(words)
+    warning = " ".join(words)
     for record in earlier:
         for name, parameter in SPACE.items():
             value = getattr(record, name)
             inside = value is None or parameter.closest(value) == value
-            assert (f"{name} {value} -> " in told) == (not inside)
+            assert (f"{name} {value} -> " in warning) == (not inside)
     for founder in founders:
         for name, parameter in SPACE.items():
             value = getattr(founder, name)
@@ -131,10 +131,10 @@ def test_a_configuration_names_the_earlier_run_and_stores_the_founders(stored_ne
     stored = yaml.safe_load((folder / "config.yaml").read_text())
     assert stored["population"]["like"] == str(earlier)
     assert stored["population"]["founders"] == [each.to_json() for each in found]
-    own = load_config(folder / "config.yaml").search_space
+    space = load_config(folder / "config.yaml").search_space
     for birth, record in zip(run.population.lineage, found, strict=False):
-        assert birth.hyperparameters.lr == own["lr"].closest(record.lr)
-        assert birth.hyperparameters.clip_coef == own["clip_coef"].closest(record.clip_coef)
+        assert birth.hyperparameters.lr == space["lr"].closest(record.lr)
+        assert birth.hyperparameters.clip_coef == space["clip_coef"].closest(record.clip_coef)
     # The earlier run may be deleted by then.
     stored["population"]["like"] = str(tmp_path / "gone")
     assert parse_config(stored).founders == load_config(folder / "config.yaml").founders

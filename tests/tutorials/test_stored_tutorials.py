@@ -50,11 +50,11 @@ def test_every_notebook_has_its_text():
     assert sorted(execute.HERE.glob("*.ipynb")) == [source.with_suffix(".ipynb") for source in execute.TUTORIALS]
 
 
-@pytest.mark.parametrize("place", ["/home/ann/runs", r"C:\Users\ann", "'/opt/lib/x'", "(/var/lib)"])
-def test_machine_paths_are_detected_in_any_output(place):
+@pytest.mark.parametrize("path", ["/home/ann/runs", r"C:\Users\ann", "'/opt/lib/x'", "(/var/lib)"])
+def test_machine_paths_are_detected_in_any_output(path):
     for output in (
-        new_output("stream", text=f"see {place}"),
-        new_output("execute_result", {"text/html": f"<p>{place}</p>"}),
+        new_output("stream", text=f"see {path}"),
+        new_output("execute_result", {"text/html": f"<p>{path}</p>"}),
     ):
         (problem,) = execute.problems(notebook(figure(), output))
         assert "path" in problem
