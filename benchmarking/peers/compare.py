@@ -77,7 +77,7 @@ Row = tuple[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Where runs happen and how long they are.
+    """Hardware and length of the runs.
 
     Attributes:
         folder: Cache for environments and the runs' logs.
