@@ -42,6 +42,7 @@ _SMALLER = {
     r"lr=1e-4, group_size=8\)": "lr=1e-4, group_size=8, max_output_tokens=4)",
     r'render_mode="human"\), episodes=3': 'render_mode="human", max_episode_steps=20), episodes=1',
     r"range\(2, 60\)": "range(2, 12)",
+    r"from my_reward import correct\n": "",  # defined by the block before
 }
 LANGUAGE = """
 import evogrpo
