@@ -221,14 +221,15 @@ def evolve(
         population: The members; changed in place.
         env: Environment they act in.
         strategy: Rule of selection and mutation: a strategy, its class, or the name of a built-in one such as
-            "tournament". None = `Narrowing()` for small networks, `Tournament()` for language models. With a
-            `run_dir`, a custom class must be defined in an importable module other than the program itself, so that
-            the run can be resumed.
+            "tournament". None = `Narrowing()` for small networks without normalised observations, otherwise
+            `Tournament()`. With a `run_dir`, a custom class must be defined in an importable module other than the
+            program itself, so that the run can be resumed.
         experience: "own" = every member learns from its own samples; "shared", or a `SharedExperience` with settings =
-            from those of others as well. None = "shared" for small networks without a `strategy` and for `Leader`,
-            otherwise "own".
+            from those of others as well. None = "shared" if `strategy` is None and stands for `Narrowing()`, and for
+            `Leader`, otherwise "own".
         fitness: Measure of fitness: "validation", "rollouts" or "both", or a mapping of the settings of
-            `evogrpo.evolution.FitnessConfig`. None = "both" with shared experience, otherwise "validation".
+            `evogrpo.evolution.FitnessConfig`. None = "both" with shared experience and several steps per generation,
+            otherwise "validation".
         run_dir: Directory for journal, checkpoints, the best member and TensorBoard logs; None = keep no records.
         keep_checkpoints: See `evogrpo.training.configuration.sections.LoggingConfig`.
         checkpoint_steps: See `LoggingConfig`.

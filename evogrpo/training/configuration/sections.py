@@ -142,8 +142,8 @@ class Config:
         search_space: Hyperparameters that may evolve, with their ranges.
         population: Number of members and their start.
         strategy: Rule of selection and mutation, with its settings: a name in `evogrpo.evolution.strategies`, or a
-            class as "path.py:Class" or "module:Class", or a plugin. Default: "narrowing" for small networks,
-            "tournament" for language models.
+            class as "path.py:Class" or "module:Class", or a plugin. Default: "narrowing" for small networks
+            without normalised observations, otherwise "tournament".
         experience: "own" if each member learns from its own samples, "shared", or settings of
             `evogrpo.evolution.SharedExperience`. Default: "shared" for small networks without a `strategy` and for the
             strategy "leader", otherwise "own".
