@@ -186,7 +186,7 @@ class Needs(gymnasium.Wrapper):
         ({"max_episode_steps": 0}, "max_episode_steps must be at least 1"),
         ({"vectorization": "sync"}, '"auto", "native", "serial" or "processes", got \'sync\''),
         ({"env": Odd, "vectorization": "native"}, "vectorization"),
-        ({"env": lambda: TimeLimit(Odd(), 20), "max_episode_steps": 100}, "max_episode_steps must be at most 20.* 100"),
+        ({"env": lambda: TimeLimit(Odd(), 20), "max_episode_steps": 100}, "at most the environment's 20, got 100"),
         ({"wrappers": ["FlattenObservation"]}, "'FlattenObservation' must be a subclass of gymnasium.Wrapper"),
         ({"wrappers": [VectorWrapper]}, "wrapper NormalizeReward must be a subclass of gymnasium.Wrapper"),
         ({"wrappers": [TransformReward]}, "wrapper TransformReward.*func"),
