@@ -259,11 +259,10 @@ assert SHORT or gap["gamed"] > 0.4 > gap["honest"]
 # diverge: the reward is close to 1, and few answers are correct. On the right,
 # `is_answer` is the training reward, and both functions increase together.
 #
-# Read the completions of the second model again. All six name the *second*
-# number. Is that another shortcut? A model that always names the second number
-# is correct half of the time. This one is correct in 83 % ± 5 of the test
-# questions, so it learnt more than that. The habit is still right: when a
-# reward increases, read samples.
+# Read the completions of the second model again. All six are correct, and the
+# correct number is the first in two questions and the second in four. So the
+# model does not just name a position. It is correct in 83 % ± 5 of the test
+# questions. When a reward increases, read samples.
 #
 # The test split could not reveal the problem. It is disjoint from training, but
 # it uses the same wrong reward. A second function with weight 0 and a look at
