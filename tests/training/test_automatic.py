@@ -92,10 +92,11 @@ class TestDefaultsOfEvolution:
             ({"strategy": "random_search", "experience": "shared"}, (RandomSearch(), SharedExperience(), BY_BOTH)),
             ({"experience": "own"}, (Narrowing(), None, FitnessConfig())),
             ({"fitness": "validation"}, (Narrowing(), SharedExperience(), FitnessConfig())),
+            ({"experience": {"min_ess": 0}}, (Narrowing(), SharedExperience(min_ess=0), FitnessConfig())),
             ({"population": {"size": 1}}, SEPARATE),
             ({"agent": {"normalise_observations": True}}, SEPARATE),
         ],
-        ids=["strategy", "strategy and experience", "experience", "fitness", "one member", "statistics"],
+        ids=["strategy", "strategy and experience", "experience", "fitness", "all sources", "one member", "statistics"],
     )
     def test_settings_keep_the_defaults_of_others(self, changes, expected):
         assert evolution_of(PLAY, **changes) == expected

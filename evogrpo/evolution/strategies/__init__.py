@@ -80,7 +80,7 @@ def with_defaults(
     Args:
         strategy: Rule of selection and mutation.
         experience: Whose samples members learn from; see `shared_experience`.
-        fitness: Measure of fitness.
+        fitness: Measure of fitness. Training rewards cannot compare members with shared experience if `min_ess` is 0.
         can_share: The members are networks that can learn from each other's samples.
         steps_per_generation: Learning steps between selections. After a single one there are no samples that members
             have not learned from, so that training rewards cannot compare members with shared experience.
@@ -91,6 +91,6 @@ def with_defaults(
     if strategy is None:
         strategy = Narrowing() if can_share else Tournament()
     if fitness is None:
-        by_rewards = shared is not None and steps_per_generation > 1
+        by_rewards = shared is not None and shared.min_ess > 0 and steps_per_generation > 1
         fitness = FitnessConfig(by="both", racing=True, candidates=3) if by_rewards else FitnessConfig()
     return strategy, shared, fitness

@@ -73,7 +73,7 @@ def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) 
     from evogrpo.evolution.strategies import with_defaults
 
     parsed["strategy"], parsed["experience"], parsed["fitness"] = with_defaults(
-        strategy or parsed.get("strategy"),
+        parsed.get("strategy") if strategy is None else strategy,
         values.get("experience"),
         parsed.get("fitness"),
         can_share=(
