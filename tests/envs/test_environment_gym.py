@@ -387,7 +387,7 @@ def undocumented(number: int) -> int:
         ({"template": CHAT.replace('{"name": "', "<function=").replace('", "arguments": ', ">")}, "response_template"),
         ({"template": CHAT.replace("{% if tools %}", "{% if none %}")}, "does not render tools"),
         ({"rows": [{"prompt": "text", "first": 1}] * 9}, "list of messages"),
-        ({"rows": [{"prompt": ASK}] * 9}, "reset for row 0 .*first"),
+        ({"rows": [{"prompt": ASK}] * 9}, "Row 0 .*reset .*first"),
         ({"rows": 0}, "train_dataset"),
         ({"rows": 9, "environment_factory": {"one": Counter}}, "environment"),
         ({"environment_timeout": 0}, "environment_timeout"),

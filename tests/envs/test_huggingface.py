@@ -82,10 +82,11 @@ def test_all_table_types_give_the_same_environment(tokenizer, form):
 
 def test_mappings_of_splits_are_accepted(tokenizer):
     parts = {"train": ROWS[:10], "validation": ROWS[10:12], "test": ROWS[12:15], "other": ROWS[15:]}
-    env = agilerl(tokenizer, parts, None)
+    with pytest.warns(UserWarning, match="'other'"):
+        env = agilerl(tokenizer, parts, None)
     assert [env.size(split) for split in SPLITS] == [10, 2, 3]
     for train, test, message in [
-        (parts, ROWS[12:15], r"train_dataset .*test_dataset"),
+        ({"train": ROWS, "test": ROWS}, ROWS[12:15], r"train_dataset .*test_dataset"),
         ({"train_sft": ROWS}, None, r"train_dataset .*mapping"),
         (ROWS, {"test": ROWS}, r"test_dataset .*mapping"),
     ]:
@@ -221,6 +222,11 @@ def test_template_options_of_a_row_override_those_of_the_environment():
         ({"test": [{"question": "a"}]}, "test_dataset .*columns"),
         ({"validation_dataset": [{"prompt": "a"}]}, "validation_dataset .*columns"),
         ({"train": [*QA, {"question": "x", "answer": ""}]}, "Row 30"),
+        ({"train": [*QA, None]}, "Row 30 .* None"),
+        ({"train": QA[:1]}, "1 question .*validation_dataset"),
+        ({"train": [QA[0]] * 9}, "1 question .* 8 duplicates"),
+        ({"train": {"test": QA}}, "without train"),
+        ({"reward_workers": 10**6}, "reward_workers .* 1000000"),
         ({"max_prompt_length": 1}, "too long"),
         ({"tokenizer": "gpt2"}, "tokenizer .*'gpt2'"),
     ],
@@ -233,11 +239,11 @@ def test_invalid_arguments_are_refused(tokenizer, options, message):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        *(({"question": missing}, "Row 30 of train_dataset .*question") for missing in (None, np.nan, "  \n")),
-        *(({"answer": missing}, "Row 30 of train_dataset .*answer") for missing in (None, np.nan)),
-        ({"question": b"1+1"}, r"question in row 30 .*bytes"),
-        ({"answer": b"2"}, r"answer in row 30 .*bytes"),
-        ({"question": "\ud83d"}, "row 30 of train_dataset"),
+        *(({"question": missing}, "Row 30 .* of train_dataset has no question") for missing in (None, np.nan, "  \n")),
+        *(({"answer": missing}, "Row 30 .* of train_dataset has no answer") for missing in (None, np.nan)),
+        ({"question": b"1+1"}, "Row 30 .*question.* bytes"),
+        ({"answer": b"2"}, "Row 30 .*answer.* bytes"),
+        ({"question": "\ud83d"}, "Row 30 "),
     ],
 )
 def test_invalid_rows_are_refused(tokenizer, row, message):
@@ -248,13 +254,13 @@ def test_invalid_rows_are_refused(tokenizer, row, message):
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        (None, "Row 9 of train_dataset .*prompt"),
-        ("  ", "Row 9 of train_dataset .*prompt"),
+        (None, "Row 9 .*prompt"),
+        ("  ", "Row 9 .*prompt"),
         ([{"role": "user"}], "role.*content"),
         ([{"content": "x"}], "role.*content"),
         (["x"], "role.*content"),
         ([{"role": "asistant", "content": "x"}], "role.*assistant"),
-        (calling(1), r"row 9 of train_dataset .*tool_calls"),
+        (calling(1), "Row 9 .*tool_calls"),
     ],
 )
 def test_invalid_prompts_are_refused(tokenizer, prompt, message):

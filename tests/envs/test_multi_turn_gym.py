@@ -131,7 +131,7 @@ def test_rewards_at_a_reply_belong_to_the_last_sampled_token():
     [
         ({"max_turns": 1}, "max_turns .* 1"),
         ({"reply": "no"}, "reply"),
-        ({"template": None}, "row 0 of train_dataset"),
+        ({"template": None}, "Row 0 "),
         ({"template": FORGETFUL}, "chat_template"),
     ],
 )

@@ -99,6 +99,18 @@ def test_functions_with_wrong_parameters_are_refused(plain_tokenizer, form, para
         HuggingFaceGym(rows, None, plain_tokenizer, **{name: defined(parameters)})
 
 
+def test_columns_may_have_any_text_as_name(plain_tokenizer):
+    def make(column):
+        return HuggingFaceGym([{**row, column: 1} for row in PROMPTS], None, plain_tokenizer, reward_funcs=constant)
+
+    def constant(completions, **columns):
+        return [1.0] * len(completions)
+
+    make("self").preflight()
+    with pytest.raises(ValueError, match="Columns must have text as names, got 3"):
+        make(3)
+
+
 def test_partial_functions_and_lambdas_are_supported():
     def graded(scale, completion, question):
         return scale * len(completion + question)
@@ -119,7 +131,8 @@ def test_trl_functions_get_texts_or_messages_with_columns_and_ids():
     assert result.rewards.dtype == np.float64
     assert result.steps == {}
     prompts = [[{"role": "user", "content": text}] for text in "pq"]
-    score_trl(reward, rows=[{"prompt": prompt, "completion": "x", "completion_ids": [0]} for prompt in prompts])
+    replaced = {"completion": "x", "completions": "x", "completion_ids": [0], "prompts": "x"}
+    score_trl(reward, rows=[{"prompt": prompt, **replaced} for prompt in prompts])
     ids = [[111, 110, 101], [116, 119, 111]]
     messages = [[{"role": "assistant", "content": text}] for text in ("one", "two")]
     assert seen == [(["p", "q"], ["one", "two"], ids, {"level": [1, 2]}), (prompts, messages, ids, {})]

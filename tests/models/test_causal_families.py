@@ -245,6 +245,13 @@ def test_unsupported_models_raise(message):
         GRPO(actor_network=UNSUPPORTED[message](), pad_token_id=0)
 
 
+def test_nan_weights_raise():
+    model = tiny_model("llama")
+    model.model.layers[0].mlp.down_proj.weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="NaN"):
+        different_members(model, 1)
+
+
 def test_blockwise_attention_with_padding_raises():
     """DeepSeek-V4 compresses blocks of 4 and of 128 tokens, counted from the first, padding included."""
     model = family_model("deepseek_v4", num_hidden_layers=4, max_position_embeddings=64)

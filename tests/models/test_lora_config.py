@@ -32,6 +32,7 @@ INVALID = [
     *(({"target_modules": value}, "Target linear layers") for value in (["embed_tokens"], r".*mlp")),
     *(({"target_modules": value}, r"matches no module of Llama.*all-linear") for value in (["qproj"], "q_proj", [])),
     ({"exclude_modules": r".*"}, "matches no module"),
+    *(({name: "("}, rf"{name}='\(' is not a regular") for name in ("target_modules", "exclude_modules")),
     ({"target_modules": None}, "target_modules"),
 ]
 

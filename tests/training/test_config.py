@@ -135,7 +135,8 @@ def test_formats_of_datasets_have_equal_rows(tmp_path, name, content):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", "question,answer\na,b\nc\n", "a.csv .* row 1"),
+        ("a.csv", "question,answer\na,b\nc\n", "Line 3 of .*a.csv"),
+        ("a.CSV", "question,answer,answer\na,b,c\n", "'answer' twice"),
         ("a.json", '{"question": "a"}', "a.json must contain a list"),
         ("a.jsonl", '{"question": "a"}\nnot json\n', "line 2 of"),
     ],

@@ -9,6 +9,8 @@ from typing import Any
 
 from evogrpo.envs.fingerprint import canonical
 from evogrpo.envs.protocol import SPLITS, TEST_SIZE, VALIDATION_SIZE, Split
+from evogrpo.envs.text.templates import numbered
+from evogrpo.text import pluralize
 from evogrpo.warnings import warn
 
 AnyTable = Any
@@ -32,6 +34,8 @@ def tables_by_split(train: Any, validation: Any, test: Any) -> dict[Split, Any]:
             if split in train and tables[split] is not None:
                 raise ValueError(f"train_dataset contains a {split} split, and {split}_dataset is set. Remove one.")
         tables |= {split: train[split] for split in SPLITS if split in train}
+        if unused := [name for name in train if name not in SPLITS]:
+            warn(f"train_dataset has parts that are not used: {unused!s:.200}. Rename them to {', '.join(SPLITS)}.")
     if tables["train"] is None:
         raise ValueError("train_dataset must be given: rows such as [{'question': ..., 'answer': ...}], got None.")
     return {split: _rows(table) for split, table in tables.items()}
@@ -40,6 +44,7 @@ def tables_by_split(train: Any, validation: Any, test: Any) -> dict[Split, Any]:
 def _rows(table: Any) -> Any:
     """Return data frames and arrow tables as rows of plain values, other tables unchanged."""
     if hasattr(table, "iloc") and hasattr(table, "notna"):  # pandas, with NaN for missing values
+        check_column_names(list(table.columns), "a data frame")
         return [_plain(row) for row in table.astype(object).where(table.notna(), None).to_dict("records")]
     if hasattr(table, "to_dicts"):  # polars
         return table.to_dicts()
@@ -60,21 +65,31 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
+def check_column_names(names: Sequence[Any], where: str) -> None:
+    """Raise ValueError if two columns have the same name: only one of them would be read."""
+    for name in (name for place, name in enumerate(names) if name in names[:place]):
+        raise ValueError(f"Columns of {where} must have different names, got {name!r:.80} twice. Rename one.")
+
+
 def check_table(table: AnyTable, columns: Sequence[str], name: str) -> list[str]:
-    """Check that a dataset is a non-empty table with the required columns; return all its columns.
+    """Check that a dataset is a non-empty table with the required columns in all rows; return all its columns.
 
     Raises:
         ValueError: If it is not.
     """
     indexed = hasattr(table, "__len__") and hasattr(table, "__getitem__")
     if not indexed or isinstance(table, str | bytes | Mapping):
-        received = f"a mapping of {list(table)}" if isinstance(table, Mapping) else f"{table!r:.80}"
+        received = f"a mapping of {list(table)} without train" if isinstance(table, Mapping) else f"{table!r:.80}"
         raise ValueError(f"{name} must be a list of mappings, a data frame or a datasets.Dataset, got {received}.")
     if len(table) == 0:
         raise ValueError(f"{name} must contain at least one row, got none.")
     names = getattr(table, "column_names", None)
-    if names is None and not isinstance(table[0], Mapping):
-        raise ValueError(f"Every row of {name} must be a mapping with {list(columns)}, got {table[0]!r:.80}.")
+    for number in range(len(table)) if names is None else ():
+        row = table[number]
+        if not isinstance(row, Mapping):
+            raise ValueError(f"{numbered(number, name)} must be a mapping with {list(columns)}, got {row!r:.80}.")
+        if set(row) != set(table[0]):
+            raise ValueError(f"{numbered(number, name)} must have the columns {list(table[0])}, got {list(row)}.")
     present = list(table[0]) if names is None else list(names)
     missing = [column for column in columns if column not in present]
     if missing:
@@ -188,7 +203,7 @@ def make_splits(
         tables: All rows of each given dataset, tokenized; "train" is required.
         max_prompt_length: Maximum number of prompt tokens; None = no limit.
         sizes: Number of questions to draw for a held-out split without a dataset; None means `DEFAULT_SIZES`, or the
-            number in the split's interval if that is fewer, but at least one.
+            number in the split's interval if that is fewer, but at least two if there are enough questions.
         seed: Seed of the draw.
 
     Returns:
@@ -205,12 +220,20 @@ def make_splits(
         splits[split], filtered[split] = _clean(tables[split], max_prompt_length, held_out_prompts)
         held_out_prompts.update(splits[split].keys)
         if not splits[split].rows:
-            raise ValueError(f"Every row of {split}_dataset was left out: {filtered[split]}. Add other rows.")
+            limit = f"Raise max_prompt_length={max_prompt_length}, or add" if filtered[split].too_long else "Add"
+            raise ValueError(f"Every row of {split}_dataset was left out: {filtered[split]}. {limit} other rows.")
     # 2. Held-out splits without a dataset, drawn from train.
     hashes = splits["train"].hashes
     remaining = {number: (row_hashes.position(seed), row_hashes.row) for number, row_hashes in enumerate(hashes)}
-    for split in (split for split in reversed(SPLITS) if split not in tables):
-        chosen = _draw(split, remaining, sizes[split])
+    drawn = [split for split in reversed(SPLITS) if split not in tables]
+    if len(hashes) <= len(drawn):
+        raise ValueError(
+            f"train_dataset has {pluralize(len(hashes), 'question')} ({filtered['train']}), too few to draw other "
+            f"splits. Add rows, or pass {' and '.join(f'{split}_dataset' for split in drawn)}."
+        )
+    for place, split in enumerate(drawn):
+        # Every split that is still missing, and train, need at least one question.
+        chosen = _draw(split, remaining, sizes[split], most=len(remaining) - (len(drawn) - place))
         splits[split], filtered[split] = splits["train"].take(chosen), Filtered()
         for number in chosen:
             del remaining[number]
@@ -222,8 +245,8 @@ def make_splits(
     return {split: splits[split] for split in SPLITS}, {split: filtered[split] for split in SPLITS}
 
 
-def _draw(split: Split, remaining: Mapping[int, tuple[float, bytes]], size: int | None) -> list[int]:
-    """Return the questions of a held-out split."""
+def _draw(split: Split, remaining: Mapping[int, tuple[float, bytes]], size: int | None, *, most: int) -> list[int]:
+    """Return the questions of a held-out split, at most `most`."""
     from_test_end = split == "test"
     # 1. Order the questions by their distance from the split's end of [0, 1); ties by content.
     depth = {
@@ -231,11 +254,9 @@ def _draw(split: Split, remaining: Mapping[int, tuple[float, bytes]], size: int 
     }
     order = sorted(depth, key=lambda number: depth[number])
     candidate_count = sum(value < HELD_OUT_FRACTION for value, _ in depth.values())
-    count = max(1, min(DEFAULT_SIZES[split], candidate_count)) if size is None else size
-    if not 1 <= count < len(order):
-        raise ValueError(
-            f"{split}_size must be in [1, {len(order) - 1}], got {count}. Pass {split}_dataset or more rows."
-        )
+    count = min(most, max(2, min(DEFAULT_SIZES[split], candidate_count))) if size is None else size
+    if not 1 <= count <= most:
+        raise ValueError(f"{split}_size must be in [1, {most}], got {count}. Pass {split}_dataset or more rows.")
     # 2. The first ones are held out.
     return order[:count]
 

@@ -30,7 +30,7 @@ from evogrpo.envs.text.reward_functions import (
     escaped_prints,
     make_rewards,
 )
-from evogrpo.envs.text.templates import Message, Options, Tokenizer, check_messages, row_options
+from evogrpo.envs.text.templates import Message, Options, Tokenizer, check_messages, numbered, row_options
 from evogrpo.envs.text.tools import (
     UNKNOWN_TOOL,
     Schema,
@@ -588,21 +588,19 @@ class EnvironmentGym(PromptEnvironment):
         for number, row in enumerate(rows):
             if self._several and self._name(row) not in self._pool.factories:
                 raise ValueError(
-                    f"{ENVIRONMENT_COLUMN} in row {number} of {where} must be one of {list(self._pool.factories)}, got "
-                    f"{self._name(row)!r:.80}."
+                    f"{numbered(number, where)}: {ENVIRONMENT_COLUMN} must be one of {list(self._pool.factories)}, "
+                    f"got {self._name(row)!r:.80}."
                 )
             if isinstance(row.get("prompt"), str):
-                raise ValueError(f"prompt in row {number} of {where} must be a list of messages, got text.")
+                raise ValueError(f"{numbered(number, where)}: prompt must be a list of messages, got text.")
         observations: list[str | None] = [None] * len(rows)
         if self._pool.factories:
             outcomes = self._pool.run([partial(self._first_observation, row) for row in rows])
             for number, outcome in enumerate(outcomes):
                 if isinstance(outcome, BaseException):
-                    raise ValueError(f"reset for row {number} of {where} {_reason(outcome)}") from outcome
+                    raise ValueError(f"{numbered(number, where)}: reset {_reason(outcome)}") from outcome
                 if outcome is not None and not isinstance(outcome, str):
-                    raise ValueError(
-                        f"reset for row {number} of {where} must return text or None, got {outcome!r:.80}."
-                    )
+                    raise ValueError(f"{numbered(number, where)}: reset must return text or None, got {outcome!r:.80}.")
             observations = outcomes
         return ObservedTable(table=table, observations=observations)
 

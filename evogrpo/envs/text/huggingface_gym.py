@@ -46,6 +46,7 @@ from evogrpo.envs.text.templates import (
     check_options,
     check_template,
     fill_template,
+    numbered,
     row_options,
     tokenize,
 )
@@ -177,7 +178,7 @@ class PromptEnvironment:
         # 3. Tokenized, deduplicated splits.
         tables_read = {split: self._read_table(table, f"{split}_dataset") for split, table in datasets.items()}
         self._splits, self.filtered = make_splits(
-            tables_read, max_prompt_length=max_prompt_length, sizes=sizes, seed=seed
+            tables_read, max_prompt_length=max_prompt_length, sizes=sizes, seed=self.seed
         )
         vocabulary = gymnasium.spaces.Discrete(len(tokenizer))
         self.observation_space: gymnasium.Space[Any] = gymnasium.spaces.Sequence(vocabulary)
@@ -284,30 +285,27 @@ class PromptEnvironment:
         """Return all rows of a table, tokenized and hashed."""
         prompts: list[tuple[Prompt, Options]] = []
         hashes = []
-        columns = set(table[0])
         for number in range(len(table)):
             # 1. Checks of the row.
-            row = table[number]
-            if set(row) != columns:
-                raise ValueError(f"Row {number} of {where} must have the columns {sorted(columns)}, got {sorted(row)}.")
+            row, row_name = table[number], numbered(number, where)
             for name in self._columns:
                 if isinstance(row[name], bytes | bytearray):
-                    raise ValueError(f"{name} in row {number} of {where} must be text, got bytes. Decode it first.")
+                    raise ValueError(f"{row_name} must have text as {name}, got bytes. Decode it first.")
                 if _missing(row[name]) and not (name == "answer" and row[name] == ""):
-                    raise ValueError(f"Row {number} of {where} must have a {name}, got {row[name]!r}. Remove the row.")
+                    raise ValueError(f"{row_name} has no {name}, got {row[name]!r}. Remove the row.")
             question = row[self._columns[0]]
             hashes.append(RowHashes.of(dict(row) if self.whole_rows else question, row))
             # 2. The prompt.
             prompt: Prompt = str(question)
             if self._columns == ("prompt",):
                 if not isinstance(question, str):
-                    prompt = check_messages(question, f"prompt {number} of {where}")
+                    prompt = check_messages(question, f"{row_name}: prompt")
             elif self._template is not None:
                 prompt = fill_template(self._template, question, row["answer"])
             # 3. Its template options.
             options = self._options
             if row.get(TEMPLATE_OPTIONS) is not None:
-                check_options(row[TEMPLATE_OPTIONS], f"{TEMPLATE_OPTIONS} in row {number} of {where}")
+                check_options(row[TEMPLATE_OPTIONS], f"{row_name}: {TEMPLATE_OPTIONS}")
                 options = {**options, **row_options(row)}
             prompts.append((prompt, {**options, **self._row_options(row)}))
         tokenized = tokenize(prompts, self.tokenizer, where)

@@ -266,7 +266,7 @@ AGILERL_ARGUMENTS = ("completion", "answer", "question")
 """Arguments of AgileRL's form, in their order."""
 TRL_ARGUMENTS = ("prompts", "completions", "completion_ids")
 """Arguments of TRL's form, in addition to the dataset's columns."""
-REPLACED_COLUMNS = ("prompt", "completion", "completion_ids")
+REPLACED_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")
 """Columns of the dataset that arguments of TRL's form replace."""
 TRAINER_ARGUMENTS = ("trainer_state", "log_extra", "log_metric")
 """Arguments of TRL's form that the trainer provides."""
@@ -360,7 +360,7 @@ class Reward:
         by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         return [name for name in names if name in parameters and parameters[name].kind in by_name]
 
-    def _accepts(self, *args: Any, **keywords: Any) -> bool:
+    def _accepts(self, /, *args: Any, **keywords: Any) -> bool:
         """Return True if the function can be called with these arguments."""
         try:
             if self.signature is not None:
@@ -384,6 +384,8 @@ class Reward:
             return
         others = TRAINER_ARGUMENTS if in_process else TRAINER_ARGUMENTS[:1]  # worker processes cannot log
         passed = [column for column in columns if column not in REPLACED_COLUMNS]
+        if wrong := [column for column in passed if not isinstance(column, str)]:
+            raise ValueError(f"Columns must have text as names, got {wrong[0]!r:.80}. Rename the column.")
         names = self._accepted(dict.fromkeys((*TRL_ARGUMENTS, *passed, *others)))
         if not names or not self._accepts(**dict.fromkeys(names)):
             raise ValueError(

@@ -134,6 +134,11 @@ def render_reply(
     return before, after
 
 
+def numbered(number: int, where: str) -> str:
+    """Return the name of a row in messages."""
+    return f"Row {number} (counted from 0) of {where}"
+
+
 def row_options(row: Mapping[str, Any]) -> Options:
     """Return the template options of a dataset row.
 
@@ -182,13 +187,12 @@ def tokenize(prompts: Sequence[tuple[Prompt, Options]], tokenizer: Tokenizer, wh
             raise ValueError(f"Prompts of {where} must all be text or all be lists of messages, got both.")
         # 2. Render and tokenize.
         texts = [
-            _text(prompt, tokenizer, kwargs, f"row {row} of {where}")
-            for row, (prompt, kwargs) in enumerate(chunk, first)
+            _text(prompt, tokenizer, kwargs, numbered(row, where)) for row, (prompt, kwargs) in enumerate(chunk, first)
         ]
         options: dict[str, Any] = {} if kind is str else {"add_special_tokens": False}
         for ids in tokenizer(texts, **options)["input_ids"]:
             if len(ids) == 0:
-                raise ValueError(f"Prompts must have at least one token, but row {len(tokenized)} of {where} has none.")
+                raise ValueError(f"{numbered(len(tokenized), where)} has a prompt without tokens. Remove the row.")
             tokenized.append(array("i", ids))
     return tokenized
 

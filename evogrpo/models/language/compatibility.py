@@ -321,6 +321,11 @@ def check_padding(
         remedy = " and position_ids; pass calc_position_embeddings=False" if explicit_positions else ""
         raise ValueError(f"{type(model).__name__} does not run with attention_mask{remedy}: {error}") from error
     whole = decoder(input_ids=ids).last_hidden_state
+    if not whole.isfinite().all():
+        raise ValueError(
+            f"The hidden states of {type(model).__name__} are NaN or infinite in {model.dtype}. Check its weights, or "
+            "load it in another dtype."
+        )
     if not all(close(*rows) for rows in zip(shifted[0], whole[0], strict=True)):
         raise ValueError(
             f"Padding on the left changes the hidden states of {type(model).__name__}. "

@@ -121,6 +121,11 @@ def check_supported(config: LoraConfig) -> None:
         raise ValueError(f"lora_config.r must be a whole number of at least 1, got {config.r!r}.")
     if not isinstance(config.lora_alpha, int | float) or not 0 < config.lora_alpha < math.inf:
         raise ValueError(f"lora_config.lora_alpha must be a finite number above 0, got {config.lora_alpha!r}.")
+    for name in ("target_modules", "exclude_modules"):
+        try:
+            re.compile(value if isinstance(value := getattr(config, name), str) else "")
+        except re.error as error:
+            raise ValueError(f"lora_config.{name}={value!r} is not a regular expression: {error}.") from None
     if config.target_modules is None:
         raise ValueError(
             "lora_config.target_modules must be 'all-linear', a list of module names or a regular expression, got None."

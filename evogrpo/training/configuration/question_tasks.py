@@ -12,6 +12,7 @@ from evogrpo.algorithms.policies.settings import LanguageSettings
 from evogrpo.config.hyperparameters import Optimizer
 from evogrpo.config.objective import Objective
 from evogrpo.envs.protocol import SPLITS, TEST_SIZE, VALIDATION_SIZE, Split
+from evogrpo.envs.text.datasets import check_column_names
 from evogrpo.envs.text.environment_gym import (
     DEFAULT_ENVIRONMENT_TIMEOUT,
     DEFAULT_ENVIRONMENT_WORKERS,
@@ -20,7 +21,7 @@ from evogrpo.envs.text.environment_gym import (
 from evogrpo.envs.text.huggingface_gym import HuggingFaceGym, PromptEnvironment
 from evogrpo.envs.text.reward_functions import DEFAULT_REWARD_TIMEOUT, OnRewardError
 from evogrpo.envs.text.tasks import TASKS
-from evogrpo.envs.text.templates import Tokenizer
+from evogrpo.envs.text.templates import Tokenizer, numbered
 from evogrpo.envs.text.verifier_pool import check_worker_limits
 from evogrpo.extras import require
 from evogrpo.synonyms import close_match
@@ -455,11 +456,12 @@ def read_rows(path: Path) -> Sequence[Any]:
     Raises:
         ValueError: If the file is missing, has another type, or has content that does not match its suffix.
     """
-    if path.suffix not in DATASET_SUFFIXES:
+    suffix = path.suffix.lower()
+    if suffix not in DATASET_SUFFIXES:
         raise ValueError(f"A dataset file must end in {', '.join(DATASET_SUFFIXES)}, got {path}.")
     if not path.is_file():
         # Suggest a similar file, or list the files of the folder.
-        files = sorted(each.name for each in path.parent.glob("*") if each.suffix in DATASET_SUFFIXES)
+        files = sorted(each.name for each in path.parent.glob("*") if each.suffix.lower() in DATASET_SUFFIXES)
         match = close_match(path.name, files)
         remedy = "Paths in a configuration are relative to its folder, those in overrides to the working directory."
         if match:
@@ -467,18 +469,25 @@ def read_rows(path: Path) -> Sequence[Any]:
         elif files:
             remedy = f"{path.parent} has {', '.join(files[:5])}{' and others' if len(files) > 5 else ''}."
         raise ValueError(f"cannot read the dataset {path}, there is no such file. {remedy}")
-    if path.suffix == ".parquet":
+    if suffix == ".parquet":
         return _read_parquet(path)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:  # with or without a byte order mark
             heading = file.readline()
             file.seek(0)
-            if path.suffix == ".csv":
+            if suffix == ".csv":
                 csv.field_size_limit(2**31 - 1)
                 # The delimiter is the one of , ; and tab that gives the most columns.
                 delimiter = max(",;\t", key=lambda mark: len(next(csv.reader([heading], delimiter=mark), [])))
-                rows: list[Any] = list(csv.DictReader(file, delimiter=delimiter))
-            elif path.suffix == ".json" or heading.lstrip().startswith("["):  # one array rather than JSON lines
+                reader = csv.DictReader(file, delimiter=delimiter)
+                check_column_names(reader.fieldnames or [], str(path))
+                rows: list[Any] = []
+                for row in reader:
+                    # Surplus values have the key None, and missing ones are None.
+                    if None in row or None in row.values():
+                        raise ValueError(f"Line {reader.line_num} of {path} must have one value per column.")
+                    rows.append(row)
+            elif suffix == ".json" or heading.lstrip().startswith("["):  # one array rather than JSON lines
                 rows = _parse_json(file.read(), str(path))
             else:
                 rows = [
@@ -494,12 +503,7 @@ def read_rows(path: Path) -> Sequence[Any]:
         raise ValueError(f"{path} must contain a list of objects, one per row, got {type(rows).__name__}.")
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise ValueError(
-                f"Every row of {path} must be an object with the same columns, got {row!r:.80} in row {number}."
-            )
-        # csv stores surplus values under the key None, and None as the value of missing ones.
-        if None in row or (path.suffix == ".csv" and None in row.values()):
-            raise ValueError(f"Every row of {path} must have one value per column. Check row {number}.")
+            raise ValueError(f"{numbered(number, str(path))} must be an object with columns, got {row!r:.80}.")
     return rows
 
 
