@@ -109,7 +109,7 @@ def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
 def resume_run(args: argparse.Namespace) -> int:
     """Resume a stored run."""
     console = make_console()
-    run_dir: Path = args.run_dir
+    run_dir: Path = args.run_dir.absolute()
     overrides = list(args.overrides)
     if args.generations is not None:
         overrides.append(f"generations={args.generations}")
@@ -125,7 +125,7 @@ def resume_run(args: argparse.Namespace) -> int:
     with spinner(console, "checking the configuration"):
         prepared = task_type_of(resumable.config.task).prepare(resumable.config)
     where = f"after generation {state.generation}, learning step {state.step}"
-    console.print(f"Resuming {run_dir} {where}", soft_wrap=True)
+    console.print(f"Resuming {relative_path(run_dir)} {where}", soft_wrap=True)
     with closing(prepared.env):
         check_memory(prepared.forecast().memory, allowed=args.skip_memory_check, remedy="--skip-memory-check")
         with spinner(console, "loading the members"):
@@ -175,7 +175,6 @@ def _vllm_commands(prepared: PreparedRun) -> list[str]:
 def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Namespace) -> int:
     """Train until the end, a signal or an error, and print how to resume."""
     args.training = True  # `main` reports errors from here on as a failed run, not as wrong settings
-    run_dir = run_dir.absolute()  # user code may change the working directory
     display = RunDisplay(console, trainer)
     trainer.callbacks.append(display)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # set by a shell that starts the run in the background
@@ -246,7 +245,7 @@ def show_plan(console: Console, prepared: PreparedRun, run_dir: Path, *, preset:
         "evolving": _evolution_text(prepared),
         "objective": _objective_text(config.agent.objective),
         "schedule": _schedule_text(config),
-        "run directory": str(run_dir),
+        "run directory": relative_path(run_dir),
         **config.task.facts(),
     }
     print_rows(console, rows)

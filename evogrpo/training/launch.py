@@ -34,7 +34,7 @@ _RESUMABLE_KEYS = ("run_dir", "model", "device", "base_parts", "sampler", "loggi
 
 @contextmanager
 def new_run_dir(name: str, requested: Path | None = None) -> Iterator[Path]:
-    """Create the directory of a new run; remove it afterwards if nothing was written, as after a wrong setting.
+    """Create the directory of a new run and return its absolute path; remove it afterwards if nothing was written, as after a wrong setting.
 
     Args:
         name: Name of the run: the first of `runs/NAME`, `runs/NAME-2`, ... that does not exist is created.
@@ -46,7 +46,8 @@ def new_run_dir(name: str, requested: Path | None = None) -> Iterator[Path]:
     if requested is not None:
         RunDir(requested).check_unused()
     for number in itertools.count(1):
-        folder = requested or Path("runs", name if number == 1 else f"{name}-{number}")
+        # Absolute, because user code may change the working directory.
+        folder = (requested or Path("runs", name if number == 1 else f"{name}-{number}")).absolute()
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=requested is not None)

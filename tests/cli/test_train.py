@@ -69,6 +69,14 @@ def test_the_printed_code_to_use_the_best_member_works(finished, monkeypatch):
     assert all(isinstance(text, str) for text in texts)
 
 
+def test_a_reward_function_may_change_the_working_directory(project, workdir):
+    (workdir / "moving.py").write_text("import os\ndef f(completion, answer, question):\n    os.chdir('/')\n    return 0.0")
+    words = ("task.reward=moving.py:f", "population.size=1", "schedule.generations=1", "run_dir=run")
+    assert main(["train", str(project / "tiny.yaml"), *words]) == 0
+    assert (workdir / "run" / "best").is_dir()
+    assert Path.cwd() == Path("/")
+
+
 def test_an_exported_adapter_loads_with_peft(finished, project, workdir, capsys):
     assert main(["export", str(finished[0]), "adapter"]) == 0
     assert sorted(path.name for path in Path("adapter").iterdir()) == [

@@ -77,7 +77,8 @@ def test_overrides_are_typed_and_the_last_one_wins():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        *((text, "override") for text in ("generations", "=3", "schedule..generations=3", "a=[1")),
+        *((text, "override") for text in ("generations", "=3", "schedule..generations=3")),
+        *((text, "Put quotes around it") for text in ("a=[1", "search_space.lr={min:")),
         ("model.size=3", r"model .*'smollm2-135m'"),
     ],
 )
@@ -145,6 +146,12 @@ def test_invalid_rows_are_refused_with_their_number(tmp_path, name, content, mes
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         read_rows(tmp_path / name)
+
+
+@pytest.mark.parametrize("reward", [None, []])
+def test_a_task_without_a_reward_is_refused(reward):
+    with pytest.raises(ValueError, match="reward must be given"):
+        parse_config({**MINIMAL, "task": {**OWN, "form": "trl", "reward": reward}})
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])

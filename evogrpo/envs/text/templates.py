@@ -158,7 +158,7 @@ def check_options(options: object, where: str) -> Options:
     if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
         example = '{"enable_thinking": False}'
         raise ValueError(f"{where} must be a mapping of keyword arguments, such as {example}, got {options!r:.200}.")
-    reserved = sorted({"tokenize", "add_generation_prompt", "continue_final_message", "return_dict"} & options.keys())
+    reserved = sorted({"conversation", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict"} & options.keys())
     if reserved:
         raise ValueError(f"{where} must not contain {', '.join(reserved)}, which the environment sets. Remove it.")
     return options

@@ -370,7 +370,7 @@ class DatasetTask(QuestionTask):
             raise ValueError("environment_factory and tools require form: trl.")
         if self.dataset.starts is not None and not isinstance(self.environment_factory, str):
             raise ValueError("dataset.starts requires environment_factory with one class.")
-        if self.reward is None and self.environment_factory is None:
+        if not self.functions and self.environment_factory is None:
             raise ValueError("reward must be given, or environment_factory with a class that has get_reward.")
         has_template = self.system_prompt is not None or self.conversation_template is not None
         if (self.form == "trl" or has_calls) and has_template:

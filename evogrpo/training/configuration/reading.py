@@ -293,7 +293,10 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     keys = tuple(name.strip().split("."))
     if not sign or not all(keys):
         raise ValueError(f"An override must have the form section.key=value, got {text!r:.80}.")
-    return keys, load_yaml(value, f"override {text!r:.80}")
+    where = f"override {text!r:.80}"
+    if value[:1] in ("{", "[") and value[-1] not in "}]":  # cut at a space by the shell
+        raise ValueError(f"{where} ends too early. Put quotes around it, or leave out spaces.")
+    return keys, load_yaml(value, where)
 
 
 def _with_value(values: Mapping[str, Any], keys: Sequence[str], value: Any) -> dict[str, Any]:
