@@ -34,7 +34,7 @@ _RESUMABLE_KEYS = ("run_dir", "model", "device", "base_parts", "sampler", "loggi
 
 @contextmanager
 def new_run_dir(name: str, requested: Path | None = None) -> Iterator[Path]:
-    """Create the directory of a new run and return its absolute path; remove it afterwards if nothing was written, as after a wrong setting.
+    """Create the directory of a new run, an absolute path; remove it afterwards if nothing was written.
 
     Args:
         name: Name of the run: the first of `runs/NAME`, `runs/NAME-2`, ... that does not exist is created.

@@ -70,7 +70,8 @@ def test_the_printed_code_to_use_the_best_member_works(finished, monkeypatch):
 
 
 def test_a_reward_function_may_change_the_working_directory(project, workdir):
-    (workdir / "moving.py").write_text("import os\ndef f(completion, answer, question):\n    os.chdir('/')\n    return 0.0")
+    code = "import os\ndef f(completion, answer, question):\n    os.chdir('/')\n    return 0.0"
+    (workdir / "moving.py").write_text(code)
     words = ("task.reward=moving.py:f", "population.size=1", "schedule.generations=1", "run_dir=run")
     assert main(["train", str(project / "tiny.yaml"), *words]) == 0
     assert (workdir / "run" / "best").is_dir()

@@ -217,7 +217,7 @@ def test_template_options_of_a_row_override_those_of_the_environment():
         ({"validation_size": 30}, "validation_size .* 30"),
         ({"conversation_template": user("{prompt}")}, "conversation_template 'prompt'"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs .*tokenize"),
+        *(({"chat_template_kwargs": {name: 1}}, f"chat_template_kwargs .*{name}") for name in ("tokenize", "messages")),
         ({"train": None}, "train_dataset"),
         ({"test": [{"question": "a"}]}, "test_dataset .*columns"),
         ({"validation_dataset": [{"prompt": "a"}]}, "validation_dataset .*columns"),
@@ -227,7 +227,7 @@ def test_template_options_of_a_row_override_those_of_the_environment():
         ({"train": [QA[0]] * 9}, "1 question .* 8 duplicates"),
         ({"train": {"test": QA}}, "without train"),
         ({"reward_workers": 10**6}, "reward_workers .* 1000000"),
-        ({"max_prompt_length": 1}, "too long.* may have 1 token"),
+        ({"max_prompt_length": 1}, "too long.*max_prompt_length=1"),
         ({"tokenizer": "gpt2"}, "tokenizer .*'gpt2'"),
     ],
 )

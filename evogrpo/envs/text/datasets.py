@@ -220,8 +220,8 @@ def make_splits(
         splits[split], filtered[split] = _clean(tables[split], max_prompt_length, held_out_prompts)
         held_out_prompts.update(splits[split].keys)
         if not splits[split].rows:
-            limit = f" A prompt may have {pluralize(max_prompt_length or 0, 'token')}." if filtered[split].too_long else ""
-            raise ValueError(f"Every row of {split}_dataset was left out: {filtered[split]}.{limit} Add other rows.")
+            limit = f" (max_prompt_length={max_prompt_length})" if filtered[split].too_long else ""
+            raise ValueError(f"Every row of {split}_dataset was left out: {filtered[split]}{limit}. Add other rows.")
     # 2. Held-out splits without a dataset, drawn from train.
     hashes = splits["train"].hashes
     remaining = {number: (row_hashes.position(seed), row_hashes.row) for number, row_hashes in enumerate(hashes)}

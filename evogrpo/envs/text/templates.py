@@ -16,6 +16,9 @@ Options = Mapping[str, Any]
 """Keyword arguments of a chat template."""
 TEMPLATE_OPTIONS = "chat_template_kwargs"
 """Column with keyword arguments of the chat template for one row, as in TRL."""
+RESERVED_OPTIONS = {
+    "conversation", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict",
+}  # fmt: skip
 
 _FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
 _CHUNK = 1024  # prompts per call of the tokenizer
@@ -158,7 +161,7 @@ def check_options(options: object, where: str) -> Options:
     if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
         example = '{"enable_thinking": False}'
         raise ValueError(f"{where} must be a mapping of keyword arguments, such as {example}, got {options!r:.200}.")
-    reserved = sorted({"conversation", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict"} & options.keys())
+    reserved = sorted(RESERVED_OPTIONS & options.keys())
     if reserved:
         raise ValueError(f"{where} must not contain {', '.join(reserved)}, which the environment sets. Remove it.")
     return options
