@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from math import cos, pi
+from math import cos, pi, sqrt
 from typing import Annotated, Any, Literal, TypedDict
 
 from pydantic import Field
@@ -259,3 +259,14 @@ class Optimizer:
         progress = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
         decay = 1.0 - progress if self.schedule == "linear" else 0.5 * (1.0 + cos(2.0 * pi * self.cycles * progress))
         return self.floor + (1.0 - self.floor) * decay
+
+    def momentum_warmup(self, step: int) -> float:
+        """Return the fraction of a calibrated learning rate at optimizer step `step`, counted from 0.
+
+        The first step of AdamW moves each weight by the whole learning rate. Later steps move it less, because momentum
+        averages gradients of changing signs. A learning rate that was measured in the first step would therefore be too
+        small later. With this factor, all steps are equally large: of independent gradients with variance 1, the
+        average after t steps has the variance (1 - b) (1 + b^t) / ((1 + b) (1 - b^t)), where b = `betas[0]`.
+        """
+        decay = self.betas[0] ** (step + 1)
+        return sqrt((1.0 - decay) / (1.0 + decay))

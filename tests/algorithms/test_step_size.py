@@ -82,9 +82,9 @@ def step_of(population, env, step=0, **options):
 
 
 def learnt(kind, *, target_kls, lrs):
-    """Return a population after a learning step, and the reports."""
+    """Return a population after a learning step, and the reports. Without momentum, there is no warm-up."""
     make, make_env = KINDS[kind]
-    population = make(len(lrs), update_epochs=2, group_size=4)
+    population = make(len(lrs), update_epochs=2, group_size=4, optimizer=Optimizer(betas=(0.0, 0.999)))
     for agent, target_kl, lr in zip(population, target_kls, lrs, strict=True):
         agent.target_kl, agent.lr = target_kl, lr
     return population, step_of(population, make_env())

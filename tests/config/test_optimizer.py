@@ -1,5 +1,7 @@
 """Optimizer: validation, and schedules against transformers and closed forms."""
 
+import math
+
 import pytest
 import torch
 from transformers import get_scheduler
@@ -55,3 +57,17 @@ def test_schedules_match_transformers(name, scheduler_arguments, settings, warmu
         assert 3.0 * settings.factor(step) == pytest.approx(scheduler.get_last_lr()[0], abs=1e-12)
         optimizer.step()
         scheduler.step()
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.9])
+def test_momentum_warmup_makes_all_steps_of_adamw_equally_large(beta):
+    weights = torch.zeros(100_000)
+    optimizer = torch.optim.AdamW([weights], betas=(beta, 0.999), eps=1e-12, weight_decay=0.0)
+    settings, generator = Optimizer(betas=(beta, 0.999)), torch.Generator().manual_seed(0)
+    for step in range(30):
+        before = weights.clone()
+        weights.grad = torch.randint(0, 2, weights.shape, generator=generator) * 2.0 - 1.0  # independent signs
+        optimizer.param_groups[0]["lr"] = settings.momentum_warmup(step)
+        optimizer.step()
+        size = float((weights - before).square().mean().sqrt())
+        assert size == pytest.approx(math.sqrt((1 - beta) / (1 + beta)), rel=0.02)

@@ -1,5 +1,7 @@
 """AdapterBank: conformance as a bank and as a sampler, micro-batches, learning rate schedules and errors."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -64,6 +66,16 @@ def test_lr_schedule_uses_the_members_inherited_step():
     for _ in range(3):
         last = bank.update(batch, loss, HYPERPARAMETERS).reports
     assert last[0].lr == 0.0
+
+
+def test_calibrated_members_start_with_smaller_steps():
+    bank = tiny_bank()
+    batch = sampled_batch(bank)
+    hyperparameters = {0: HYPERPARAMETERS[0], 1: replace(HYPERPARAMETERS[1], target_kl=0.01)}
+    for step in range(2):
+        reports = bank.update(batch, grpo_loss(batch), hyperparameters).reports
+        assert reports[0].lr == HYPERPARAMETERS[0].lr
+        assert reports[1].lr == pytest.approx(HYPERPARAMETERS[1].lr * Optimizer().momentum_warmup(step))
 
 
 @pytest.mark.parametrize(

@@ -311,7 +311,7 @@ class AdapterStates:
         Args:
             slot: Slot of the member.
             gradient: `[k]`; used as scratch space.
-            hyperparameters: `lr` and `max_grad_norm` are used.
+            hyperparameters: `lr` and `max_grad_norm` are used, and whether there is a `target_kl`.
             loss: For the report.
 
         Returns:
@@ -319,6 +319,8 @@ class AdapterStates:
         """
         settings = self._optimizer
         lr = hyperparameters.lr * settings.factor(self._steps[slot])
+        if hyperparameters.target_kl is not None:
+            lr *= settings.momentum_warmup(self._steps[slot])
         norm = float(torch.linalg.vector_norm(gradient))
         gradient.mul_(min(1.0, hyperparameters.max_grad_norm / (norm + 1e-6)))  # as `clip_grad_norm_`
         if not norm < float("inf"):
