@@ -34,6 +34,16 @@ def test_search_finds_the_learning_rate_of_a_quadratic_kl(scale):
     assert not control.undone
 
 
+@pytest.mark.parametrize("bound", [0.05, 0.1, 0.4, 0.9])
+def test_search_ends_early_where_the_clip_fraction_is_the_limit(bound):
+    control = StepControl(1.0, 0.0, target=TARGET, target_kl=TARGET)
+    while control.update(TARGET * control.factor**2, 0.5 if control.factor > bound else 0.0):
+        pass
+    assert control.passes <= 6
+    assert bound / 1.5 <= control.factor <= bound
+    assert not control.undone
+
+
 def test_weak_signals_leave_room_and_steps_far_beyond_the_limit_are_left_out():
     control = StepControl(1.0, 0.0, target=TARGET / 4, target_kl=TARGET)
     assert not control.update(TARGET / 4, 0.0)

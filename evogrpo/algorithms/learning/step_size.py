@@ -60,8 +60,7 @@ class StepControl:
         self.factor, self.ceiling, self.calibrated = factor, ceiling, ceiling > 0.0
         self.passes, self.undone = 0, False
         self._target, self._target_kl = target, target_kl
-        self._low: float | None = None  # largest factor found too small
-        self._high: float | None = None  # smallest factor found too large
+        self._low, self._high = 0.0, math.inf  # largest factor found too small, smallest found too large
 
     def update(self, kl: float, clip_fraction: float) -> bool:
         """Record the measurement of a pass, set the next factor, and return True if the step must be repeated.
@@ -96,9 +95,13 @@ class StepControl:
             self._high = self.factor
         else:
             self._low = self.factor
-        if self.passes == MAX_SEARCH_PASSES and not too_large:
+        # Where the clip fraction is the limit, the KL stays below the target, and the bounds approach each other.
+        found = self._high < 1.5 * self._low
+        if not too_large and (found or self.passes == MAX_SEARCH_PASSES):
             return False  # the step is smaller than it could be, which is safe
-        if self._low is not None and self._high is not None:
+        if found:
+            self.factor = self._low
+        elif self._low > 0.0 and math.isfinite(self._high):
             guess = self.factor * change
             inside = 1.1 * self._low < guess < self._high / 1.1
             self.factor = guess if inside else math.sqrt(self._low * self._high)
