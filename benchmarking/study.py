@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarking.classic.intervals import stratified_bootstrap  # the path is set above
 from evogrpo import GRPO, GymnasiumGroups, HuggingFaceGym, HyperparameterConfig, RLParameter, evolve
-from evogrpo.config.hyperparameters import Hyperparameters, is_integer
+from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Hyperparameters, is_integer
 from evogrpo.evolution import (
     FitnessConfig,
     Fixed,
@@ -227,8 +227,9 @@ def make_run(
         **FIXED[task.language],
         **first,
     }
-    if ("lr" in space and size > 1) or arm.first in KNOWN:  # the learning rate is what is searched, or is given
-        options["target_kl"] = None
+    # The learning rate is fixed if it is searched or known. Otherwise it is the first guess of the calibration.
+    fixed_lr = ("lr" in space and size > 1) or arm.first in KNOWN
+    options["target_kl"] = None if fixed_lr else options.get("target_kl", DEFAULT_TARGET_KL)
     env: Any
     if task.language:
         import torch

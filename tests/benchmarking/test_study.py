@@ -33,6 +33,25 @@ def test_known_arms_run_once_and_only_where_values_are_known():
     assert seeds == sorted(seeds)  # a part of the runs is balanced
 
 
+@pytest.mark.parametrize(
+    ("arm", "unknown", "lr", "target_kl"),
+    [
+        ("default", "lr", 2e-3, None),
+        ("calibrated", "lr", 2e-3, 0.01),  # a given learning rate is only the first guess
+        ("tournament", "lr", 2e-3, None),
+        ("calibrated", "all", None, 0.003),
+        ("leader", "all", None, 0.003),
+    ],
+)
+def test_learning_rates_are_calibrated_where_they_are_unknown_and_not_searched(arm, unknown, lr, target_kl):
+    task, arm = study.TASKS["CartPole-v1"], study.ARMS[arm]
+    first = {"lr": {"lr": lr}, "all": {"target_kl": target_kl}}[unknown]
+    _, run = study.make_run("CartPole-v1", task, arm, study.space_of(task, unknown), first, 0, task.budget)
+    values = run.population[0].hyperparameters
+    assert values.target_kl == target_kl
+    assert lr is None or values.lr == lr
+
+
 def test_recorded_runs_are_read_by_their_key_and_not_repeated(tmp_path, capsys):
     assert study.recorded(tmp_path) == {}
     runs = [record(unknown="all"), record(task="Acrobot-v1", arm="default", unknown="nothing", seed=1)]
