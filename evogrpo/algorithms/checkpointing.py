@@ -111,8 +111,14 @@ def load_agent(
 ) -> AnyAgent:
     """Load one agent into a bank of its own; see `GRPO.load`."""
     best = Path(path) / "best"
-    if checkpoint_path(best).is_dir() and not checkpoint_path(Path(path) / "manifest.json").exists():
-        raise CheckpointError(f"{path} is a run directory, not an agent. Load its best member: {best}")
+    if not checkpoint_path(Path(path) / "manifest.json").exists():
+        if checkpoint_path(best).is_dir():
+            raise CheckpointError(f"{path} is a run directory, not an agent. Load its best member: {best}")
+        if (Path(path) / "adapter_config.json").is_file():
+            raise CheckpointError(
+                f"{path} is a PEFT adapter without the agent's settings. Load the folder best of its run, or start an "
+                f"agent from it: GRPO(actor_network=..., adapter={str(path)!r})."
+            )
     tensors, values = read_checkpoint(path, kind="agent")
     with checkpoint_errors(path):
         record = validate(AgentRecord, values, extra="forbid")

@@ -180,8 +180,8 @@ def _add_training_commands(commands: Commands) -> None:
         "train",
         "evogrpo.cli.train:train",
         "train from a YAML configuration, or in an environment",
-        "Paths in CONFIG are relative to its folder. Other paths are relative to the working directory. Code named in "
-        "CONFIG is executed.",
+        "Paths in CONFIG are relative to its folder. Other paths and run_dir are relative to the working directory. "
+        "Code named in CONFIG is executed.",
         runs_user_code=True,
     )
     environment = train.add_mutually_exclusive_group()

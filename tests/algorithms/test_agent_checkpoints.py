@@ -113,6 +113,12 @@ def test_another_base_or_a_population_raises(saved, tmp_path):
         GRPO.load(tmp_path / "population", actor_network=shared_model())
 
 
+def test_an_adapter_without_a_record_raises(copy):
+    (copy / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"PEFT adapter .*adapter="):
+        GRPO.load(copy, actor_network=shared_model())
+
+
 def test_a_path_in_a_checkpoint_is_never_followed(copy, tmp_path, monkeypatch):
     shared_model().save_pretrained(tmp_path / "base")
     monkeypatch.chdir(tmp_path)

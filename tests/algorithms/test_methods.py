@@ -423,6 +423,7 @@ IDS, MASK = torch.tensor([[8, 9, 20], [8, 9, 21]]), torch.tensor([[0, 1], [0, 1]
     ("experiences", "rule"),
     [
         (([IDS], [MASK]), "got 2 parts"),
+        (None, "got None"),
         (([IDS], [MASK], [[0.0, 1.0, 2.0]]), "completion_ids must be \\[3, P \\+ C\\]"),
         (([IDS], [torch.ones(2, 3).bool()], [[0.0, 1.0]]), "one token shorter"),
         (([IDS], [torch.zeros(2, 2).bool()], [[0.0, 1.0]]), "action mask"),

@@ -130,6 +130,9 @@ def test_invalid_shapes_are_refused(env):
     good = respond(env, prompts, "1", "2")
     for bad in [
         good[:2],
+        None,
+        [group.tolist() for group in good],
+        [group[0] for group in good],
         [good[0][0], *good[1:]],
         [good[0][:1], *good[1:]],
         [group[:1] for group in good],

@@ -118,8 +118,9 @@ def as_batch(
     Raises:
         ValueError: If the three parts do not fit together, or a prompt has no counted action.
     """
-    if len(experiences) != 3:
-        raise ValueError(f"experiences must be (completion_ids, action_masks, rewards), got {len(experiences)} parts.")
+    if not isinstance(experiences, Sequence) or len(experiences) != 3:
+        got = f"{len(experiences)} parts" if isinstance(experiences, Sequence) else f"{experiences!r:.80}"
+        raise ValueError(f"experiences must be (completion_ids, action_masks, rewards), got {got}.")
     completion_ids, action_masks, reward_values = experiences
     for name, parts in (("completion_ids", completion_ids), ("action_masks", action_masks)):
         if not isinstance(parts, Sequence | Tensor) or not all(isinstance(part, Tensor) for part in parts):

@@ -516,6 +516,8 @@ class HuggingFaceGym(PromptEnvironment):
         if batch is None:
             raise ValueError("step needs the prompts of reset. Call reset first.")
         # 1. Cut the completions out of the padded rows.
+        if not isinstance(completion_ids, Sequence) or any(getattr(ids, "ndim", 0) != 2 for ids in completion_ids):
+            raise ValueError(f"completion_ids must be a list of tensors [group, tokens], got {completion_ids!r:.80}.")
         sizes, smallest = {len(group) for group in completion_ids}, 2 if cursor.split == "train" else 1
         if len(completion_ids) != len(batch.prompts) or len(sizes) != 1 or min(sizes) < smallest:
             raise ValueError(

@@ -137,7 +137,7 @@ class Config:
         base_parts: Number of processes that share one copy of the base model (FSDP2); 1 = each process holds all of
             it. If it does not divide the number of processes, their greatest common divisor is used.
         seed: Root of every random stream.
-        run_dir: Run directory; null = a new folder below runs/.
+        run_dir: Run directory, relative to the working directory; null = a new folder below runs/.
         hyperparameters: Hyperparameters of the first member, and of all members if none evolve.
         search_space: Hyperparameters that may evolve, with their ranges.
         population: Number of members and their start.
