@@ -17,18 +17,18 @@ def leaf_spaces(space: spaces.Space[Any]) -> list[spaces.Space[Any]]:
     """Return the spaces at the leaves of a (nested) Dict or Tuple, in order.
 
     Raises:
-        ValueError: If a leaf is not a Box, Discrete, MultiDiscrete or MultiBinary.
+        ValueError: If a leaf is not a Box, Discrete, MultiDiscrete or MultiBinary, or a Dict or Tuple has no parts.
     """
     match space:
-        case spaces.Dict():
+        case spaces.Dict() if space.spaces:
             return [leaf for part in space.spaces.values() for leaf in leaf_spaces(part)]
-        case spaces.Tuple():
+        case spaces.Tuple() if space.spaces:
             return [leaf for part in space.spaces for leaf in leaf_spaces(part)]
         case spaces.Box() | spaces.Discrete() | spaces.MultiDiscrete() | spaces.MultiBinary():
             return [space]
     raise ValueError(
         "observation_space must be Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of these, "
-        f"got {type(space).__name__}. Use a wrapper that converts it."
+        f"got {space!s:.80}. Use a wrapper that converts it."
     )
 
 
@@ -71,10 +71,10 @@ def check_action_space(space: spaces.Space[Any] | None) -> None:
     supported = isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary) or (
         isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating)
     )
-    if not supported:
+    if not supported or 0 in (getattr(space, "shape", None) or ()):
         raise ValueError(
-            f"action_space must be Discrete, MultiDiscrete, MultiBinary or a floating-point Box, got {space!s:.200}. "
-            "Use a wrapper that converts it, or MultiAgentGRPO for several agents."
+            "action_space must be Discrete, MultiDiscrete, MultiBinary or a floating-point Box, and not empty, got "
+            f"{space!s:.200}. Use a wrapper that converts it, or MultiAgentGRPO for several agents."
         )
 
 

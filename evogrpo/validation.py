@@ -35,6 +35,7 @@ _RULES: Mapping[str, str] = {
     "less_than": "must be below {lt}",
     "less_than_equal": "must be at most {le}",
     "mapping_type": "must be a mapping",
+    "sequence_str": "must be a list",
     "string_type": "must be text",
     "tuple_type": "must be a list",
 }

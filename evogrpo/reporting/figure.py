@@ -88,6 +88,7 @@ def _figure(run: RunCharts) -> "Figure":
     # `parse_math=False` shows dollar signs in texts of the run as they are.
     figure.suptitle(_one_line(run.summary.title, 120), x=0.01, ha="left", size=13.5, weight="bold", parse_math=False)
     legend = axes.legend(
+        *axes.get_legend_handles_labels(),  # without them, matplotlib warns about a run without generations
         title=_facts(run.summary), alignment="left", loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=4,
         frameon=False, fontsize=8.8, title_fontsize=9.5,
     )  # fmt: skip

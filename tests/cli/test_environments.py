@@ -1,5 +1,6 @@
 """Training small networks, of one agent and of several, from the command line."""
 
+import builtins
 import re
 import shlex
 from contextlib import nullcontext
@@ -12,6 +13,7 @@ from gymnasium.envs.classic_control import CartPoleEnv
 
 from evogrpo.cli import main
 from evogrpo.storage.journal import read_journal
+from evogrpo.training.configuration.environment_tasks import EnvironmentTask, reward_threshold
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.trainer import Trainer
 from tests.cli.project import command, prepare
@@ -190,3 +192,38 @@ def test_the_forecast_is_an_upper_bound():
     steps = [member for report in run.reports() for member in getattr(report, "learned", {}).values()]
     assert steps
     assert all(0 < step.metrics["optimizer_steps"] <= 18 for step in steps)
+
+
+class Raising(CartPoleEnv):
+    """Fails with the exception of the given name when it is created or played."""
+
+    def __init__(self, error="AssertionError", when="init", render_mode=None):
+        super().__init__(render_mode=render_mode)
+        self.error, self.when = vars(builtins)[error], when
+        self.fail("init")
+
+    def fail(self, when):
+        if when == self.when:
+            raise self.error("no display")
+
+    def step(self, action):
+        self.fail("step")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("error", ["AssertionError", "KeyError", "ZeroDivisionError", "RuntimeError"])
+@pytest.mark.parametrize("when", ["init", "step"])
+def test_an_environment_that_raises_before_training_is_named_with_its_line(monkeypatch, error, when):
+    monkeypatch.setitem(gymnasium.registry, "Raising-v0", gymnasium.envs.registration.EnvSpec("Raising-v0", Raising))
+    task = EnvironmentTask(env="Raising-v0", env_kwargs={"error": error, "when": when})
+    with pytest.raises(ValueError, match=rf"Raising-v0.*{error}: .*no display"):
+        task.environment(seed=0)
+
+
+@pytest.mark.parametrize("line", ["x = undefined", "def f(:", "1 / 0"])
+def test_a_module_of_an_environment_that_cannot_be_imported_is_named(tmp_path, monkeypatch, line):
+    (tmp_path / "broken_module.py").write_text(line, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    for read in (reward_threshold, lambda env: EnvironmentTask(env=env).environment(seed=0)):
+        with pytest.raises(ValueError, match=r"broken_module:X-v0.*broken_module\.py, line 1"):
+            read("broken_module:X-v0")

@@ -39,8 +39,10 @@ def test_a_score_defines_the_fitness():
     played = play(env)
     assert env.scores(played).tolist() == [returns["red_0"] for returns in played.returns]
     assert np.abs(PettingZooGroups(Contest).scores(played)).max() < 1e-12
-    with pytest.raises(ValueError, match="score must be finite"):
-        PettingZooGroups(Contest, score=lambda returns: np.nan).scores(played)
+    for value, message in ((np.nan, "finite"), (None, "a single number"), ("1", "a single number")):
+        with pytest.raises(ValueError, match=f"score must be {message}"):
+            PettingZooGroups(Contest, score=lambda returns, value=value: value).scores(played)
+    assert PettingZooGroups(Contest, score=lambda returns: np.ones(1)).scores(played).sum() == len(played.returns)
     # Agents that were unknown beforehand count with their group.
     assert PettingZooGroups(Favours, score="red").score({"red_7": 4.0, "blue_1": 1.0}) == 4.0
 

@@ -104,7 +104,10 @@ ANY_SPACE = "Box, Discrete, MultiDiscrete, MultiBinary, or a Dict.* got "
     [
         ({"space": spaces.Text(3)}, f"{ANY_SPACE}Text.*--wrapper"),
         ({"space": spaces.Dict(a=spaces.Sequence(spaces.Discrete(2)))}, f"{ANY_SPACE}Sequence"),
+        ({"space": spaces.Dict(a=spaces.Tuple(()))}, rf"{ANY_SPACE}Tuple\(\)"),
         ({"actions": spaces.Dict(a=spaces.Discrete(2))}, "action_space must"),
+        ({"actions": spaces.Box(-1, 1, (2, 0))}, "not empty"),
+        ({"actions": spaces.MultiDiscrete([])}, "not empty"),
         ({"actions": spaces.Box(0, 9, (2,), np.int64)}, "floating-point Box"),
         ({"reset": lambda o, i: (np.full(2, np.nan, np.float32), i)}, "observation must be finite"),
         ({"reset": lambda o, i: (o, {"action_mask": np.array([0.0, -np.inf])})}, r"action_mask.* got \[0.0, -inf\]"),

@@ -27,7 +27,7 @@ def draw(name, rng, but=None):
 
 def write_fake_run(
     run_dir, *, size=4, generations=5, evolve=("lr", "clip_coef", "group_size"), seed=0, failures=(), test=True,
-    examples=(), task="chain sums", reason="replaced slot {slot}: #{parent} is better by 1.7 SE",
+    examples=(), task="chain sums", by="validation", reason="replaced slot {slot}: #{parent} is better by 1.7 SE",
 ):  # fmt: skip
     """Write a journal; `failures` are (generation, slot) pairs. Fitness rises, and children are better."""
     rng = np.random.default_rng(seed)
@@ -37,7 +37,8 @@ def write_fake_run(
         for slot in range(size)
     ]  # fmt: skip
     begin = {"event": "run", "seed": seed, "evolvable": {name: EVOLVABLE[name] for name in evolve}, "task": task}
-    events = [begin | {"model": "smollm2-135m", "samples_per_step": 64}, baseline(0.05)]
+    begin |= {"model": "smollm2-135m", "samples_per_step": 64, "fitness": {"by": by}}
+    events = [begin, baseline(0.05)]
     best_ever, highest = None, 0.0
     for number in range(1, generations + 1):
         results = []

@@ -16,12 +16,13 @@ from evogrpo import report
         {"size": 1, "generations": 6, "evolve": ()},
         {"size": 8, "generations": 3, "evolve": ("lr", "group_size", "loss_type", "beta"), "failures": [(2, 3)]},
         {"size": 3, "generations": 0, "test": False},
+        {"size": 3, "generations": 0, "test": False, "by": "both"},  # nothing to put into the legend
         {"size": 2, "generations": 2, "failures": [(1, 0), (1, 1), (2, 0), (2, 1)], "test": False},
         {"size": 2, "generations": 2, "task": "$x_{ <b> \x1b[0m \0 漢字 %s" + "long " * 100},
     ],
     ids=lambda shape: "-".join(f"{value}" for value in shape.values())[:40],
 )
-@pytest.mark.filterwarnings("ignore:Glyph")
+@pytest.mark.filterwarnings("error", "ignore:Glyph")
 def test_every_shape_of_run_is_drawn(tmp_path, fake_run, shape):
     run = report(fake_run(tmp_path, **shape))
     image = imread(io.BytesIO(run._repr_png_()))

@@ -197,7 +197,7 @@ def scalars(values: Sequence[Any], dtype: type[np.generic], name: str) -> Array:
     except ValueError:  # some values are numbers, others arrays
         array = np.array([np.asarray(value).item() for value in values])
     if array.dtype.kind not in "biuf" or array.size != len(values):
-        raise ValueError(f"{name} must be one number per step, got {values!r:.80}.")
+        raise ValueError(f"{name} must be a single number, got {values!r:.80}.")
     return array.reshape(-1).astype(dtype)
 
 

@@ -434,9 +434,9 @@ class PettingZooGroups(SeededGroups):
         """Return the fitness `[n]` of n joint episodes.
 
         Raises:
-            ValueError: If `score` returns a value that is not finite.
+            ValueError: If `score` returns a value that is not a finite number.
         """
-        values = np.array([self.score(returns) for returns in played.returns], dtype=np.float64)
+        values = scalars([self.score(returns) for returns in played.returns], np.float64, "score")
         if not np.isfinite(values).all():
             place = int(np.flatnonzero(~np.isfinite(values))[0])
             raise ValueError(f"score must be finite, got {values[place]} for {dict(played.returns[place])}.")

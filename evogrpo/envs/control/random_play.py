@@ -132,8 +132,8 @@ def check_determinism(
         difference, noisy = _compare_replays(make, mapping, chosen, interleaved)
     except (TypeError, ValueError, AttributeError, LookupError) as error:
         raise ValueError(
-            f"{name} failed in a few steps of random play: {type(error).__name__}: {error}. reset must return "
-            "(observation, info), step (observation, reward, terminated, truncated, info)."
+            f"{name} failed in a few steps of random play: {type(error).__name__}: {str(error).removesuffix('.')}. "
+            "reset must return (observation, info), step (observation, reward, terminated, truncated, info)."
         ) from error
     if difference is None:
         return chosen, noisy

@@ -44,8 +44,8 @@ class ObservationEncoder:
     """
 
     def __init__(self, space: spaces.Space[Any] | None) -> None:
-        if space is None or not leaf_spaces(space):
-            raise ValueError(f"observation_space must be a Gymnasium space that is not empty, got {space}.")
+        if space is None:
+            raise ValueError("observation_space must be a Gymnasium space, got None.")
         self.space, self._leaves = space, leaf_spaces(space)
         self.images: list[Image] = [shape for leaf in self._leaves if (shape := _image(leaf)) is not None]
         self.features = sum(spaces.flatdim(leaf) for leaf in self._leaves if _image(leaf) is None)

@@ -20,6 +20,7 @@ from evogrpo.extras import require
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.safe_parsing import load_yaml
 from evogrpo.synonyms import unknown_name_error
+from evogrpo.text import user_line
 from evogrpo.training.configuration.user_code import load_module, load_named, load_plugin, plugin_names
 from evogrpo.validation import Flag, PositiveInt, Seed, Text, settings
 
@@ -58,8 +59,10 @@ class WrapperSection:
     options: Mapping[str, Any] | None = None
 
 
-# Errors of creating an environment. Importing its graphics library may raise almost any of them.
-_CREATION_ERRORS = (gymnasium.error.Error, ImportError, TypeError, AttributeError, RuntimeError, OSError)
+def _described(error: Exception) -> str:
+    """Return the text of an exception of an environment's code, with its line unless the text explains itself."""
+    explained = isinstance(error, gymnasium.error.Error | ImportError)
+    return str(error) if explained else f"{type(error).__name__}: {error}{user_line(error)}"
 
 
 @settings
@@ -133,8 +136,10 @@ class EnvironmentTask(StartsTask):
         """
         try:
             return self.groups(load_plugin(self.env, "environment", gymnasium.registry) or self.env, seed=seed)
-        except _CREATION_ERRORS as error:
-            raise ValueError(f"task.env: {self.env!r} cannot be created: {error}") from error
+        except ValueError:
+            raise
+        except Exception as error:  # an environment and its graphics library may raise any
+            raise ValueError(f"task.env: {self.env!r} cannot be created: {_described(error)}") from error
 
     def groups(self, env: "str | Callable[..., gymnasium.Env[Any, Any]]", *, seed: int) -> GymnasiumGroups:
         """Create groups with the settings of this task.
@@ -181,8 +186,8 @@ def _registered(env: str) -> EnvSpec:
     """Return the registration of an environment, or raise ValueError."""
     try:
         return env_spec(env)
-    except (gymnasium.error.Error, ImportError) as error:
-        raise ValueError(f"{env!r} is not a registered Gymnasium environment: {error}") from error
+    except Exception as error:  # the module that registers it may raise any
+        raise ValueError(f"{env!r} is not a registered Gymnasium environment: {_described(error)}") from error
 
 
 @settings
@@ -243,8 +248,12 @@ class ParallelTask(StartsTask):
             score = load_named(score, "score")
         try:
             return PettingZooGroups(make, **{**options, "score": score, "seed": seed})
-        except (ImportError, TypeError, AssertionError) as error:  # PettingZoo checks arguments by `assert`
-            raise ValueError(f"task.parallel_env: {self.parallel_env!r} cannot be created: {error}") from error
+        except ValueError:
+            raise
+        except Exception as error:  # PettingZoo checks arguments by `assert`
+            raise ValueError(
+                f"task.parallel_env: {self.parallel_env!r} cannot be created: {_described(error)}"
+            ) from error
 
     def _maker(self) -> Callable[..., Any]:
         """Import the function that creates the environment."""

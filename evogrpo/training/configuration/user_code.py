@@ -103,7 +103,7 @@ def _errors_of(what: str) -> Iterator[None]:
             parent, dot, last = (error.name or "").rpartition(".")
             search_path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
             match = close_match(last, [module.name for module in pkgutil.iter_modules(search_path)])
-            message += f". Did you mean {parent}{dot}{match}?" if match else ""
+            message += f". Did you mean {parent}{dot}{match}?" if match else "."
             message += ' Install its package, change to its folder, or write "path.py:name".'
         raise ValueError(message) from error
 
