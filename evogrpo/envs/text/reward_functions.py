@@ -73,7 +73,7 @@ Function = Callable[..., Any]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
-GRACE_SECONDS = 1.0  # between cancelling a coroutine and abandoning its event loop
+GRACE_SECONDS = 1.0  # between cancelling coroutines and abandoning or stopping their event loop
 
 
 class CallFailedError(Exception):
@@ -200,10 +200,20 @@ class InProcessRunner:
             self._prints.close()
 
     def close(self) -> None:
-        """Stop the event loop."""
+        """Cancel unfinished calls and stop the event loop."""
         loop, self._loop = self._loop, None
         if loop is not None:
-            loop.call_soon_threadsafe(loop.stop)
+            asyncio.run_coroutine_threadsafe(_shut_down(), loop)
+
+
+async def _shut_down() -> None:
+    """Cancel all other tasks of this event loop, give them time to end, and stop the loop."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=GRACE_SECONDS)
+    asyncio.get_running_loop().stop()
 
 
 Unit = Literal["token", "character"]
