@@ -39,8 +39,8 @@ from evogrpo.validation import finite_number, whole_number
 SCRIPT = Path(__file__).with_name("verifier_worker.py")
 WORKER_VARIABLE = "EVOGRPO_VERIFIER"  # environment variable that marks worker processes
 MAX_REPLY_BYTES = 64 * 2**20
-LIMIT_WORKERS = 1024  # largest number of worker processes
-MAX_WORKERS = 8  # largest default number of worker processes
+MAX_WORKERS = 1024  # largest number of worker processes
+DEFAULT_WORKERS = 8  # worker processes by default, if there are as many cores
 START_SECONDS = 120.0  # time limit for a worker to load the reward functions
 
 _Task = tuple["Future[Results]", bytes, float | None]
@@ -273,7 +273,7 @@ def make_reward_runner(rewards: Sequence[Reward], timeout: float | None, workers
     synchronous = [name for name, function in functions.items() if not is_async(function)]
     # Only worker processes can stop a function that is not async.
     if workers is None:
-        workers = min(MAX_WORKERS, cores_per_rank()) if timeout is not None and synchronous else 0
+        workers = min(DEFAULT_WORKERS, cores_per_rank()) if timeout is not None and synchronous else 0
     if workers > 0:
         return VerifierPool(functions, workers=workers, timeout=timeout)
     if timeout is not None and synchronous:
@@ -285,5 +285,5 @@ def check_worker_limits(timeout: float | None, workers: int | None) -> None:
     """Raise ValueError if a time limit or number of worker processes is out of range."""
     if timeout is not None and finite_number("reward_timeout", timeout) <= 0:
         raise ValueError(f"reward_timeout must be above 0 seconds, or None, got {timeout}.")
-    if workers is not None and not 0 <= whole_number("reward_workers", workers) <= LIMIT_WORKERS:
-        raise ValueError(f"reward_workers must be in [0, {LIMIT_WORKERS}], or None, got {workers}.")
+    if workers is not None and not 0 <= whole_number("reward_workers", workers) <= MAX_WORKERS:
+        raise ValueError(f"reward_workers must be in [0, {MAX_WORKERS}], or None, got {workers}.")
