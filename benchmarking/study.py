@@ -478,7 +478,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=TASKS)
     parser.add_argument("--unknown", nargs="*", default=["lr", "all"], choices=("lr", "all"))
     parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=ARMS)
-    parser.add_argument("--seeds", nargs="*", type=int, default=range(5), help="2000 and beyond are not counted")
+    parser.add_argument("--seeds", nargs="*", type=int, default=range(5), help="those from 1000 on are not counted")
     parser.add_argument("--budget", type=float, default=1.0, help="share of the budget, for short trials")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no further run after so many")

@@ -112,7 +112,7 @@ class SamplingBatch:
         fields: dict[str, Any] = {
             name: values[rows] for name, values in vars(self).items() if isinstance(values, Tensor)
         }
-        if self.kept is not None:
+        if self.kept is not None:  # without `kept_rows`, row i continues row i of the kept state
             fields.setdefault("kept_rows", rows)
         if self.history is not None:
             fields["history"] = tuple(self.history[row] for row in rows.tolist())
@@ -399,6 +399,7 @@ class Batch:
         return replace(on_device(self), inputs=on_device(self.inputs))
 
 
+# Fields of `Batch` that have no row for each sample, and fields of rows without an axis of actions.
 _NOT_ROWS = ("inputs", "exact", "component_weights", "component_names", "stop")
 _WITHOUT_TIME = ("rewards", "group_ids", "member_ids", "sampled_by", "reward_components", "truncated")
 

@@ -1,7 +1,7 @@
 """Ranks of a distributed program: sections of work, and collectives.
 
-Every rank holds all members and takes the same decisions from equal bits. Only passes are divided. Local work that may
-fail or be interrupted on one rank runs in a *section*, after which ranks exchange their outcomes.
+Every rank holds all members, and equal bits lead to equal decisions. Only forward and backward passes are divided.
+Local work that may fail or be interrupted on one rank runs in a *section*, after which ranks exchange their outcomes.
 """
 
 import atexit
@@ -40,7 +40,9 @@ def timeout_minutes() -> float:
     except ValueError:
         minutes = 0.0
     if not 0 < minutes < 1e6:
-        raise ValueError(f"EVOGRPO_TIMEOUT_MINUTES must be a number of minutes above 0, got {given!r:.40}.")
+        raise ValueError(
+            f"EVOGRPO_TIMEOUT_MINUTES must be a number of minutes above 0 and below 1e6, got {given!r:.40}."
+        )
     return minutes
 
 
@@ -140,6 +142,7 @@ class Processes:
         import torch
         import torch.distributed as dist
 
+        # 1. Exchange numbers; after a failure, also texts. The lowest kind of failure counts.
         try:
             outcomes = torch.zeros((self.size, 2), dtype=torch.int64)  # failed, value; of each rank
             outcome = torch.tensor([failure is not None, value])
@@ -152,7 +155,7 @@ class Processes:
             if failure is None or isinstance(failure, Interrupted):
                 raise
             raise failure from error
-        # Raise the error of this rank unchanged, unless another rank's kind of failure is the cause.
+        # 2. Raise the error of this rank unchanged, unless another rank's kind of failure is the cause.
         text = f"Process {rank} of {self.size} failed: {text}"
         if failure is not None and kind == _kind_of(failure):
             self._agreed_error = failure
@@ -287,12 +290,14 @@ def processes() -> Processes:
     Raises:
         ValueError: If WORLD_SIZE names several processes but the rest of torchrun's environment is missing.
     """
+    # 1. Without a launcher, this process is alone. `begun` = the program has connected the ranks itself.
     launched = os.environ.get("WORLD_SIZE", "1")
     begun = "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized()
     if not begun and launched.isdigit() and int(launched) <= 1:
         return Processes()
     import torch.distributed as dist
 
+    # 2. Connect the ranks.
     timeout = timedelta(minutes=timeout_minutes())
     if not begun:
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -348,15 +353,17 @@ def agree_on_prefix(store: Any, rank: int, size: int, until: float) -> str:
         size: World size.
         until: Deadline by `time.monotonic()`.
     """
+    # 1. Other ranks: send a random key, and wait for the prefix under it.
     own = uuid.uuid4().hex
     if rank != 0:
         store.set(f"greeting of {rank}", own)
         try:
-            prefix = str(store.get(f"prefix for {own}").decode())  # waits for it
+            prefix = str(store.get(f"prefix for {own}").decode())
         except RuntimeError as error:
             raise ProcessError(f"Rank 0 did not connect. See its output ({error}).") from error
         store.set(f"{prefix}: {rank} joined", "")
         return prefix
+    # 2. Rank 0: answer until all have joined. A key may be of a killed process until the new one replaces it.
     missing = list(range(1, size))
     while missing := [other for other in missing if not store.check([f"{own}: {other} joined"])]:
         for other in missing:

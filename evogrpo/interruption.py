@@ -158,7 +158,7 @@ def stopping_on_signals(stop: Stop, announce: Callable[[], None] = lambda: None)
     interrupting, over = threading.Event(), threading.Event()
 
     def handle(number: int, _: FrameType | None) -> None:
-        if interrupting.is_set():
+        if interrupting.is_set():  # this signal comes from `_interrupt_user_code`
             interrupting.clear()
             stop.interrupt()
             return

@@ -169,7 +169,7 @@ def _plain(value: Any, path: str) -> Any:
         return value
     if isinstance(value, int):
         if abs(value) >= 10**MAX_DIGITS:
-            raise ValueError(f"{path} must have at most {MAX_DIGITS} digits")
+            raise ValueError(f"{path} must have at most {MAX_DIGITS} digits, got a longer integer. Pass it as text.")
         return int(value)
     if isinstance(value, float):
         if not math.isfinite(value):

@@ -171,7 +171,7 @@ def preprocess_observation(
         case spaces.MultiDiscrete():
             values = _batched(observation, space.shape, device).flatten(1)
             return _one_hot(values, space.nvec.ravel().tolist(), space.start.ravel().tolist())
-    raise _unsupported("preprocessed observation", space)
+    raise _unsupported("observation", space)
 
 
 def _batched(observation: Any, shape: tuple[int, ...], device: torch.device | str) -> Tensor:
@@ -197,7 +197,7 @@ def _one_hot(values: Tensor, counts: Sequence[int], starts: Sequence[int]) -> Te
 def _unsupported(kind: str, space: object) -> ValueError:
     """Return the error for a space of another kind than those supported; `kind` names the space."""
     if space is None:
-        return ValueError(f"{kind} space is None. Agents over language models have none unless it is set.")
+        return ValueError(f"{kind} space is None. Language models have no spaces unless they are set.")
     return ValueError(
         f"{kind} space must be Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple, got {type(space).__name__}. "
         "Use a wrapper that converts it."

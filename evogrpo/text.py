@@ -1,13 +1,15 @@
 """Formatting for messages and tables: numbers, records, and untrusted text made printable."""
 
+import contextlib
+import io
 import os
 import sys
 import traceback
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 # Control and format characters (which hide or reorder text), lone surrogates, private use, line separators.
 _UNSAFE_CATEGORIES = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
@@ -31,6 +33,45 @@ def printable(text: str) -> str:
         else character.encode("unicode_escape", "surrogatepass").decode("ascii")
         for character in text
     )
+
+
+class EscapingStream(io.TextIOBase):
+    """A text stream that escapes control characters before it writes to another stream.
+
+    Args:
+        target: A terminal, a file, or a live display.
+    """
+
+    def __init__(self, target: TextIO) -> None:
+        self._target = target
+
+    def write(self, text: str) -> int:
+        """Write escaped text."""
+        escaped = printable(text.replace("\r\n", "\n").replace("\r", "\n"))
+        try:
+            self._target.write(escaped)
+        except UnicodeEncodeError:
+            self._target.write(escaped.encode("ascii", "backslashreplace").decode())
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the target."""
+        self._target.flush()
+
+    def fileno(self) -> int:
+        """Return the target's file descriptor, for child processes."""
+        return self._target.fileno()
+
+
+@contextlib.contextmanager
+def escaped_prints() -> Iterator[None]:
+    """Escape control characters in text that user code prints."""
+    with contextlib.ExitStack() as stack:
+        for stream, redirect in ((sys.stdout, contextlib.redirect_stdout), (sys.stderr, contextlib.redirect_stderr)):
+            # Programs without a console have no streams.
+            if stream is not None and not isinstance(stream, EscapingStream):
+                stack.enter_context(redirect(EscapingStream(stream)))
+        yield
 
 
 def shorten(text: str, limit: int) -> str:

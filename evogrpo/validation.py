@@ -225,15 +225,15 @@ def describe(
         where: Dotted path of the values.
         misplaced: Finds the section of a key that belongs to another one.
     """
-    # A value that fits no type of a union has one error for each type, which are joined in one line. Errors inside the
-    # value are more precise and replace them.
+    # 1. Collect the broken rules by path and received value. A value that fits no type of a union has one error for
+    # each type, which are joined in one line. Errors inside the value are more precise and replace them.
     rules: dict[tuple[str, str], list[str]] = {}
     found = [([*([where] if where else []), *_keys_in(data, each)], each) for each in error.errors(include_url=False)]
     for keys, details in found:
         if any(len(keys) < len(other) and keys == other[: len(keys)] for other, _ in found):
             continue
         path, value, name = dotted(keys), f", got {_shown(details['input'])}", details["type"]
-        context, depth = details.get("ctx", {}), 1 if where else 0
+        context, depth = details.get("ctx", {}), 1 if where else 0  # `where` is not part of the model's schema
         if name in _UNKNOWN_KEY:
             section, key = dotted(keys[:-1]), str(keys[-1])
             valid = _valid_keys(_schema(model), keys[depth:-1])
@@ -257,7 +257,9 @@ def describe(
             rule = _RULES[name].format_map({key: _bound(bound) for key, bound in context.items()})
         else:
             rule = re.sub(r"^\w+ should ", "must ", details["msg"])
+        # A line of an unknown key consists of the rule only.
         rules.setdefault((path or rule, value), []).append(rule if path else "")
+    # 2. Write one line for each value.
     lines = []
     for (path, value), (first, *others) in rules.items():
         parts = dict.fromkeys([first, *(rule.removeprefix("must be ") for rule in others if rule != first)])
@@ -395,7 +397,7 @@ def lists_options(names: Iterable[str], *records: Callable[..., Any]) -> Callabl
             default of any other option is None.
     """
     defaults: dict[str, Any] = {}
-    for record in reversed(records):
+    for record in reversed(records):  # so that the first one overwrites the others
         if isinstance(record, type):
             fields_ = [(field.name, field.default) for field in dataclasses.fields(record)]
         else:

@@ -78,31 +78,31 @@ class Boxes:
     def prompts(self) -> list[list[int]]:
         return [self._ids(question) for question in self.questions]
 
-    def respond(self, transcripts: Sequence[Conversation]) -> list[list[int] | None]:
-        return [self._hint(transcript) for transcript in transcripts]
+    def respond(self, conversations: Sequence[Conversation]) -> list[list[int] | None]:
+        return [self._hint(conversation) for conversation in conversations]
 
-    def score(self, transcripts: Sequence[Conversation]) -> Scores:
-        closeness = np.array([self._closeness(transcript) for transcript in transcripts], dtype=np.float64)
+    def score(self, conversations: Sequence[Conversation]) -> Scores:
+        closeness = np.array([self._closeness(conversation) for conversation in conversations], dtype=np.float64)
         return Scores(
             rewards=closeness,
             components={"closeness": closeness},
-            completions=tuple(self._shown(transcript) for transcript in transcripts),
+            completions=tuple(self._shown(conversation) for conversation in conversations),
             weights=(1.0,),
         )
 
-    def _hint(self, transcript: Conversation) -> list[int] | None:
-        guessed, digit = guess(self._text(transcript.completions[-1])), self.digits[transcript.start]
-        if len(transcript.completions) == self.max_turns or guessed == digit:
+    def _hint(self, conversation: Conversation) -> list[int] | None:
+        guessed, digit = guess(self._text(conversation.completions[-1])), self.digits[conversation.start]
+        if len(conversation.completions) == self.max_turns or guessed == digit:
             return None
         return self._ids(HINTS[guessed is None or guessed < digit])
 
-    def _closeness(self, transcript: Conversation) -> float:
-        guessed = guess(self._text(transcript.completions[-1]))
-        return 0.0 if guessed is None else 1 - abs(guessed - self.digits[transcript.start]) / 9
+    def _closeness(self, conversation: Conversation) -> float:
+        guessed = guess(self._text(conversation.completions[-1]))
+        return 0.0 if guessed is None else 1 - abs(guessed - self.digits[conversation.start]) / 9
 
-    def _shown(self, transcript: Conversation) -> str:
-        first, *second = (self._text(part) for part in transcript.completions)
-        hints = [f"\n{REPLY}{self._text(part)}\n" for part in transcript.replies]
+    def _shown(self, conversation: Conversation) -> str:
+        first, *second = (self._text(part) for part in conversation.completions)
+        hints = [f"\n{REPLY}{self._text(part)}\n" for part in conversation.replies]
         return "".join([first, *hints, *second])
 
     def _ids(self, text: str) -> list[int]:

@@ -144,15 +144,15 @@ environments = {name: environment(name) for name in LEVELS}
 # %% [markdown]
 # (If the verifier alone is enough,
 # `HuggingFaceGym.from_reasoning_gym("chain_sum", tokenizer=...)` replaces this
-# cell. Duplicate questions are dropped, so few questions with two digits
-# remain.)
+# cell. Duplicate questions are dropped, so few questions with two
+# numbers remain.)
 #
 # ## Curriculum or direct training
 #
 # Two agents train for 24 learning steps each. One trains only on numbers up to
-# 99. The other starts with two digits, continues with three, and spends half of
-#     its steps on numbers up to 99. Both use the same number of samples per
-#     step.
+# 99. The other starts with two one-digit numbers, continues with three, and
+# spends half of its steps on numbers up to 99. Both use the same number of
+# samples per step.
 
 
 # %%
@@ -247,10 +247,10 @@ print(f"curriculum less straight: {difference.mean():+.2f} ± {error:.2f}")
 # questions, a difference of 0.1 in either direction would not be visible.
 #
 # The samples show two more things. First, the task in the middle is not easier
-# than the last one. After six steps the model solved half of the two-digit
-# tasks. It then solved about a tenth of the three-digit tasks, and later about
-# a sixth of the tasks with numbers up to 99. Measure the difficulty of tasks
-# before you order them.
+# than the last one. After six steps the model solved half of the tasks with two
+# one-digit numbers. It then solved about a tenth of those with three, and later
+# about a sixth of the tasks with numbers up to 99. Measure the difficulty of
+# tasks before you order them.
 #
 # Second, the lines are noisy, because a step has only eight questions with
 # eight completions each. The grey value of 0.45 in step 12 does not last. Use

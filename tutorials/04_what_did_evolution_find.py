@@ -49,7 +49,7 @@ from evogrpo import (
 from evogrpo.evolution import Fixed, SelectionOnly, Strategy
 from evogrpo.training.evolve import Run
 
-# Short: a quick look whether everything runs; the figures then say little.
+# "short" only checks that all cells run; its results mean little.
 SHORT = os.environ.get("EVOGRPO_TUTORIAL") == "short"
 GENERATIONS, STEPS, SEEDS = (2, 1, (0, 1)) if SHORT else (8, 4, (0, 1, 2))
 # The networks are tiny: threads would wait for each other.

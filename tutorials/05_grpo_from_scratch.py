@@ -41,7 +41,7 @@ import numpy as np
 import torch
 from torch import nn
 
-# Short: a quick look whether everything runs; the figures then say little.
+# "short" only checks that all cells run; its results mean little.
 SHORT = os.environ.get("EVOGRPO_TUTORIAL") == "short"
 STEPS, SEEDS = (3, (0,)) if SHORT else (20, (0, 1, 2))
 # The networks are tiny: threads would wait for each other.
@@ -399,7 +399,7 @@ assert SHORT or min(each["return"][-1] for each in calibrated) > 150
 assert SHORT or max(fixed[0]["return"][-1], fixed[2]["return"][-1]) < 100
 
 # %% [markdown]
-# With a fixed learning rate, two of three guesses learn nothing. Calibrated,
+# With a fixed learning rate, two of three guesses learn little. Calibrated,
 # all three reach 500. The first step already corrects the guess to between 3e-3
 # and 1e-2.
 #

@@ -140,10 +140,10 @@ assert SHORT or seconds[4] / 4 < 0.75 * seconds[1]
 # ## Memory
 #
 # Memory has three parts. The base model is stored once. Each member needs its
-# adapter and two AdamW moments, 12 bytes per parameter. Learning needs
-# activations, limited by `micro_batch_tokens`, and sampling needs a KV cache.
-# The first two parts can be computed from the models' shapes without loading
-# weights.
+# adapter and two AdamW moments, 12 bytes per parameter, and a copy of them
+# while it learns. Learning needs activations, limited by `micro_batch_tokens`,
+# and sampling needs a KV cache. The first two parts can be computed from the
+# models' shapes without loading weights.
 
 # %%
 # Roughly Qwen2.5: hidden size, intermediate size, layers, heads, key-value
@@ -225,7 +225,7 @@ assert adapters[-1] < 0.3 * bases[-1]
 
 # %% [markdown]
 # Left: four members take two to three times as long as one, so each costs
-# little more than half of a single agent. One reason is that the weights of the
+# two thirds of a single agent or less. One reason is that the weights of the
 # base model are read once for all members. Each time is one measurement, so
 # small differences mean nothing.
 #

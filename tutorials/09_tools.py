@@ -20,7 +20,7 @@
 # - how to test that the tool, and not the training, makes the difference.
 #
 # **It needs** the installation described in [all tutorials](README.md), which
-# includes the model, one CPU core, about 8 minutes and 3 GB of memory.
+# includes the model, one CPU core, about 6 minutes and 3 GB of memory.
 #
 # **To run it:** open this notebook in Jupyter, or run `make tutorials ARGS=09`
 # in the repository. The file `09_tools.py` holds the same content as text.
@@ -45,9 +45,9 @@ from evogrpo.envs.text.huggingface_gym import PromptEnvironment
 from evogrpo.evolution import Fixed
 from evogrpo.training.evolve import Run
 
-# Short: a quick look whether everything runs; the figures then say little.
+# "short" only checks that all cells run; its results mean little.
 SHORT = os.environ.get("EVOGRPO_TUTORIAL") == "short"
-SEEDS, STEPS, SAMPLES, HELD_OUT = (1, 1, 4, 2) if SHORT else (3, 4, 32, 32)
+SEEDS, STEPS, SAMPLES, HELD_OUT = (1, 1, 4, 2) if SHORT else (2, 4, 32, 32)
 TOKENS = 8 if SHORT else 40
 torch.set_num_threads(1)
 
@@ -70,9 +70,10 @@ def multiply(a: int, b: int) -> int:
 
 
 # %% [markdown]
-# The template of SmolLM2 does not know tools, so this one replaces it. It lists
-# the functions in the first message, and writes a call as JSON in `<tool_call>`
-# tags, as Qwen and Hermes models do. Templates of larger models have all this.
+# The template of SmolLM2 has no support for tools, so this one replaces it. It
+# lists the functions in the first message, and writes a call as JSON in
+# `<tool_call>` tags, as Qwen and Hermes models do. Templates of larger models
+# support tools.
 
 # %%
 TEMPLATE = """\
@@ -265,10 +266,9 @@ plt.show()
 
 # %% [markdown]
 # Each seed ends at 1.3: with greedy decoding all 32 test questions are answered
-# right. Before the training, almost none was. Seeds 1 and 2 succeed for the
-# first time in step 1, and seed 0 in step 4. A few successes are enough,
-# because each is compared with the failures of its group. Without the tool
-# nothing changes.
+# right. Before the training, none was. Seed 1 succeeds for the first time in
+# step 1, and seed 0 in step 4. A few successes are enough, because each is
+# compared with the failures of its group. Without the tool nothing changes.
 #
 # The shares in the figure are lower than the test results, because training
 # samples at temperature 0.7.

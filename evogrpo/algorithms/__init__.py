@@ -1,1 +1,1 @@
-"""The public face: agents, populations of them, and what they do with environments."""
+"""Agents and populations: construction, sampling, learning, evaluation and checkpoints."""

@@ -219,8 +219,8 @@ class Agent(HyperparameterAttributes):
         """Raise ValueError if several ranks train the population, as the method runs on one rank only."""
         if self.members.processes.size > 1:
             raise ValueError(
-                f"{method} is not available for a member of a population that {self.members.processes.size} ranks "
-                "train. Use a clone, the run's best, or the saved agent."
+                f"{method} of a member needs a single process, got {self.members.processes.size} ranks. Use a clone, "
+                "run.best or the saved agent."
             )
 
     # ---- looking inside

@@ -110,6 +110,7 @@ def load_agent(
     actor_network: nn.Module | None,
 ) -> AnyAgent:
     """Load one agent into a bank of its own; see `GRPO.load`."""
+    # 1. Recognise folders that are often passed by mistake.
     best = Path(path) / "best"
     if not checkpoint_path(Path(path) / "manifest.json").exists():
         if checkpoint_path(best).is_dir():
@@ -119,15 +120,17 @@ def load_agent(
                 f"{path} is a PEFT adapter without the agent's settings. Load the folder best of its run, or start an "
                 f"agent from it: GRPO(actor_network=..., adapter={str(path)!r})."
             )
+    # 2. Read the checkpoint.
     tensors, values = read_checkpoint(path, kind="agent")
     with checkpoint_errors(path):
         record = validate(AgentRecord, values, extra="forbid")
-        stored = record.shared["kind"]
-        if stored in AGENT_CLASSES and stored not in kind.kinds:
+        stored_kind = record.shared["kind"]
+        if stored_kind in AGENT_CLASSES and stored_kind not in kind.kinds:
             raise CheckpointError(
-                f"{path} must hold a {kind.__name__}, got an agent of kind {stored!r}. Load it with "
-                f"{AGENT_CLASSES[stored]}.load."
+                f"{path} must hold a {kind.__name__}, got an agent of kind {stored_kind!r}. Load it with "
+                f"{AGENT_CLASSES[stored_kind]}.load."
             )
+        # 3. Build a member with default hyperparameters, then set its train state and all of its fields.
         folder = checkpoint_path(Path(path))
         members = _open(record.shared, 1, folder, actor_network, tensors, device=device, accelerator=accelerator)
         agent = kind._member(members, 0, 0, Hyperparameters())
@@ -137,21 +140,24 @@ def load_agent(
 
 def read_agent(agent: "Agent", path: str | Path) -> None:
     """Load a saved agent into an existing one; see `GRPO.load_checkpoint`."""
+    # 1. Read the checkpoint.
     tensors, values = read_checkpoint(path, kind="agent")
     with checkpoint_errors(path):
         record = validate(AgentRecord, values, extra="forbid")
-        stored = record.shared["kind"]
+        # 2. Check that kind, spaces or base model, and initial tensors are those of the existing agent.
+        stored_kind = record.shared["kind"]
         members = agent.members
-        if stored != members.kind:
-            made_by = AGENT_CLASSES.get(stored, "its own class")
+        if stored_kind != members.kind:
+            made_by = AGENT_CLASSES.get(stored_kind, "its own class")
             raise CheckpointError(
-                f"{path} must hold an agent of kind {members.kind!r}, got kind {stored!r}. Load it with {made_by}.load."
+                f"{path} must hold an agent of kind {members.kind!r}, got kind {stored_kind!r}. Load it with "
+                f"{made_by}.load."
             )
         expected = members.checkpoint_record()
         for name in members.identity:
             if record.shared[name] != expected[name]:
                 raise CheckpointError(
-                    f"{path} holds an agent with {name} {record.shared[name]}, but this one has {expected[name]}. "
+                    f"{path} has {name} {record.shared[name]}, but the agent that loads it has {expected[name]}. "
                     f"Load it with {type(agent).__name__}.load."
                 )
         shared, stored_shared = members.shared_tensors(), split_shared(tensors)[0]
@@ -162,6 +168,7 @@ def read_agent(agent: "Agent", path: str | Path) -> None:
                 f"{path} holds an agent whose module had other weights or buffers, or that started from another "
                 f"adapter. Load it with {type(agent).__name__}.load."
             )
+        # 3. Set the train state and all fields.
         _restore(agent, record.member, split_shared(tensors)[1])
 
 
@@ -210,9 +217,11 @@ def restore_population(
         CheckpointError: If the state is of another base model or inconsistent.
     """
     with checkpoint_errors(path):
+        # 1. Build the policy set.
         stored = record.members
         members = _open(record.shared, len(stored), Path(path), actor_network, tensors, device=device, accelerator=None)
         members.processes = processes()
+        # 2. Build each agent with default hyperparameters, then set its train state and all of its fields.
         agents = []
         for slot, member in enumerate(stored):
             agent = kind._member(members, slot, member.index, Hyperparameters())
@@ -224,7 +233,7 @@ def restore_population(
                 agent.parent, agent.born = None, 0
             agents.append(agent)
         population = Population(agents, members, lineage=lineage)
-        # Members and lineage must agree, and the next index must be unused.
+        # 3. Check that members and lineage agree, and that the next index is unused.
         indices = [agent.index for agent in agents]
         born = {birth.index for birth in population.lineage}
         if len(set(indices)) < len(indices) or not set(indices) <= born:
@@ -259,16 +268,18 @@ def _open(
     accelerator: "Accelerator | None",
 ) -> "PolicySet":
     """Build the policy set of a checkpoint, without train states."""
+    # 1. Read the kind, the search space and the tensors that all members share.
     if record["kind"] not in AGENT_CLASSES:
         raise unknown_name_error(f"kind of agent in {folder}:", record["kind"], AGENT_CLASSES)
-    # A copy of the user's module gets its weights and buffers from the checkpoint.
     constants, config = split_shared(tensors)[0], record["hp_config"]
+    # 2. Load the initial weights and buffers of a user's module into a copy, so that the module itself is not changed.
     if constants and isinstance(actor_network, nn.Module) and not is_language_model(actor_network):
         actor_network = deepcopy(actor_network)
         try:
             actor_network.load_state_dict(constants)
         except RuntimeError as error:
             raise CheckpointError(f"{folder} was saved with another module than the one passed: {error}") from error
+    # 3. Build the policy set. Only language models need transformers, so their class is imported on demand.
     kind: type[PolicySet] = NetworkPolicySet
     if record["kind"] == "language":
         from evogrpo.algorithms.policies.language import LanguagePolicySet

@@ -70,7 +70,7 @@ def sample_groups(
     ranks = members.processes
     if ranks.size == 1:
         return replace(members.sample(env, starts, request), starts=starts)
-    # 2. Deal whole groups, in order.
+    # 2. Choose this rank's rows: a contiguous share of the groups. `ends` holds the first row after each group.
     ends = request.group_ids.unique_consecutive(return_counts=True)[1].cumsum(0)
     bounds = [0]
     for share in ends.tensor_split(ranks.size):
@@ -85,7 +85,7 @@ def sample_groups(
             members.sample(env, starts, request.select(torch.arange(int(ends[0]))))
         return None
 
-    # 4. Merge.
+    # 4. Merge the rows of all ranks, in order.
     parts = [part for part in ranks.run_section(sample) if part is not None]
     return replace(_moved(merge_rollouts(parts), members.device), starts=starts)
 
@@ -136,26 +136,28 @@ def resample_groups(
     for number in range(1, max_rounds + 1):
         # 1. Sample as many new groups as each member has groups without signal.
         batch = sampled.experience[policy]
-        idle = groups_without_signal(batch, kinds)
-        acting = [learner for learner in learners if idle[learner.slot]]
+        without_signal = groups_without_signal(batch, kinds)
+        acting = [learner for learner in learners if without_signal[learner.slot]]
         if not acting:
             break
         groups = []
         for each in acting:
-            groups.append(range(used[each.slot], used[each.slot] + len(idle[each.slot])))
+            groups.append(range(used[each.slot], used[each.slot] + len(without_signal[each.slot])))
+            # With distinct starts, a start that one member uses is used for all.
             for slot in used if distinct_starts else [each.slot]:
                 used[slot] = groups[-1].stop
         drawn = sample_groups(members, env, acting, groups, block=block, purpose="refill", number=number, stop=stop)
         # 2. Replace old groups by new ones with signal: `order[i]` is the row, old or new, that becomes row i.
         new_batch = drawn.experience[policy]
-        useless = groups_without_signal(new_batch, kinds)
+        new_without_signal = groups_without_signal(new_batch, kinds)
         order = torch.arange(len(batch), device=batch.group_ids.device)
         for slot in (each.slot for each in acting):
             own_groups = _by_member(new_batch)[slot].group_ids.unique().tolist()
-            useful = [group for group in own_groups if group not in useless[slot]]
-            for old, new in zip(idle[slot], useful, strict=False):
+            useful = [group for group in own_groups if group not in new_without_signal[slot]]
+            for old, new in zip(without_signal[slot], useful, strict=False):
                 order[_rows_of(batch, slot, old)] = len(order) + _rows_of(new_batch, slot, new)
-        # 3. Select these rows of both; groups and members stay, and costs add up.
+        # 3. Select these rows of both; groups and members stay, and costs add up. Rounds follow each other, so their
+        #    scoring times are added; `merge_rollouts` takes the longest, as ranks score at the same time.
         both, rows = merge_rollouts([sampled, drawn]), order.tolist()
         scores, longer = both.scores, max(sampled, drawn, key=lambda each: len(each.starts))
         sampled = replace(
@@ -186,7 +188,7 @@ def groups_without_signal(batch: Batch, kinds: Mapping[int, str]) -> dict[int, l
         batch: Whole groups.
         kinds: Advantage type by slot.
     """
-    idle: dict[int, list[int]] = {}
+    without_signal: dict[int, list[int]] = {}
     for slot, member_batch in _by_member(batch).items():
         groups, (number, count) = member_batch.group_ids.unique(), consecutive_ids(member_batch.group_ids)
         equal = zero_variance_groups(member_batch.rewards, number, count)
@@ -197,8 +199,8 @@ def groups_without_signal(batch: Batch, kinds: Mapping[int, str]) -> dict[int, l
         if kinds[slot] == "gdpo" and member_batch.reward_components is not None:
             for values in member_batch.reward_components.unbind(1):
                 equal &= zero_variance_groups(values, number, count)
-        idle[slot] = groups[equal].tolist()
-    return idle
+        without_signal[slot] = groups[equal].tolist()
+    return without_signal
 
 
 def _by_member(batch: Batch) -> dict[int, Batch]:
@@ -211,7 +213,8 @@ def _rows_of(batch: Batch, slot: int, group: int) -> Tensor:
 
 def merge_rollouts(parts: Sequence[RolloutBatch]) -> RolloutBatch:
     """Return the rows of several rollouts of one learning step, one after another."""
-    # 1. Batches. Groups get other numbers where two parts use the same, as environments may number their own from 0.
+    # 1. Join the batches. Groups get other numbers where two parts use the same, as environments may number their own
+    #    from 0.
     experience: dict[str, Batch] = {}
     for policy in dict.fromkeys(policy for part in parts for policy in part.experience):
         batches = [part.experience[policy] for part in parts if policy in part.experience]
@@ -227,7 +230,7 @@ def merge_rollouts(parts: Sequence[RolloutBatch]) -> RolloutBatch:
             shift = max(0, 1 + int(merged.group_ids.max()) - int(batch.group_ids.min()))
             merged = merged.concatenate(replace(batch, group_ids=batch.group_ids + shift))
         experience[policy] = merged
-    # 2. Rewards and texts.
+    # 2. Join rewards and texts.
     scores, first = [part.scores for part in parts], parts[0].scores
     weights = [len(each.rewards) for each in scores]
     all_scores = replace(
@@ -246,7 +249,7 @@ def merge_rollouts(parts: Sequence[RolloutBatch]) -> RolloutBatch:
             if all(name in each.metrics for each in scores)
         },
     )
-    # 3. Costs.
+    # 3. Add up the costs.
     slots = dict.fromkeys(slot for part in parts for slot in part.tokens)
     return RolloutBatch(
         experience=experience,

@@ -23,7 +23,6 @@ from evogrpo.evolution.fitness import (
     Fitness,
     FitnessConfig,
     clearly_behind,
-    comparisons_in_race,
     on_all_questions,
     rounds,
     still_racing,
@@ -60,6 +59,7 @@ def evaluate_questions(
                 members.evaluate(env, replace(request, questions=parts[0][:1]))
             return members.evaluate(env, replace(request, questions=questions)) if questions else None
 
+        # Shares are contiguous and results come in rank order, so the columns are in the order of the questions.
         results = [result for result in ranks.run_section(work) if result is not None]
         rewards = np.hstack([values.reshape(len(request.slots), -1) for values, _ in results])
         tokens = tuple(map(sum, zip(*(spent for _, spent in results), strict=True)))
@@ -147,15 +147,17 @@ def measure_fitness(
     Raises:
         ValueError: If the split is empty, or fewer than half of its questions have a reward for all members.
     """
+    # 1. Set up the race. Scores are NaN until a member has answered.
     count = env.size(split) if questions is None else min(questions, env.size(split))
     if count < 1:
         raise ValueError(f"The {split} split is empty, so nothing can be evaluated on it.")
     scores, tokens = np.full((len(slots), count), np.nan), dict.fromkeys(slots, 0)
     evaluated = np.zeros(scores.shape, dtype=np.bool_)
     # The error of the whole race is divided among its comparisons and all pairs with the leader (Bonferroni).
-    error = config.race_error / max(1, comparisons_in_race(count)) / max(1, len(slots) - 1)
-    running = list(range(len(slots)))
-    # 1. Evaluate in rounds; members that are clearly behind leave the race.
+    comparisons = len(list(rounds(count, racing=True))) - 1  # one after each round but the last
+    error = config.race_error / max(1, comparisons) / max(1, len(slots) - 1)
+    running = list(range(len(slots)))  # rows of `scores`: members that are still in the race
+    # 2. Evaluate in rounds; members that are clearly behind leave the race.
     for first, last in rounds(count, racing=config.racing and not base):
         request = EvaluationRequest(
             split=split,
@@ -172,16 +174,16 @@ def measure_fitness(
         if last < count:
             running = [running[row] for row in still_racing(scores[running, :last], error)]
             if len(running) == 1 and rival is not None:
-                theirs = [rival.by_key.get(question, np.nan) for question in range(count)]
-                if clearly_behind(np.array(theirs), scores[running[0]], error):
+                rival_scores = [rival.by_key.get(question, np.nan) for question in range(count)]
+                if clearly_behind(np.array(rival_scores), scores[running[0]], error):
                     break
-    # 2. Compare members on the questions that have a reward for all of them.
+    # 3. Compare members on the questions that have a reward for all of them.
     kept = common_questions(scores, evaluated, split)
     measured = [
         Fitness.from_scores(row[answered].tolist(), np.flatnonzero(answered).tolist())
         for row, answered in zip(scores, kept & evaluated, strict=True)
     ]
-    # 3. Estimate the fitness of members that left on all questions.
+    # 4. Estimate, for all questions, the fitness of members that left the race early.
     leader = max((measured[row] for row in running), key=lambda fitness: fitness.mean)
     fitness = [on_all_questions(each, leader) for each in measured]
     return dict(zip(slots, fitness, strict=True)), tokens

@@ -158,6 +158,7 @@ def is_language_model(network: object) -> TypeGuard["PreTrainedModel"]:
 
 
 _LANGUAGE, _NETWORKS = LanguageSettings.__dataclass_fields__, NetworkSettings.__dataclass_fields__
+# Arguments that only one of the two kinds takes; the other kind refuses them.
 LANGUAGE_ONLY = (
     *(name for name in _LANGUAGE if name not in _NETWORKS and name != "pad_token_id"),
     *("lora_config", "full_finetuning", "adapter", "source"),
@@ -183,6 +184,7 @@ def build_policy_set(
     Raises:
         ValueError: If an argument is unknown, missing or out of range.
     """
+    # 1. Check the names of the arguments and the spaces, whose names are the first two of FIRST_ARGUMENTS.
     refuse_unknown("argument", options, [*Options.__annotations__, *FIRST_ARGUMENTS])
     both = observation_space, action_space
     for name, space in zip(FIRST_ARGUMENTS, both, strict=False):
@@ -191,6 +193,7 @@ def build_policy_set(
                 f"{name} must be a Gymnasium space, got {space!r:.80}. Use GRPO(env.observation_space, "
                 "env.action_space), or evogrpo.train(env, total_timesteps=...) to train in an environment."
             )
+    # 2. Choose the kind of policy set. Small networks need both spaces, and a module of torch or none.
     if is_language_model(actor_network):
         return _language_policy_set(size, both, actor_network, pad_token_id, options)
     if actor_network is None and both.count(None) == 1:
@@ -204,13 +207,14 @@ def build_policy_set(
             f"and action_space, got {type(actor_network).__name__}: {actor_network!r:.80}. "
             "evogrpo.load_base(...).model returns a transformers model."
         )
-    # None = not given, except for target_kl, where None turns calibration off.
+    # 3. Refuse arguments of other kinds. None = not given, except for target_kl, where None turns calibration off.
     options = {name: value for name, value in options.items() if value is not None or name == "target_kl"}
     _refuse_other_kind(LANGUAGE_ONLY, options, "language models")
     if pad_token_id is not None:
         raise ValueError("pad_token_id is for language models. Leave it out, or pass a transformers model.")
     if actor_network is not None and "network" in options:
         raise ValueError("network is for evogrpo's own networks. Leave it out if you pass actor_network.")
+    # 4. Build the policy set of a single agent.
     chosen = {name: options[name] for name in _NETWORKS if name in options}
     mapping = single_agent(observation_space, action_space)  # type: ignore[arg-type]  # both are given
     return _network_policy_set(size, mapping, NetworkSettings(**chosen), options, actor_network)
@@ -230,6 +234,7 @@ def _language_policy_set(
     from evogrpo.models.language.compatibility import check_causal_class
     from evogrpo.models.language.lora import default_lora, read_adapter
 
+    # 1. Check the model and the arguments that it needs.
     _refuse_other_kind(NETWORKS_ONLY, options, "small networks")
     check_causal_class(model)
     if pad_token_id is None:
@@ -242,15 +247,18 @@ def _language_policy_set(
     for name, (kind, example) in kinds.items():
         if options.get(name) is not None:
             instance(name, options[name], kind, example)
+    # 2. Choose what members train: all weights, or adapters, which may start from a stored one.
     lora, start = options.get("lora_config"), options.get("adapter")
     full = flag("full_finetuning", options.get("full_finetuning") or False)
     if full and (lora is not None or start is not None):
         raise ValueError("full_finetuning trains all weights. Leave out lora_config and adapter.")
+    # 3. Choose the end-of-sequence tokens: as given, or else from the first configuration that has one.
     configs = model.generation_config, model.config.get_text_config()
     candidates = options.get("eos_token_ids"), *(getattr(config, "eos_token_id", None) for config in configs)
     end_tokens = next((tokens for tokens in candidates if tokens is not None), None)
     if end_tokens is None:
         raise ValueError("eos_token_ids must be given: the model's configuration has no end-of-sequence token.")
+    # 4. Build the settings, the first member's hyperparameters and the policy set.
     chosen = {name: options[name] for name in _LANGUAGE if name in options}
     settings = LanguageSettings(**{**chosen, "pad_token_id": pad_token_id, "eos_token_ids": end_tokens})
     first = _first_hyperparameters(options, settings, {})

@@ -161,16 +161,16 @@ class EvolvableAlgorithm(Agent):
             language, unused = is_language_model(actor_network), cls.unused_options
             arguments["hp_config"] = auto_space(options, samples_per_step, language=language, unused=unused)
         arguments = cls.options_of_class(arguments)
-        # 2. Policies.
+        # 2. Build the policies.
         members, first = cls._build(size, observation_space, action_space, actor_network, pad_token_id, arguments)
         members.processes = processes()
         space = members.hp_config or HyperparameterConfig()
-        # 3. Samples that group sizes must divide.
+        # 3. Choose the number of samples that group sizes must divide.
         if samples_per_step is None:
             samples = common_samples(options.get("group_size", Hyperparameters().group_size), space)
         else:
             samples = whole_between("samples_per_step", samples_per_step, 2, MAX_SAMPLES)
-        # 4. Founders: the user's, then a spread over the ranges of what evolves.
+        # 4. Choose the founders: the user's, then a spread over the ranges of what evolves.
         chosen: tuple[Hyperparameters, ...] = ()
         if founders is not None:
             if (
@@ -193,6 +193,7 @@ class EvolvableAlgorithm(Agent):
             samples,
             chosen,
         )
+        # 5. Create the agents, with consecutive indices.
         index = options.get("index", 0)
         agents = [cls._member(members, slot, index + slot, record) for slot, record in enumerate(records)]
         return Population(agents, members, wrapper_cls=wrapper_cls, wrapper_kwargs=wrapper_kwargs)

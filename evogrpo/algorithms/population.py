@@ -129,24 +129,24 @@ class Population(Sequence[Any]):
     ) -> RolloutBatch:
         """Sample and reward the groups of one learning step of the healthy members, all in one batch.
 
-        Each member samples `samples_per_step / group_size` groups, on the first starts of the step's block. With
-        `Objective.dynamic_sampling` the block is longer, and groups without learning signal are replaced by groups on
-        the following starts; see `resample_groups`.
+        Each member samples `samples_per_step / group_size` groups. Each group has a start, which is a prompt or a reset
+        seed; members use the first starts of the step. With `Objective.dynamic_sampling`, groups without learning
+        signal are replaced by groups on the following starts; see `resample_groups`.
 
         Args:
             env: Provides starts and rewards.
             step: Number of the learning step.
             samples_per_step: Completions (or episodes) per member; every group size divides it.
-            block: Largest number of starts that a member uses without refills, the same for all steps and members of a
-                run; with `distinct_starts` that of all members together.
+            block: Number of starts that a step uses without refills, the same for all steps of a run; with
+                `distinct_starts` the sum over members.
             samples: Number of samples by slot, instead of `samples_per_step`; members with 0 do not act.
-            distinct_starts: Members use different starts of the block, one member's after the other's.
+            distinct_starts: Each member has starts of its own. Otherwise all use the same ones.
             stop: Checked between tokens or steps, and between reward calls.
 
         Raises:
             ValueError: If a group size does not divide the member's number of samples.
         """
-        # 1. Groups per member, on the first starts of the block.
+        # 1. Give each member the starts of its groups.
         counts = [samples_per_step] * len(self) if samples is None else samples
         acting = [agent for agent in self.healthy if counts[agent.slot]]
         if not acting:  # all members with samples have failed: the others act instead
@@ -156,13 +156,14 @@ class Population(Sequence[Any]):
             check_group_size(agent.group_size, counts[agent.slot], owner=f"member {agent.index}")
             first = groups[-1].stop if groups and distinct_starts else 0
             groups.append(range(first, first + counts[agent.slot] // agent.group_size))
-        # 2. Sample and reward.
+        # 2. Sample and reward. Refills would prefer groups of medium difficulty, so they do not enter `earned`.
         max_refills = self.members.settings.objective.dynamic_sampling
         full_block = block * (1 + max_refills)
         sampled = sample_groups(self.members, env, learners, groups, block=full_block, purpose="sample", stop=stop)
         group_rewards = sampled.mean_group_rewards()
-        # 3. Dynamic sampling.
+        # 3. Replace groups without learning signal (dynamic sampling).
         if max_refills:
+            # Number of used starts by slot. With distinct starts, the starts of all members count as used by each.
             used = {
                 each.slot: (groups[-1] if distinct_starts else positions).stop
                 for each, positions in zip(acting, groups, strict=True)
@@ -322,6 +323,7 @@ class Population(Sequence[Any]):
         if any(child.index < self.next_index for child in plan.children):
             raise ValueError(f"The indices of children must be new, from {self.next_index} on.")
         self.lineage += plan.children
+        # Copy all train states before any architecture changes: a parent's slot may itself get a child.
         self.members.banks.inherit(plan.parents)
         for slot in plan.vacant:
             agent = self.agents[slot]

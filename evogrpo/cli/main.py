@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: Without the program's name; `sys.argv[1:]` by default.
     """
+    # 1. Parse the arguments.
     parser = make_parser()
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] == "help":
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _reject(args, unknown[0])
     if rest:
         args.overrides = [*args.overrides, *rest]
-    # Imported here so that `--help` stays fast.
+    # 2. Prepare output, environment variables and import path. The import is here so that `--help` stays fast.
     from evogrpo.training.console import clean_warnings, ignore_output_errors, print_error
 
     for stream in (sys.stdout, sys.stderr):
@@ -62,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     if args.runs_user_code:
         sys.path.append(str(Path.cwd()))  # last, so that modules of the user do not shadow installed ones
+    # 3. Run the command; errors become a message and an exit code.
     module, name = args.command.split(":")
     with ignore_output_errors():
         try:

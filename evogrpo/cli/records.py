@@ -99,7 +99,9 @@ def compare(args: argparse.Namespace) -> int:
     for folder in folders:
         check_folder(folder)
     configured = [folder / CONFIG_FILE for folder in folders]
+    # 1. Compare the runs; those started in Python have no configuration.
     compared = compare_runs(folders, [read_yaml_file(path) if path.is_file() else None for path in configured])
+    # 2. Print one column per run: settings that differ, results, and the difference of the tests.
     console = make_console()
     table = _table("", *(str(run.path) for run in compared.runs))
     for name, values in compared.settings.items():
@@ -272,13 +274,16 @@ def _export_member(run_dir: Path, folder: Path) -> None:
     """Check the best member, and copy the files that PEFT or transformers needs to a new folder."""
     from evogrpo.storage.checkpoint import checkpoint_path
 
+    # 1. Check both folders.
     best = checkpoint_path(run_dir / "best")
     if not best.is_dir():
         raise ValueError(f"{run_dir} has no best member yet. Wait for the first generation.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists and is not an empty folder. Choose a new folder.")
+    # 2. Read and check the member.
     console = make_console()
     with spinner(console, "reading and checking the member"):
+        # These imports include torch, which takes seconds.
         from evogrpo.algorithms.factory import AGENT_CLASSES
         from evogrpo.storage.atomic_files import make_folder, write_synced
         from evogrpo.storage.checkpoint import checkpoint_errors, read_checkpoint
@@ -295,6 +300,7 @@ def _export_member(run_dir: Path, folder: Path) -> None:
         with checkpoint_errors(best):
             exported = find_export(best)
         checked = _check_export(run_dir, best, base)
+    # 3. Copy its files.
     make_folder(folder)
     for name in exported.files:
         write_synced(folder / name, (best / name).read_bytes())
@@ -323,7 +329,7 @@ def _check_export(run_dir: Path, member: Path, source: str) -> str:
 
     if (run_dir / CONFIG_FILE).is_file():
         source = str(read_yaml_file(run_dir / CONFIG_FILE).get("model") or source)
-    elif is_path(source):
+    elif is_path(source):  # an untrusted path is not opened
         return "not checked: the base model is a local folder"
     try:
         outline = load_outline(source).model  # without weights

@@ -65,6 +65,7 @@ from evogrpo.training.trainer import AllFailedError, StrategyError, Trainer
 
 def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
     """Start a run; with `--dry-run`, only print its plan and cost."""
+    # 1. Resume an existing run, after --resume-if-exists or a restart by the launcher.
     console = make_console()
     requested_dir = args.run_dir or (None if config.run_dir is None else Path(config.run_dir).expanduser())
     if requested_dir is None and args.resume_if_exists:
@@ -78,6 +79,7 @@ def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
         console.print(f"{reason}Resuming the run in {requested_dir}", soft_wrap=True)
         values = {**vars(args), "run_dir": requested_dir, "overrides": [], "generations": None}
         return resume_run(argparse.Namespace(**values, allow_changed_data=False))
+    # 2. Create the run directory.
     with ExitStack() as stack:
 
         def claim_folder() -> Path | None:
@@ -86,10 +88,12 @@ def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
         run_dir = processes().run_section(claim_folder)[0]
         assert run_dir is not None  # the result of rank 0
         config = dataclasses.replace(config, run_dir=str(run_dir))
+        # 3. Check the configuration and show the plan.
         with spinner(console, "checking the configuration"):
             prepared = task_type_of(config.task).prepare(config)
         stack.enter_context(closing(prepared.env))
         show_plan(console, prepared, run_dir, preset=getattr(args, "preset", False))
+        # 4. Dry run: show the costs and stop here.
         if args.dry_run:
             show_forecast(console, prepared, skip_memory_check=args.skip_memory_check)
             with spinner(console, "checking the run"):
@@ -99,6 +103,7 @@ def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
                     show_command(console, "vLLM server", line)
             console.print("Dry run: nothing was trained. Remove --dry-run to start.")
             return OK
+        # 5. Create the population and train.
         check_memory(prepared.forecast().memory, allowed=args.skip_memory_check, remedy="--skip-memory-check")
         with spinner(console, "creating the population"):
             trainer = start(prepared, run_dir)
@@ -108,6 +113,7 @@ def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
 
 def resume_run(args: argparse.Namespace) -> int:
     """Resume a stored run."""
+    # 1. Read the newest usable checkpoint.
     console = make_console()
     run_dir: Path = args.run_dir.absolute()
     overrides = list(args.overrides)
@@ -122,6 +128,7 @@ def resume_run(args: argparse.Namespace) -> int:
         if processes().is_rank_zero:
             show_ending(console, run_dir, state.generation, resumable.schedule)
         return OK
+    # 2. Prepare the task and load the members.
     with spinner(console, "checking the configuration"):
         prepared = task_type_of(resumable.config.task).prepare(resumable.config)
     where = f"after generation {state.generation}, learning step {state.step}"
@@ -134,6 +141,7 @@ def resume_run(args: argparse.Namespace) -> int:
             console.print("The previous process of this run did not stop cleanly. Resuming from the last checkpoint.")
         for change in trainer.changed_data:
             print_warning(f"Changed since the run began: {change}")
+        # 3. Train.
         with single_threaded(enabled=prepared.one_thread):
             return _train(console, trainer, run_dir, args)
 

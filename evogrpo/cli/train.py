@@ -38,11 +38,13 @@ def demo(args: argparse.Namespace) -> int:
 
 def train(args: argparse.Namespace) -> int:
     """Train from a configuration file, or on an environment with packaged settings."""
+    # 1. Options that stand for overrides.
     overrides = _overrides(args)
     if args.wrapper:
         if args.env is None:
             raise ValueError("--wrapper needs --env. In a configuration file, use task.wrappers.")
         overrides.append(f"task.wrappers={json.dumps(args.wrapper)}")
+    # 2. With --env or --parallel-env, train with packaged settings.
     for option, key, name in (("--env", "env", args.env), ("--parallel-env", "parallel_env", args.parallel_env)):
         if name is not None:
             for text in overrides:
@@ -52,7 +54,7 @@ def train(args: argparse.Namespace) -> int:
             return _read_and_start(partial(_environment_config, key, name, overrides, args), args, folder)
     if args.preset:
         raise ValueError("--preset needs --env ID instead of CONFIG.")
-    # Without --env and --parallel-env, the first word is CONFIG.
+    # 3. Otherwise the first word is CONFIG.
     if not overrides or ("=" in overrides[0] and not Path(overrides[0]).exists()):
         raise ValueError("No configuration. Give a YAML file before KEY=VALUE, or --env ID, or --parallel-env MODULE.")
     path = Path(overrides[0])

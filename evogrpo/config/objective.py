@@ -406,6 +406,7 @@ class Imported:
         """
         from evogrpo.data import SamplingOptions  # needs torch
 
+        # 1. List the records. Each hyperparameter is one of its own, so that every invalid value is reported.
         settings, hyperparameters = reader.arguments["settings"], reader.arguments["hyperparameters"]
         sampling = {field.name for field in dataclasses.fields(SamplingOptions)} & settings.keys()
         records: list[tuple[Callable[..., Any], Mapping[str, Any]]] = [
@@ -414,6 +415,7 @@ class Imported:
             (SamplingOptions, {name: settings[name] for name in sampling}),
             *((Hyperparameters, {name: value}) for name, value in hyperparameters.items()),
         ]
+        # 2. Build them all before raising an error, which then lists every problem.
         built, problems = [], list(dict.fromkeys(reader.refused))
         for record, arguments in records:
             try:
@@ -478,11 +480,11 @@ def default_space(
     if sum(low <= size <= high for size in sizes) < 2:
         names.remove("group_size")
     space = HyperparameterConfig(**{name: ranges[name] for name in names if name not in fixed})
-    samples = samples_per_step or 2
-    idle = without_effect(
+    samples = samples_per_step or 2  # unknown: the smallest number, so that one optimizer step takes all
+    unused = without_effect(
         objective, [first], space, samples_per_step=samples, rows_are_samples=rows_are_samples, shared=shared
     )
-    return HyperparameterConfig(**{name: parameter for name, parameter in space.items() if name not in idle})
+    return HyperparameterConfig(**{name: parameter for name, parameter in space.items() if name not in unused})
 
 
 def without_effect(
@@ -513,13 +515,14 @@ def without_effect(
     if objective.cispo_clip_low:
         used.add("clip_low")
     reasons: dict[str, str] = {}
-    # 1. Clips that no loss type uses. clip_coef is used for clip_low and clip_high where they are None.
+    # 1. Find clips that no loss type uses. clip_coef is used for clip_low and clip_high where they are None.
     if all(getattr(member, clip) is not None for clip in used for member in members):
         reasons["clip_coef"] = "members clip by clip_low and clip_high, or not at all. Remove it"
     for name in ("clip_low", "clip_high"):
         if name not in used:
             reasons[name] = f"the loss types {', '.join(sorted(losses))} do not use it. Remove it"
-    # 2. With one optimizer step per rollout, the policy is the one that sampled, so every ratio is exactly 1.
+    # 2. Find what one optimizer step per rollout leaves without effect: the policy is the one that sampled, so every
+    #    ratio is exactly 1.
     one_epoch = "update_epochs" not in space and all(member.update_epochs == 1 for member in members)
     if rows_are_samples and min(lowest("batch_size", member, space) for member in members) >= samples_per_step:
         reasons["batch_size"] = f"all values are at least samples_per_step ({samples_per_step}). Lower its range"

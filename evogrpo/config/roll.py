@@ -120,8 +120,8 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> SettingsReader:
     """Translate the keys of a ROLL RLVR configuration.
 
     Keys left out have ROLL's defaults. The order in which rewards become advantages is ROLL's (see `Objective`).
-    Aggregation modes do what their names say; ROLL's token-mean ignores the mask, and its seq-mean-token-sum-norm
-    divides by the padded width.
+    Aggregation modes follow their names. ROLL's own code differs: its token-mean ignores the mask, and its
+    seq-mean-token-sum-norm divides by the padded width.
 
     Args:
         source: A mapping of keys, the path of a YAML file, or YAML text. References such as `${response_length}` are
@@ -131,11 +131,11 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> SettingsReader:
         The keyword arguments, and every setting that is unknown or not supported in `refused`.
 
     Raises:
-        ValueError: If `source` has no keys, or keys refer to each other in a circle.
+        ValueError: If `source` has no keys, or references are circular.
 
     Source: ROLL, `RLVRConfig`, `reward_postprocess`, `compute_advantage` and `ActorWorker.loss_func`.
     """
-    # 1. Read the keys.
+    # 1. Load the configuration. A single line without a colon is a path.
     if isinstance(source, str) and "\n" not in source and ":" not in source:
         source = Path(source)
     if isinstance(source, Path):
@@ -145,6 +145,7 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> SettingsReader:
         raise ValueError(
             f"source must be a mapping of ROLL keys, the path of a YAML file or YAML text, got {values!r:.80}."
         )
+    # 2. Flatten the two sections that are translated.
     settings = {str(name): value for name, value in values.items() if name not in ("actor_train", "actor_infer")}
     table, ignored, refused = dict(KEYS), dict(IGNORED), []
     for section in (TRAINING, GENERATING):
@@ -164,6 +165,7 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> SettingsReader:
         settings |= {f"{section}.{key}": value for key, value in (section_values or {}).items()}
         if not section_values:  # do not use the defaults of a missing section
             table = {key: entry for key, entry in table.items() if not key.startswith(section)}
+    # 3. Resolve references such as ${name}. Keys that exist only for them are ignored; unknown keys are refused.
     referenced = {name.split(".")[0] for name in REFERENCE.findall(str(values))} - {*KEYS, *UNSUPPORTED, *IGNORED}
     ignored |= dict.fromkeys(referenced, "only used by references of other keys")
     roll = SettingsReader("ROLL key", {name: _resolved(value, values) for name, value in settings.items()}, table)
@@ -172,7 +174,7 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> SettingsReader:
     roll.check_unsupported(UNSUPPORTED)
     roll.ignored.update({name: ignored[name] for name in roll.given if name in ignored})
 
-    # 2. Translate the keys that depend on each other; `translate` adds those with a target in `KEYS`.
+    # 4. Translate the keys that depend on each other; `translate` adds those with a target in `KEYS`.
     masked, prompts, group_size = (roll[name] for name in ("difficulty_mask", *_SAMPLE_KEYS))
     if (prompts is None) != (group_size is None):
         keys = " and ".join(_SAMPLE_KEYS)
@@ -219,6 +221,7 @@ def _advantage(roll: SettingsReader) -> dict[str, Any]:
         roll[name]
         for name in ("adv_estimator", "reward_norm", "norm_mean_type", "norm_std_type", "reward_shift", "reward_scale")
     )
+    # 1. Choose the statistics of the subtracted mean and of the dividing standard deviation; None = none.
     if shift and scale:
         roll.refused.append("ROLL keys reward_shift and reward_scale exclude each other: remove one of them")
     if estimator not in ("grpo", "reinforce"):
@@ -232,12 +235,14 @@ def _advantage(roll: SettingsReader) -> dict[str, Any]:
         if mean is not None or std is not None:
             roll.refused.append("ROLL key reward_norm excludes norm_mean_type and norm_std_type: remove it, or both")
         mean = std = norm
+    # 2. Leave out one of them: ROLL shifts in every case, but scales with running statistics only.
     if shift:
         std = None
     if scale and norm == "running" and estimator == "reinforce":
         mean = None
     elif scale:
         roll.ignore("ROLL uses it with reward_norm 'running' only", "reward_scale")
+    # 3. Look up the switches.
     if (mean, std) not in ADVANTAGE_SWITCHES:
         roll.refused.append(
             f"ROLL keys norm_mean_type {mean!r} and norm_std_type {std!r} are not supported together: set both to the "

@@ -206,6 +206,7 @@ def read_trl(source: object) -> SettingsReader:
         objective["reference_mixing"] = trl["ref_model_mixup_alpha"]
     else:
         trl.ignore("used with sync_ref_model only", "ref_model_mixup_alpha", "ref_model_sync_steps")
+    # 3. Translate batch sizes and the upper clipping bound.
     samples, batch = _batch(trl)
     clip_high = trl["epsilon_high"]
     if loss_type == "cispo":
@@ -288,7 +289,7 @@ def _schedule(trl: SettingsReader) -> dict[str, Any]:
     Source: transformers 5, `TrainingArguments.get_warmup_steps` and `get_scheduler`.
     """
     kind, total = trl["lr_scheduler_type"], max(trl["max_steps"], 0)
-    # 1. Warm-up: `warmup_steps` below 1, or else `warmup_ratio`, is a fraction of the run.
+    # 1. Read the warm-up: `warmup_steps` below 1, or else `warmup_ratio`, is a fraction of the run.
     name = "warmup_steps" if trl["warmup_steps"] else "warmup_ratio"
     length = trl[name] or 0
     if name == "warmup_steps":
@@ -300,7 +301,7 @@ def _schedule(trl: SettingsReader) -> dict[str, Any]:
     elif 0 < length < 1 and not total:
         trl.ignored[name] = "a fraction of a run of unknown length: set warmup_steps"
 
-    # 2. The shape after it.
+    # 2. Return without a decay if there is none, or if it cannot be translated.
     if kind in ("constant", "constant_with_warmup"):
         trl.ignore(f"lr_scheduler_type {kind!r} has no arguments", "lr_scheduler_kwargs")
         return {"warmup_steps": warmup}
@@ -309,6 +310,7 @@ def _schedule(trl: SettingsReader) -> dict[str, Any]:
         trl.ignored["lr_scheduler_type"] = f"{kind!r} {reason}: set schedule and total_steps of the optimizer"
         trl.ignore("its lr_scheduler_type is ignored", "lr_scheduler_kwargs")
         return {"warmup_steps": warmup}
+    # 3. Read the shape of the decay and its arguments.
     arguments = trl["lr_scheduler_kwargs"] or {}
     for name in arguments:
         if name not in SCHEDULES[kind]:

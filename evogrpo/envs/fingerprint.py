@@ -82,6 +82,7 @@ def _describe(value: Any, seen: set[int]) -> Iterator[str]:
 
 
 def _describe_code(value: Any, seen: set[int]) -> Iterator[str]:
+    """Yield strings that identify a function, class, module or object; code of installed packages by its name."""
     if isinstance(value, functools.partial):
         yield canonical([value.args, value.keywords])
         yield from _describe(value.func, seen)

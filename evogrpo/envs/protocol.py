@@ -72,27 +72,27 @@ class PromptBatch(Protocol):
     def max_turns(self) -> int:
         """Maximum number of completions in a conversation."""
 
-    def respond(self, transcripts: "Sequence[Conversation]") -> Sequence[Sequence[int] | None]:
+    def respond(self, conversations: "Sequence[Conversation]") -> Sequence[Sequence[int] | None]:
         """Reply to the last completion of each conversation.
 
         A reply depends on its conversation alone, not on the others in the same call.
 
         Args:
-            transcripts: Conversations that end with a completion, in any order. Each completion is replied to at most
+            conversations: Conversations that end with a completion, in any order. Each completion is replied to at most
                 once.
 
         Returns:
             Token ids of each reply, which are masked in the loss; None where the conversation is over.
         """
 
-    def score(self, transcripts: "Sequence[Conversation]") -> Scores:
+    def score(self, conversations: "Sequence[Conversation]") -> Scores:
         """Compute the rewards of finished conversations.
 
         A conversation ends when `respond` returns None, after `max_turns`, or when the token limit is reached. In the
         last case it may end with a reply.
 
         Args:
-            transcripts: Conversations in any order, any number for each prompt.
+            conversations: Conversations in any order, any number for each prompt.
 
         Returns:
             Scores in the same order.

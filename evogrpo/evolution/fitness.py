@@ -22,7 +22,7 @@ class Fitness:
     """Raw reward of one member on held-out questions, or on training prompts (or reset seeds).
 
     Attributes:
-        mean: Mean raw reward per question; higher is better. After leaving a race early, the estimate of
+        mean: Mean raw reward per question; higher is better. For a member that left a race early, the estimate of
             `on_all_questions`.
         standard_error: Standard error of `mean` over questions, in reward units.
         scores: One raw reward per question.
@@ -173,7 +173,7 @@ class FitnessConfig:
 
     @property
     def validation_measure(self) -> str:
-        """Measure of held-out questions: one of `MEASURES`."""
+        """Measure of held-out questions: "greedy" or "sampled"."""
         return SAMPLED if self.sampled else GREEDY
 
     @property
@@ -182,7 +182,7 @@ class FitnessConfig:
         return self.validation_measure if self.by == "validation" else ROLLOUTS
 
 
-GREEDY_EVALUATION = FitnessConfig(racing=False)
+GREEDY_EVALUATION = FitnessConfig()
 """Greedy answers to all validation questions."""
 
 
@@ -197,11 +197,6 @@ def rounds(questions: int, *, racing: bool) -> Iterator[tuple[int, int]]:
         yield first, last
         first, last = last, 2 * last
     yield first, questions
-
-
-def comparisons_in_race(questions: int) -> int:
-    """Return the number of comparisons in a race: one after each round but the last."""
-    return sum(1 for _ in rounds(questions, racing=True)) - 1
 
 
 def clearly_behind(leader: NDArray[np.float64], other: NDArray[np.float64], error: float) -> bool:
@@ -243,7 +238,8 @@ def on_all_questions(fitness: Fitness, leader: Fitness) -> Fitness:
     """Estimate a member's fitness on all questions of its race.
 
     The estimate is the leader's mean plus the mean paired difference on the common questions. The member's own mean
-    would be biased, because these questions may be easier or harder than the others.
+    would be biased, because these questions may be easier or harder than the others. The variances of both are added,
+    as if they were independent.
     """
     if len(fitness.scores) == len(leader.scores):
         return fitness
@@ -254,7 +250,7 @@ def on_all_questions(fitness: Fitness, leader: Fitness) -> Fitness:
 
 
 def is_ahead(fitness: Fitness, rival: Fitness) -> bool:
-    """Return True if a member is better than a rival; on their common questions, if their questions differ."""
+    """Return True if a member is better than a rival. If their questions differ, the common ones decide."""
     questions, rival_questions = fitness.by_key.keys(), rival.by_key.keys()
     if questions != rival_questions and len(questions & rival_questions) >= 2:
         return paired_difference(fitness, rival)[0] > 0

@@ -46,19 +46,20 @@ def spread_founders(
 
     Source: McKay, Beckman and Conover, Technometrics 21 (1979), for the Latin hypercube.
     """
+    # 1. Check the arguments, and choose the first members.
     if whole_number("size", size) < 1:
         raise ValueError(f"size must be at least 1, got {size}.")
     space = space.for_samples_per_step(samples_per_step)
     check_group_size(defaults.group_size, samples_per_step)
     first = tuple(given)[:size] or (defaults,)
     remaining = size - len(first)
-    # A random permutation assigns one stratum of each range to each member.
+    # 2. Draw the other members from a Latin hypercube: a random permutation assigns one stratum of each range to each.
     strata = {name: (rng.permutation(remaining) + rng.random(remaining)) / max(remaining, 1) for name in space}
     others = [
         point_at(space, defaults, {name: float(fractions[position]) for name, fractions in strata.items()})
         for position in range(remaining)
     ]
-    # Redraw duplicates last, so that the others do not change. Without a free point, a duplicate stays.
+    # 3. Redraw duplicates last, so that the others do not change. Without a free point, a duplicate stays.
     taken: set[tuple[int | None, Hyperparameters]] = {(None, founder) for founder in first}
     duplicates, stream = [], streams(rng)
     for number, founder in enumerate(others):
@@ -87,12 +88,14 @@ def warm_start_founders(
         One record per distinct point of the space, in the same order, and a text for every value that was moved.
     """
     space = space.for_samples_per_step(samples_per_step)
+    # Dictionaries without values: each key once, in the order of its first occurrence.
     founders: dict[Hyperparameters, None] = {}
     changes: dict[str, None] = {}
     for record in earlier:
         values: dict[str, Any] = {}
         for name, parameter in space.items():
             value = getattr(record, name)
+            # Names have no closest value: one outside the choices becomes that of `first`.
             closest = value if value is None else parameter.closest(value)
             values[name] = getattr(first, name) if closest is None and value is not None else closest
             if values[name] != value:

@@ -293,7 +293,8 @@ def perturbation_from_json(values: Any, custom: Callable[..., Any] | None = None
     name, settings = values["name"], {key: value for key, value in values.items() if key != "name"}
     if custom is None:
         raise ValueError(
-            f"Custom mutation {name} is not imported from a file. Pass the strategy, as in Tournament(mutation=...)."
+            f"The custom mutation {name} was saved by its name only, and names in a checkpoint are not imported. Pass "
+            "the strategy again, as in Tournament(mutation=...)."
         )
     if not isinstance(custom, type):
         refuse_unknown(f"setting of {name}", settings, ())

@@ -150,7 +150,7 @@ class Plan:
                 raise ValueError("rng must be given with mutations. Pass the argument rng of Strategy.plan.")
             stream = streams(rng)
             for slot in sorted(draws, key=lambda slot: last.indices[slot]):
-                identity = last.indices[slot]
+                identity = last.indices[slot]  # negative for an empty slot
                 attempts = partial(stream, "birth in an empty slot" if identity < 0 else "birth", abs(identity))
                 values[slot], is_free = draw_distinct(draws[slot], space, indices[slot], taken, attempts)
                 if not is_free:
@@ -190,11 +190,11 @@ class Plan:
         """Check that the plan can be carried out after the last generation of a history.
 
         Raises:
-            ValueError: If it has another number of slots or is for another generation; if a slot keeps or copies a
-                failed or missing member; if a child has a wrong index or parent; if a member's group size does not
-                divide its samples, or the search space has no group size that does; or if the samples exceed the
-                budget.
+            ValueError: If slots or generation do not match the history, a parent has failed or is missing, or a child
+                has a wrong index or parent. Also if steps are below 1, samples exceed the budget, or a group size does
+                not divide them.
         """
+        # 1. Check slots, parents and indices.
         last = history.last
         if (len(self.parents), self.generation) != (history.capacity, last.number):
             raise ValueError(
@@ -210,6 +210,7 @@ class Plan:
         indices = [child.index for child in self.children]
         if indices != list(range(history.next_index, history.next_index + len(indices))):
             raise ValueError(f"children must have consecutive indices from {history.next_index}, got {indices}.")
+        # 2. Check samples and steps of the next generation.
         samples = last.samples_per_step if self.samples_per_step is None else self.samples_per_step
         if self.steps_per_generation is not None and self.steps_per_generation < 1:
             raise ValueError(f"steps_per_generation must be at least 1, got {self.steps_per_generation}.")
@@ -226,7 +227,7 @@ class Plan:
                 f"the sum of samples must be at most {budget}, samples_per_step={samples} for each member, got "
                 f"{sum(self.samples)}: {self.samples}."
             )
-        # A slot's next member is its child, or the member that it keeps; empty slots have neither.
+        # 3. Check group sizes and parents of the next members: a slot's child, or the member that it keeps.
         for slot, parent in enumerate(self.parents):
             copied = None if parent is None else last.member(parent)
             occupant = born.get(slot, copied)

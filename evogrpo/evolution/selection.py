@@ -77,6 +77,7 @@ def truncation_selection(
     """
     ranked = [slot for slot in last.ranked if among is None or slot in among]
     count = min(len(ranked) // 2, math.ceil(quantile * len(ranked)))
+    # A failed member needs a donor even if no healthy one is replaced, or if none of `among` is healthy.
     best, worst = ranked[: max(count, 1)] or list(last.ranked[:1]), ranked[len(ranked) - count :]
     stream = streams(rng)
     choices = []

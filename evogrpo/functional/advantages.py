@@ -35,15 +35,16 @@ def advantages(
     """Return the advantage of every action, by the estimator named `kind`.
 
     The order is ROLL's: normalise in the group, `reward_clip`, place on the actions, subtract `kl_penalty`,
-    `reward_clip`, discounted return, whiten, mask, `advantage_clip`. Estimators of whole completions place their
-    advantage on the last action, so at gamma 1 and without penalty every action of a completion has the same. Only
-    "return_to_go_group" and "return_to_go_timestep" normalise last, after the return, because they compare returns.
+    `reward_clip`, discounted return, whiten, `advantage_clip`, mask. Estimators of whole completions place their
+    advantage on the last action. At gamma 1 and without a penalty, all actions of a completion then have the same
+    advantage. Only "return_to_go_group" and "return_to_go_timestep" normalise last, after the return, because they
+    compare returns.
 
     Args:
         kind: One of `AdvantageType`.
         rewards: `[n]` total reward of each completion; NaN = does not apply.
         group_ids: `[n]` group of each completion; at least 2 completions each, except for "reinforce".
-        member_ids: `[n]` member of each completion; statistics of a batch are those of one member.
+        member_ids: `[n]` member of each completion; batch statistics are computed for each member.
         mask: `[n, t]` booleans, True = counts.
         step_rewards: `[n, t]` reward of each action; NaN = no reward is given here. None = `rewards` at the last
             action. Read by the `STEP_ADVANTAGES` only.
@@ -263,8 +264,7 @@ def standardised_step_rewards(step_rewards: Tensor, mask: Tensor, group_ids: Ten
     group, groups = comparable_groups(group_ids)
     group_of_action = group[:, None].expand_as(mask)
     applies = mask & ~step_rewards.isnan()
-    statistics = group_statistics(step_rewards, applies, group_of_action, groups)
-    standard = (step_rewards.double() - statistics.mean[group_of_action]) / (statistics.std[group_of_action] + eps)
+    standard = _standardised(step_rewards, applies, group_of_action, groups, eps)
     return torch.where(applies, standard, torch.nan).to(step_rewards.dtype)
 
 
@@ -295,8 +295,7 @@ def group_return_advantages(
     group_of_action = group[:, None].expand_as(mask)
     totals = _returns(step_rewards, mask, gamma)
     applies = mask & (mask & ~step_rewards.isnan()).any(1, keepdim=True)
-    statistics = group_statistics(totals, applies, group_of_action, groups)
-    standard = (totals - statistics.mean[group_of_action]) / (statistics.std[group_of_action] + eps)
+    standard = _standardised(totals, applies, group_of_action, groups, eps)
     return torch.where(applies, standard, 0.0).to(step_rewards.dtype)
 
 
@@ -315,9 +314,14 @@ def timestep_return_advantages(
     group_of_action = group[:, None] * width + torch.arange(width, device=mask.device)
     totals = _returns(step_rewards, mask, gamma)
     applies = (mask & ~step_rewards.isnan()).any(1, keepdim=True).expand_as(mask)
-    statistics = group_statistics(totals, applies, group_of_action, groups * width)
-    standard = (totals - statistics.mean[group_of_action]) / (statistics.std[group_of_action] + eps)
+    standard = _standardised(totals, applies, group_of_action, groups * width, eps)
     return torch.where(applies & mask, standard, 0.0).to(step_rewards.dtype)
+
+
+def _standardised(values: Tensor, applies: Tensor, group_of_action: Tensor, groups: int, eps: float) -> Tensor:
+    """Return (value - mean_g) / (std_g + eps) in float64, with statistics over the values that apply."""
+    statistics = group_statistics(values, applies, group_of_action, groups)
+    return (values.double() - statistics.mean[group_of_action]) / (statistics.std[group_of_action] + eps)
 
 
 def whiten(values: Tensor, mask: Tensor, member_ids: Tensor) -> Tensor:
@@ -336,7 +340,7 @@ def whiten(values: Tensor, mask: Tensor, member_ids: Tensor) -> Tensor:
     Source: ROLL, `whiten_advantages` (sample variance, n - 1).
     """
     member, members = consecutive_ids(member_ids)
-    group_of_action = member[:, None].expand_as(mask)
-    statistics = group_statistics(values, mask, group_of_action, members)
-    centred = values.double() - statistics.mean[group_of_action]
-    return torch.where(mask, centred / (statistics.std[group_of_action] ** 2 + 1e-8).sqrt(), 0.0).to(values.dtype)
+    member_of_action = member[:, None].expand_as(mask)
+    statistics = group_statistics(values, mask, member_of_action, members)
+    centred = values.double() - statistics.mean[member_of_action]
+    return torch.where(mask, centred / (statistics.std[member_of_action] ** 2 + 1e-8).sqrt(), 0.0).to(values.dtype)

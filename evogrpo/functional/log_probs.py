@@ -48,9 +48,10 @@ def chunked_log_probs(
         train_head: Also compute gradients of the parameters of `head`.
 
     Returns:
-        `[k]` log-probabilities and `[k]` entropies, float32, in nats. The former are differentiable once with respect
-        to `hidden`.
+        `[k]` log-probabilities and `[k]` entropies, float32, in nats. The former are differentiable once; so are the
+        latter with `entropy_gradient`.
     """
+    # 1. With `train_head`, autograd computes the gradients. Logits are computed again instead of stored.
     if train_head:
 
         def scores(hidden: Tensor, targets: Tensor, temperature: Tensor, forbidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,6 +63,7 @@ def chunked_log_probs(
         parts = [checkpoint(scores, *part, use_reentrant=False) for part in zip(*columns, strict=True)]
         log_probs, entropies = (torch.cat(values) for values in zip(*parts, strict=True))
         return log_probs, entropies if entropy_gradient else entropies.detach()
+    # 2. Otherwise the forward pass computes the gradients, chunk by chunk.
     needs_grad = hidden.requires_grad and torch.is_grad_enabled()
     if weight is not None and uses_onednn(FEW_ROWS, hidden, weight):
         chunk = min(chunk, FEW_ROWS)  # measured as the fastest of 32 to 1,024: its memory is reused
@@ -122,6 +124,8 @@ class _LinearHead:
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
+    """Log-probabilities and entropies of `chunked_log_probs`, with gradients computed in the forward pass."""
+
     @staticmethod
     def forward(
         ctx: FunctionCtx,
@@ -134,6 +138,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         chunk: int,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
+        # 1. Allocate the results, and the gradients of the hidden states if they are needed.
         log_probs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         entropies = torch.empty_like(log_probs)
         needs_grad = ctx.needs_input_grad[0]  # type: ignore[attr-defined]
@@ -142,6 +147,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grads = torch.empty_like(hidden) if needs_grad else None
         entropy_grads = torch.empty_like(hidden) if needs_grad and entropy_gradient else None
         for start in range(0, hidden.shape[0], chunk):
+            # 2. Log-probabilities and entropies of a chunk. Gradients of the log-probabilities overwrite the logits.
             part = slice(start, start + chunk)
             logits = head.logits(hidden[part])
             entropy_grad = None if entropy_grads is None else torch.empty_like(logits)
@@ -161,6 +167,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                     None if entropy_grad is None else entropy_grad[rows],
                     has_forbidden=has_forbidden,
                 )
+            # 3. Gradients of its hidden states. The last product frees the graph of the head.
             if entropy_grads is not None and entropy_grad is not None:
                 entropy_grads[part] = head.vjp(entropy_grad, last=False)
             if grads is not None:

@@ -16,7 +16,7 @@ empty."""
 
 
 class SamplerError(ValueError):
-    """An external sampler cannot sample. A run ends with it, is saved, and can be resumed as it is."""
+    """An external sampler cannot sample. The run is saved and ends; it can be resumed without changes."""
 
 
 class Sampler(Protocol):
@@ -42,8 +42,9 @@ class Sampler(Protocol):
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(row numbers `[k]` in the batch, their log_probs `[k, t]` and entropies `[k, t]`, both in nats and 0 where masked) ->
 `[k]` weighted losses, to be summed. Must have no side effects: rows are repeated after running out of memory.
-Entropies carry a gradient only in `update(..., entropy_gradient=True)`. With `StackedBank.update(...,
-reference_distributions=...)` a fourth argument follows: divergences `[k, t]` in nats with a gradient, 0 if masked."""
+Entropies carry a gradient only in `update(..., entropy_gradient=True)`. If `StackedBank.update` gets
+`reference_distributions`, the loss gets a fourth argument: divergences `[k, t]` from them, in nats and with a gradient;
+0 where masked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class Update:
         reports: Reports by slot.
         log_probs: `[n, t]` log-probabilities of the batch's actions before the step, in nats; 0 where masked.
         entropies: `[n, t]` entropies of the action distributions before the step, in nats; 0 where masked.
-        divergences: `[n, t]` divergences from the reference distributions, in nats; None = not asked for.
+        divergences: `[n, t]` divergences from the reference distributions, in nats; None = not requested.
     """
 
     reports: dict[int, UpdateReport]
@@ -183,7 +184,7 @@ def check_train_state(
     Args:
         state: The train state.
         expected: Shape and type of each tensor.
-        same: Settings that must be those of the state, for the message.
+        same: Settings that the message names; they must equal those of the saved state.
     """
     given = {name: (tuple(values.shape), values.dtype) for name, values in state.items()}
     for name in {**expected, **given}:

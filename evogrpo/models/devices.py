@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 BASE_ALLOWANCE, ALLOWANCE_FACTOR = 2**26, 100
-"""Bytes, and multiple of the size of the stored tensors, that the settings of a checkpoint may need."""
+"""A checkpoint's settings may need this many bytes, plus this multiple of the size of its tensors."""
 
 Precision = Literal["auto", "float32", "bfloat16", "int8", "nf4"]
 """Precisions of a base model; see `evogrpo.models.language.loading.choose_precision`."""

@@ -117,9 +117,11 @@ class RunCharts:
     @property
     def tests(self) -> tuple[tuple[str, str, float, Estimate], ...]:
         """Test scores as (label, colour, x, estimate): of the untrained base and of the best member."""
-        test, (first, last) = self.summary.test, self.generations
+        test = self.summary.test
         if test is None:
             return ()
+        # The base is one generation left of the first, and the member slightly right of the last.
+        first, last = self.generations
         return (
             (f"{self.summary.terms.untrained}, test", BASE, first - 1, test.before),
             (f"member #{test.index}, test", BEST, last + 0.07 * (last - first + 1), test.after),
@@ -128,6 +130,7 @@ class RunCharts:
 
 def run_charts(summary: RunSummary) -> RunCharts:
     """Return the charts of a run."""
+    # 1. Colours, and limits of the fitness chart.
     histories, best = member_histories(summary), best_member(summary.generations)
     numbers = [generation.generation for generation in summary.generations] or [1]
     styles = _Styles(
@@ -136,14 +139,16 @@ def run_charts(summary: RunSummary) -> RunCharts:
     )
     results = [result for history in histories for result in history.results]
     limits = _fitness_limits(results, summary)
-    edge = limits[0] + 0.03 * (limits[1] - limits[0])
+    edge = limits[0] + 0.03 * (limits[1] - limits[0])  # height of the marks of failures
     marked = numbers[-1] - numbers[0] < _MAX_MARKED
     failures = [(result.index, result.slot, result.generation) for result in results if result.fitness is None]
+    # 2. Hyperparameters that have a value; the search space may list others.
     spaces = {
         name: space
         for name, space in summary.evolvable.items()
         if any(_value(result, name) is not None for result in results)
     }
+    # 3. Charts.
     return RunCharts(
         summary=summary,
         best=None if best is None else best.index,
@@ -274,6 +279,7 @@ def _metric_chart(name: str, steps: Sequence[StepRecord], styles: _Styles) -> Ch
             if value is not None and member.slot in styles.slots:
                 points = curves.setdefault((member.index, member.slot), [])
                 points.append(Point(step.step + 1, value, step.generation))
+    # Average windows of `stride` steps, so that the chart has at most about `_MAX_POINTS` points.
     stride = max(1, math.ceil(sum(map(len, curves.values())) / _MAX_POINTS))
     values = [point.y for points in curves.values() for point in points] or [0.0]
     log = name == "learning_rate" and min(values) > 0
@@ -297,6 +303,7 @@ def _hyperparameter_chart(
     name: str, space: Mapping[str, Any], histories: Sequence[MemberHistory], styles: _Styles
 ) -> Chart:
     """Return one hyperparameter of every member by generation; `space` has the fields of its search space."""
+    # 1. Choose the axis: names, or numbers on a linear or logarithmic scale.
     results = [result for history in histories for result in history.results]
     values = [value for result in results if (value := _value(result, name)) is not None]
     choices = space.get("choices")
@@ -314,6 +321,7 @@ def _hyperparameter_chart(
         value = _value(result, name)
         return float(names.index(value)) if isinstance(value, str) else float(value or 0.0)
 
+    # 2. Collect the points of each member, from its parent's last value before the birth, and its birth.
     stretches, births = [], []
     for history in histories:
         first, origin = history.results[0], history.origin
@@ -326,6 +334,7 @@ def _hyperparameter_chart(
                 points.insert(0, Point(origin.generation, height(origin), first.generation))
         points += [Point(result.generation, height(result), result.generation) for result in history.results]
         stretches.append((history.index, first.slot, points))
+    # 3. Set limits and ticks.
     if names:
         limits, ticks = (-0.5, len(names) - 0.5), list(range(len(names)))
     else:

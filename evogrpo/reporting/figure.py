@@ -70,6 +70,7 @@ def _figure(run: RunCharts) -> "Figure":
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    # 1. Choose the rows and their heights. At most three panels share a row; four fill two rows of two.
     count = len(run.hyperparameters)
     columns = {1: 1, 2: 2, 4: 2}.get(count, 3)
     rows = [run.metrics, *(run.hyperparameters[start : start + columns] for start in range(0, count, columns))]
@@ -77,6 +78,7 @@ def _figure(run: RunCharts) -> "Figure":
     heights = [_HEADER_HEIGHT + _FITNESS_HEIGHT, *(_ROW_HEIGHT for _ in rows)]
     figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
+    # 2. Draw the panels.
     grid = figure.add_gridspec(len(heights), 1, height_ratios=heights)
     axes = figure.add_subplot(grid[0])
     _draw_fitness(axes, run)
@@ -85,7 +87,7 @@ def _figure(run: RunCharts) -> "Figure":
         cells = grid[number].subgridspec(1, len(charts) if charts is run.metrics else columns)
         for column, chart in enumerate(charts):
             draw_chart(figure.add_subplot(cells[0, column]), chart, run)
-    # `parse_math=False` shows dollar signs in texts of the run as they are.
+    # 3. Add title and legend. `parse_math=False` shows dollar signs in texts of the run as they are.
     figure.suptitle(_one_line(run.summary.title, 120), x=0.01, ha="left", size=13.5, weight="bold", parse_math=False)
     legend = axes.legend(
         *axes.get_legend_handles_labels(),  # without them, matplotlib warns about a run without generations
@@ -166,6 +168,7 @@ def _draw_fitness(axes: "Axes", run: RunCharts) -> None:
         generations, heights, _ = _joined(run.failures)
         axes.plot(generations, heights, "x", color=BASE, mew=2, label="failed")
     if any(chart.births for chart in run.hyperparameters):
+        # Without points: only an entry in the legend.
         axes.plot([], [], "o", color="#999999", markersize=4.5, label="birth")
     width = last - first + 1
     axes.set_xlim(first - 1 - 0.03 * width, last + (0.14 if summary.test else 0.07) * width)

@@ -101,6 +101,7 @@ def best_schedule(summary: RunSummary) -> BestSchedule:
     Raises:
         ValueError: If no member was evaluated, or a generation is missing.
     """
+    # 1. Check that the journal is complete, and find the best member.
     generations = summary.generations
     numbers = [generation.generation for generation in generations]
     if numbers != list(range(1, len(numbers) + 1)):
@@ -111,10 +112,11 @@ def best_schedule(summary: RunSummary) -> BestSchedule:
     member = best_member(generations)
     if member is None:
         raise ValueError(
-            "The journal has no evaluated member. If RUN_DIR/best exists, evogrpo.GRPO.load('RUN_DIR/best') loads the "
-            "best member."
+            "The run has no evaluated member, so there is no best one. If its directory has a folder `best`, load that "
+            "with evogrpo.GRPO.load."
         )
-    ends = [0, *(generation.step for generation in generations)]
+    # 2. Build one stage per sequence of generations with equal settings.
+    ends = [0, *(generation.step for generation in generations)]  # learning steps after each generation
     line = lineage_of(generations, member)
     stages: list[ScheduleStage] = []
     for report in line:
@@ -135,6 +137,7 @@ def best_schedule(summary: RunSummary) -> BestSchedule:
             stages[-1] = ScheduleStage(**{**vars(last), "generations": (*last.generations, *stage.generations)})
         else:
             stages.append(stage)
+    # 3. List architecture changes. Every report of a member repeats the changes of its birth.
     born = {report.index: report.changes[NETWORK] for report in line if NETWORK in report.changes}
     networks = tuple(f"{old} -> {new}" for old, new in born.values())
     return BestSchedule(stages=tuple(stages), member=member, networks=networks)
@@ -226,6 +229,7 @@ def tree_lines(births: Sequence[MemberRecord], path: Collection[int]) -> list[tu
     Raises:
         ValueError: If a child is older than its parent.
     """
+    # 1. List the children of each member, and count its descendants and itself.
     indices = {birth.index for birth in births}
     children: dict[int | None, list[MemberRecord]] = {}
     for birth in births:  # a parent that is missing from the journal makes its children roots of the tree
@@ -233,11 +237,13 @@ def tree_lines(births: Sequence[MemberRecord], path: Collection[int]) -> list[tu
             raise ValueError(f"A parent must be older than its child, got #{birth.parent} of #{birth.index}.")
         children.setdefault(birth.parent if birth.parent in indices else None, []).append(birth)
     sizes: dict[int, int] = {}
-    for birth in reversed(births):
+    for birth in reversed(births):  # children before their parents
         sizes[birth.index] = 1 + sum(sizes[child.index] for child in children.get(birth.index, ()))
+    # 2. Add the lines of each founder. The recursion is as deep as the indentation.
     lines: list[tuple[int, MemberRecord]] = []
 
     def add_line(first: MemberRecord, indent: int) -> None:
+        """Add a line for a member, its heir, the heir's heir and so on; other children are indented by one."""
         member: MemberRecord | None = first
         while member is not None:
             lines.append((indent, member))

@@ -146,6 +146,7 @@ def _charts(summary: RunSummary) -> tuple[str, list[str]]:
         return _section("Charts", message), []
     from plotly.offline import get_plotlyjs
 
+    # 1. Make the figures by element id: in full width, and small ones side by side.
     run = run_charts(summary)
     results = [result for history in run.histories for result in history.results]
     details = {(result.index, result.generation): _hover_text(result, summary) for result in results}
@@ -154,14 +155,16 @@ def _charts(summary: RunSummary) -> tuple[str, list[str]]:
         title: {f"{title.split()[0]}-{number}": _chart_figure(chart, run, {}) for number, chart in enumerate(charts)}
         for title, charts in (("Hyperparameters", run.hyperparameters), ("Learning steps", run.metrics))
     }
+    # 2. Write the sections, with an empty element for each figure.
     lead = "Bands: ± one standard error. "
     lead += "In the lineage, a line from another slot is a birth. Hover or tap to see a member."
     parts = []
     for title, group in {"Fitness and lineage": whole, **small}.items():
         kind = "chart whole" if group is whole else "chart"
-        elements = "".join(f'<div class="{kind}" id="{name}"></div>' for name in group)  # the script draws in them
+        elements = "".join(f'<div class="{kind}" id="{name}"></div>' for name in group)
         if group:
             parts.append(_section(title, lead if group is whole else "", f'<div class="charts">{elements}</div>'))
+    # 3. Embed the figures as JSON, which the script draws into the elements.
     figures = {name: figure for group in (whole, *small.values()) for name, figure in group.items()}
     data = _embedded({name: figure.to_plotly_json() for name, figure in figures.items()})
     parts.append(f'<script type="application/json" id="charts">{data}</script>')
@@ -360,6 +363,7 @@ def _folded(summary: str, inside: str, *, opened: bool) -> str:
 
 def _outcome(summary: RunSummary) -> str:
     """Return the summary line and the table of the main results."""
+    # 1. Write the summary line.
     terms, lead = summary.terms, "No generation has finished yet."
     if summary.generations:
         last, count = summary.generations[-1], pluralize(len(summary.generations), "generation")
@@ -370,6 +374,7 @@ def _outcome(summary: RunSummary) -> str:
         lead += " Questions, rewards or environment changed during the run (see below), so fitness before and after "
         lead += "cannot be compared."
     lead += f" Fitness: {summary.fitness_text}. End: {summary.ending}."
+    # 2. Collect the rows of the table; the test adds its verdict to the summary line.
     baseline, test, best = summary.baseline, summary.test, best_member(summary.generations)
     rows: list[tuple[str, str, Estimate | None, int]] = []
     if baseline is not None:

@@ -154,15 +154,17 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
     Raises:
         ValueError: If a value is invalid.
     """
-    last = {event["event"]: event for event in events}
+    # 1. Read the start of the run.
+    last = {event["event"]: event for event in events}  # the last event of each kind
     started = next(event for event in events if event["event"] == "run")
     run = validate(_RunRecord, started, "journal, run event")
     refuse_unknown("hyperparameter in evolvable of the run event", run.evolvable, HYPERPARAMETER_NAMES)
-    # A test and an end count only if no training follows.
+    # 2. Find the events of the end. A test and an end count only if no training follows.
     names = [event["event"] for event in events]
     last_training = max((n for n, name in enumerate(names) if name in ("step", "generation", "resumed")), default=-1)
     ending = {event["event"]: event for event in events[last_training + 1 :]}
     reasons = [event for event in ending.values() if event["event"] in ("stopped", "ended")]
+    # 3. Read generations and learning steps.
     generations = tuple(map(GenerationReport.from_json, latest_generations(events)))
     steps = {
         step.step: step
@@ -170,11 +172,13 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
         if event["event"] == "step"
         for step in [validate(StepRecord, event, "journal, step event")]
     }
+    # 4. Read the test and the reason of the end.
     test = TestReport.from_json(ending["test"]) if "test" in ending else None
     stopped = validate(str, reasons[-1].get("reason"), "journal, reason of the end") if reasons else None
     if stopped is None and test is not None:  # killed between the test and the last event
         stopped = "the test is done"
     resumed = [event for event in events if event["event"] == "resumed"]
+    # 5. Collect the births. Members occur several times; the first record of each counts.
     births = list(run.lineage)  # the founders; children are in the plans, and all members in generations
     for generation in generations:
         births += [member.record() for member in generation.members]

@@ -82,13 +82,13 @@ def open_regular_file(path: Path, flags: int = os.O_RDONLY) -> int:
     """
     # Check before opening: opening a pipe or device can already have effects.
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-        raise NotRegularFileError(f"{path} is not a regular file.")
+        raise NotRegularFileError(f"{path} must be a regular file, not a link, folder, pipe or device. Remove it.")
     # Check again after opening: the file may have been replaced in between.
     safe_flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags | safe_flags, 0o644)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise NotRegularFileError(f"{path} is not a regular file.")
+        raise NotRegularFileError(f"{path} must be a regular file, not a link, folder, pipe or device. Remove it.")
     return descriptor
 
 
@@ -106,6 +106,7 @@ def check_new_folder(folder: Path, *, allowed: Collection[str] = ()) -> None:
     Raises:
         ValueError: If it is not a folder, holds other files, cannot be written into, or its disk is full.
     """
+    # The folder itself, or its nearest parent that exists.
     existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir():
         raise ValueError(f"{existing} is not a folder. Choose another run directory than {folder}.")
@@ -116,6 +117,7 @@ def check_new_folder(folder: Path, *, allowed: Collection[str] = ()) -> None:
             )
             if names:
                 raise ValueError(f"{folder} must be empty for a new run, but holds {', '.join(names[:3])}.")
+        # A written byte shows that the folder is writable and its disk not full.
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"\0")
             file.flush()

@@ -90,7 +90,7 @@ class Journal:
         remaining = memoryview(content)
         try:
             with errors_with_path(self.path):
-                while remaining:
+                while remaining:  # the system may write only a part
                     remaining = remaining[os.write(self._file, remaining) :]
                 os.fsync(self._file)
         except OSError:
@@ -142,6 +142,7 @@ def parse_journal(content: bytes, path: Path | str) -> list[dict[str, Any]]:
     Raises:
         JournalError: If a line is not an event, or the journal has another version.
     """
+    # 1. Read the lines. The text after the last newline is an incomplete line, or empty.
     lines: list[tuple[int, dict[str, Any] | JournalError]] = []  # with the offset of each
     offset = 0
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
@@ -158,6 +159,7 @@ def parse_journal(content: bytes, path: Path | str) -> list[dict[str, Any]]:
                 checkpoint = event.get("offset")
                 if not isinstance(checkpoint, int) or isinstance(checkpoint, bool) or not 0 <= checkpoint <= offset:
                     raise ValueError(f"offset must be a whole number up to {offset}, got {checkpoint!r:.80}")
+                # Remove the events after the checkpoint.
                 del lines[bisect_left(lines, checkpoint, key=lambda each: each[0]) :]
             lines.append((offset, event))
         except JournalError:
@@ -166,6 +168,7 @@ def parse_journal(content: bytes, path: Path | str) -> list[dict[str, Any]]:
             message = f"line {number} of {path} is not an event: {error}. Restore it from a copy, or delete that line."
             lines.append((offset, JournalError(message)))  # raised below, unless a later `resumed` event removes it
         offset += len(line) + 1
+    # 2. Raise the first error that remains.
     events = []
     for _, event in lines:
         if isinstance(event, JournalError):

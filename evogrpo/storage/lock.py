@@ -116,6 +116,7 @@ def _lock_file(path: Path, folder: Path) -> int:
         return descriptor
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The lock counts only if the path still leads to the file that was opened.
         if _identity(os.fstat(descriptor)) == _identity(path.lstat()):
             return descriptor
     except FileNotFoundError:

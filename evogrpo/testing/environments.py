@@ -187,12 +187,12 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
         assert all(isinstance(question, str) and question for question in batch.questions)
 
     def test_replies_are_token_ids_while_turns_remain(self, env: Any) -> None:
-        batch, transcripts = self.conversations(env)
+        batch, conversations = self.conversations(env)
         assert batch.max_turns >= 1
-        replied = [reply for transcript in transcripts for reply in transcript.replies]
+        replied = [reply for conversation in conversations for reply in conversation.replies]
         assert all(reply and all(isinstance(token, int) for token in reply) for reply in replied)
         if batch.max_turns == 1:
-            assert list(batch.respond(transcripts)) == [None] * len(transcripts)
+            assert list(batch.respond(conversations)) == [None] * len(conversations)
         else:
             assert replied, "the test needs completions that lead to a reply"
 
@@ -204,28 +204,28 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
             assert self.converse(env, batch, start_of_row, [row])[row] == together[row]
 
     def test_scores_have_one_entry_for_each_conversation(self, env: Any) -> None:
-        batch, transcripts = self.conversations(env)
-        self.check_scores(batch.score(transcripts), transcripts)
+        batch, conversations = self.conversations(env)
+        self.check_scores(batch.score(conversations), conversations)
 
     def test_conversations_that_end_with_a_reply_are_scored(self, env: Any) -> None:
-        batch, transcripts = self.conversations(env)
+        batch, conversations = self.conversations(env)
         ended = [
             replace(each, completions=each.completions[: len(each.replies)]) if each.replies else each
-            for each in transcripts
+            for each in conversations
         ]
         self.check_scores(batch.score(ended), ended)
 
     def test_scores_depend_on_their_conversation_alone(self, env: Any) -> None:
-        batch, transcripts = self.conversations(env)
-        together = self.rows(batch.score(transcripts))
+        batch, conversations = self.conversations(env)
+        together = self.rows(batch.score(conversations))
         order = [7, 2, 11, 0]
-        assert self.rows(batch.score([transcripts[row] for row in order])) == [together[row] for row in order]
-        assert self.rows(batch.score([transcripts[5]])) == [together[5]]
+        assert self.rows(batch.score([conversations[row] for row in order])) == [together[row] for row in order]
+        assert self.rows(batch.score([conversations[5]])) == [together[5]]
 
     @staticmethod
-    def check_scores(scores: Scores, transcripts: Sequence[Conversation]) -> None:
+    def check_scores(scores: Scores, conversations: Sequence[Conversation]) -> None:
         """Check the shapes and the sums of components and step rewards."""
-        n = len(transcripts)
+        n = len(conversations)
         assert scores.rewards.shape == (n,)
         assert scores.rewards.dtype == np.float64
         assert len(scores.completions) == n
@@ -237,7 +237,7 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
         applies = ~np.isnan(scores.rewards)
         np.testing.assert_allclose(scores.rewards[applies], total[applies])
         if scores.step_rewards is not None:
-            lengths = [len(transcript.tokens) for transcript in transcripts]
+            lengths = [len(conversation.tokens) for conversation in conversations]
             assert scores.step_rewards.shape == (n, max(1, *lengths))
             for row, length in enumerate(lengths):
                 assert np.isnan(scores.step_rewards[row, length:]).all()
@@ -362,6 +362,7 @@ class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
             members: Member of each row. Its row r uses the random numbers of (member, r), regardless of other members.
             greedy: Take the most likely actions instead of sampling.
         """
+        # 1. Play the episodes; the random numbers of each member are a stream of their own.
         names = list(dict.fromkeys(members))
         counts = [members.count(name) for name in names]
         noise = ActionNoise(0, "sample", streams=[(name,) for name in names], rows=counts, width_of=lambda agent: 1)
@@ -370,6 +371,7 @@ class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
         played = env.open("train", starts).play(
             actors, mapping, start_of_row, members, uniforms=None if greedy else noise
         )
+        # 2. Collect the values of each row without padding, as bytes, which compare exactly.
         parts: list[list[Any]] = [[] for _ in members]
         first_of: list[list[Any]] = [[] for _ in members]
         for policy, own in played.episodes.items():
@@ -389,7 +391,7 @@ class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
                         bool(own.truncated[number]),
                     )
                 )
-                if here[0]:
+                if here[0]:  # the agent acts right after the reset
                     first_of[row].append((own.agents[number], *(leaf[number, 0].tobytes() for leaf in leaves)))
         earned = [tuple(sorted(returns.items())) for returns in played.returns]
         return [PlayedRow(first=tuple(first_of[row]), steps=(*parts[row], earned[row])) for row in range(len(members))]

@@ -113,9 +113,9 @@ class RunDisplay(Callback):
         self._step, self._work = report, None
         for member in report.learned.values():
             if "calibrated_lr" in member.metrics:
-                passes = pluralize(int(member.metrics["step_passes"] or 0), "pass", "es")
+                trials = pluralize(int(member.metrics["step_passes"] or 0), "trial")
                 lr = number_text(member.metrics["calibrated_lr"])
-                self._console.print(f"#{member.index}: lr calibrated to {lr} in {passes}")
+                self._console.print(f"#{member.index}: learning rate calibrated to {lr} after {trials}")
         # A log gets at most one line a second, and always the last step of a generation.
         state, schedule = self._trainer.run_state, self._trainer.schedule
         last = state.step_in_generation == state.steps_per_generation
@@ -265,13 +265,14 @@ def completions_table(examples: Sequence[Example], best: int, width: int) -> Tab
     Returns:
         The table; None without examples.
     """
+    # 1. Choose the completions.
     first = [example for example in examples if example.index == best] or list(examples[:1])
     if not first:
         return None
     others = [example for example in examples if example not in first]
     others.sort(key=lambda example: example.reward == first[0].reward)
     shown = [*first, *others][:MAX_COMPLETIONS]
-    # With a single reward function its values are the rewards, unless it has a weight.
+    # 2. Format the numbers. With a single reward function its values are the rewards, unless it has a weight.
     names = list(shown[0].rewards) if len(shown[0].rewards) > 1 else []
     numbers = {name: [number_text(each.rewards.get(name)) for each in shown] for name in names}
     numbers |= {"reward": [number_text(each.reward) for each in shown]}
@@ -280,11 +281,12 @@ def completions_table(examples: Sequence[Example], best: int, width: int) -> Tab
     members = [f"#{each.index}" for each in shown]
     head = f"step {shown[0].step + 1}"
     columns = {head: members, **numbers}
-    # Question and completion share the width that the other columns leave; the question gets at most half of it.
+    # 3. Divide the width that the other columns leave; the question gets at most half of it.
     number_width = sum(max(map(len, (name, *values))) + _COLUMN_GAP for name, values in columns.items())
     text_width = max(width - number_width - 2 * _COLUMN_GAP, 2 * _MIN_TEXT_WIDTH)
     questions = [one_line(each.prompt) for each in shown]
     question_width = max(min(max(map(len, questions)), text_width // 2), _MIN_TEXT_WIDTH)
+    # 4. Build the table.
     table = Table(box=None, padding=(0, _COLUMN_GAP, 0, 0), header_style="dim", pad_edge=False)
     table.add_column(head, style="dim", no_wrap=True)
     table.add_column("question", style="dim", no_wrap=True)
@@ -342,6 +344,7 @@ def generation_table(
         terms: Terms of the task type.
         best_so_far: The best member of this generation is the best of the run so far.
     """
+    # 1. Choose the columns for the width.
     wide = width >= WIDE
     heads = {"slot": "right", "member": "right", "parent": "right", **dict.fromkeys(evolving, "right")}
     heads |= {"fitness ± SE": "left", terms.tokens: "right", **({"time": "right"} if wide else {}), "": "left"}
@@ -351,6 +354,7 @@ def generation_table(
     table = Table(box=None, padding=(0, gap, 0, 0), header_style="dim", pad_edge=False)
     for head, justify in heads.items():
         table.add_column(head, justify="left" if justify == "left" else "right", no_wrap=bool(head))
+    # 2. Add a row for each member.
     for member in report.members:
         best = member.index == report.best.index
         row = [
@@ -409,7 +413,8 @@ def plan_lines(report: GenerationReport) -> list[Text]:
     lines = [Text.assemble((f"selection: #{index} removed", "cyan"), f" ({why})") for index, why in reasons.items()]
     lines += [Text(f"selection: {change} from the next generation", "cyan") for change in budgets]
     for child in plan.children:
-        birth = f"#{child.index} replaces #{members[child.slot]}" if child.slot in members else f"#{child.index} added"
+        replaced = f"#{members[child.slot]} is replaced by #{child.index}"
+        birth = replaced if child.slot in members else f"#{child.index} added"
         origin = origin_text(child.parent, child.changes)
         lines.append(Text.assemble((f"selection: {birth}", "cyan"), f", a {origin}"))
     return lines

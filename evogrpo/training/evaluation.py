@@ -95,14 +95,14 @@ def measure(run: RunParts) -> dict[int, Measured]:
     """
     population, config, run_state = run.population, run.fitness, run.run_state
     # 1. Training rewards of every member.
-    earned = {agent.slot: run_state.training_fitness(agent.slot) for agent in population.healthy}
-    rollouts = {slot: fitness for slot, fitness in earned.items() if fitness is not None}
-    if config.selection_measure == ROLLOUTS and len(rollouts) < len(earned):
-        lacking = min(earned.keys() - rollouts.keys())
+    training_fitness = {agent.slot: run_state.training_fitness(agent.slot) for agent in population.healthy}
+    rollouts = {slot: fitness for slot, fitness in training_fitness.items() if fitness is not None}
+    if config.selection_measure == ROLLOUTS and len(rollouts) < len(training_fitness):
+        lacking = min(training_fitness.keys() - rollouts.keys())
         count = len({(step, position) for step, position, _ in run_state.rollouts[lacking]})
         raise ValueError(f"{TOO_FEW}, got {count} of member {population.agents[lacking].index}. {REMEDY}")
     # 2. Validation questions, for all members or for those near the best.
-    slots = list(earned) if config.by == "validation" else []
+    slots = list(training_fitness) if config.by == "validation" else []
     if config.by == "both":
         slots = candidates(rollouts, config.z, config.candidates)
     began, answered, tokens = run.clock.now(), dict[int, Fitness](), dict[int, int]()
@@ -120,8 +120,9 @@ def measure(run: RunParts) -> dict[int, Measured]:
     # 3. Divide the time among the members in proportion to their tokens.
     seconds, total = run.clock.now() - began, max(1, sum(tokens.values()))
     costs = {slot: EvaluationCost(tokens=t, seconds=seconds * t / total) for slot, t in tokens.items()}
+    # 4. Collect the measures of each member, then change the run.
     measured = {}
-    for slot in earned:
+    for slot in training_fitness:
         answers = {config.validation_measure: answered[slot]} if slot in slots else {}
         trained = {ROLLOUTS: rollouts[slot]} if slot in rollouts else {}
         measured[slot] = Measured(

@@ -158,15 +158,18 @@ class Run(Iterator[GenerationReport]):
             KeyboardInterrupt: After Ctrl-C, once everything is saved.
             SystemExit: After SIGTERM, SIGHUP or SIGUSR1, once everything is saved; with status 128 + signal.
         """
-        # Outermost, as a signal may arrive while the display starts or stops.
+        # 1. Run to the end of the generation. Signals are handled outermost, as one may arrive while the display starts
+        # or stops.
         with (
             stopping_on_signals(self.trainer.stop_request) as received,
             single_threaded(enabled=self._one_thread),
             self._display or nullcontext(),
         ):
             report = next(self._generations, None)
-            if received:  # the signal may have arrived after the generation ended
+            # The signal may have arrived after the generation ended: continue, so that the trainer saves and stops.
+            if received:
                 next(self._generations, None)
+        # 2. After a signal, raise KeyboardInterrupt or SystemExit.
         number = received[0] if received else self.trainer.stop_request.signal  # perhaps of another rank
         if number is not None:
             run_dir, step = self.trainer.shared_run_dir, self.trainer.run_state.step
@@ -185,6 +188,7 @@ class Run(Iterator[GenerationReport]):
             if is_rank_zero():
                 sys.stderr.write(f"{message}\n")
             raise SystemExit(128 + number)
+        # 3. Return the report.
         if report is None:
             raise StopIteration
         return report
@@ -224,9 +228,9 @@ def evolve(
             "tournament". None = `Narrowing()` for small networks without normalised observations, otherwise
             `Tournament()`. With a `run_dir`, a custom class must be defined in an importable module other than the
             program itself, so that the run can be resumed.
-        experience: "own" = every member learns from its own samples; "shared", or a `SharedExperience` with settings =
-            from those of others as well. None = "shared" if `strategy` is None and stands for `Narrowing()`, and for
-            `Leader`, otherwise "own".
+        experience: "own": each member learns from its own samples. "shared", or a `SharedExperience` with settings:
+            also from samples of others. None = "shared" with `Leader`, and where `strategy=None` means `Narrowing()`;
+            otherwise "own".
         fitness: Measure of fitness: "validation", "rollouts" or "both", or a mapping of the settings of
             `evogrpo.evolution.FitnessConfig`. None = "both" with shared experience and several steps per generation,
             otherwise "validation".
@@ -247,6 +251,7 @@ def evolve(
         ValueError: If a setting is unknown or out of range, the run directory cannot be used, there is too little
             memory, or a reward function fails on a trial completion.
     """
+    # 1. Check the arguments.
     if isinstance(env, Population):
         raise ValueError("evolve takes the population first: evolve(population, env, ...).")
     if not isinstance(population, Population):
@@ -261,6 +266,7 @@ def evolve(
         completions=completions,
     )
     planned = Schedule(**schedule)
+    # 2. Fill in the defaults that depend on each other.
     chosen, shared, measured = with_defaults(
         None if strategy is None else chosen_strategy(strategy),
         experience,
@@ -268,6 +274,7 @@ def evolve(
         can_share=population.plays and len(population) > 1 and why_not_shared(population) is None,
         steps_per_generation=planned.steps_per_generation,
     )
+    # 3. Check the memory and the user's code. The run trains when it is iterated over.
     _check_memory(population, env, planned, shared, allowed=skip_memory_check)
     if isinstance(env, SupportsPreflight):
         env.preflight()
@@ -300,12 +307,13 @@ def resume(
 ) -> Run:
     """Continue a run from its newest complete checkpoint.
 
-    `for generation in resume(...)` continues as if the run had never stopped. Its members are in `population`.
+    `for generation in resume(...)` continues as if the run had never stopped. The `population` of the returned
+    run has the members.
 
     Args:
         run_dir: Directory of the run.
         env: Environment, with the same questions, prompts, rewards and arguments as before.
-        actor_network: Base model of the run; for small networks only a custom module.
+        actor_network: Base model of the run. Small networks need it only for a custom module.
         strategy: Class or instance of a custom strategy, as names found in a checkpoint are never imported.
         algorithm: Class of custom agents, for the same reason.
         allow_changed_data: Continue even if the environment differs. Journal and report list the differences; fitness
@@ -320,15 +328,18 @@ def resume(
         CheckpointError: If there is no complete checkpoint, or the base model differs.
         ValueError: If a limit is unknown or out of range, or strategy, algorithm or environment differ or are missing.
     """
+    # 1. Check the arguments.
     refuse_unknown("limit of a resumed run", limits, signature(resume).parameters)
     if not isinstance(run_dir, str | Path):
         raise ValueError(f"resume takes the run directory first: resume(run_dir, env), got {type(run_dir).__name__}.")
+    # 2. Open the run and check the data.
     console = console_for(progress)
     saved = open_run(run_dir, writable=True)
     for error in saved.skipped:
         warn(f"Skipped an unusable checkpoint: {error}")
     schedule, chosen = replace(saved.record.schedule, **limits), saved.strategy(strategy)
     changed = saved.check_data(env, allowed=allow_changed_data)
+    # 3. Restore members and state.
     population, run_state = saved.restore(actor_network, algorithm=algorithm)
     _check_memory(population, env, schedule, saved.record.experience, allowed=skip_memory_check)
     trainer = Trainer(

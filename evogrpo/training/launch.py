@@ -48,12 +48,13 @@ def new_run_dir(name: str, requested: Path | None = None) -> Iterator[Path]:
     for number in itertools.count(1):
         # Absolute, because user code may change the working directory.
         folder = (requested or Path("runs", name if number == 1 else f"{name}-{number}")).absolute()
-        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]  # innermost first
         try:
             folder.mkdir(parents=True, exist_ok=requested is not None)
             break
-        except FileExistsError:  # taken, perhaps just now by another process
-            continue
+        except FileExistsError:  # created by another process
+            if requested is not None:
+                raise
     try:
         yield folder
     finally:
@@ -167,6 +168,7 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
             f"{run_dir} has no {CONFIG_FILE}. Give the directory of a run that `evogrpo demo` or `evogrpo train` "
             "started. Resume a run of evolve() in Python with evogrpo.resume()."
         )
+    # 1. Divide the overrides into limits of the schedule and settings of the configuration.
     limits: dict[str, Any] = {}
     rest: list[str] = []
     for text in overrides:
@@ -183,12 +185,13 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
                 f"A resumed run may only change {', '.join(LIMITS)}, model, device and base_parts, got "
                 f"{'.'.join(keys)!r}. Start a new run with `evogrpo train` instead."
             )
+    # 2. Open the run, and check that its configuration was not changed.
     config = parse_config(override(read_yaml_file(path), rest))
     saved = open_run(run_dir, writable=True)
     _check_unchanged(saved, config, path, allow_changed_data=allow_changed_data)
     schedule, run_state = dataclasses.replace(saved.record.schedule, **limits), saved.record.run_state
-    # A complete run has ended, after its test if it has one. It has nothing left to do if it has reached a limit,
-    # overrides included. `Limits` decides about runs that stopped within a generation or before the end of the first.
+    # 3. Check if the run is finished: complete, and at a limit, overrides included. A complete run has ended, after its
+    # test if it has one. `Limits` decides about runs that stopped within a generation or before the end of the first.
     ended = None
     is_complete = run_state.ended is not None and (run_state.tested is not None or schedule.test_questions == 0)
     if is_complete and run_state.generation > 0 and run_state.step_in_generation == 0:
@@ -212,6 +215,7 @@ def _check_unchanged(saved: StoredRun, config: Config, path: Path, *, allow_chan
         raise ValueError(f"{path} is the configuration of another run. Restore the file of this run.")
     if saved.record.config is None:
         return
+    # The stored configuration was JSON, in which tuples become lists.
     old, new = flat(saved.record.config), flat(json.loads(json.dumps(config.to_json())))
     refused = [
         f"{name} {old.get(name)!r} -> {new.get(name)!r}"[:200]

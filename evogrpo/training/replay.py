@@ -34,7 +34,7 @@ VERSION: Literal[1] = 1
 _HEAD = """\
 # The hyperparameter schedule that led to member #{member} of {run}, written by evogrpo {version}.
 # generations lists the learning steps of each generation, which an evaluation follows.
-# `evogrpo replay {name}` trains one fresh agent under it; code that the configuration names is run then.
+# `evogrpo replay {name}` trains one new agent with it, and runs the code that the configuration names.
 """
 _OTHER_LIMITS = tuple(name for name in LIMITS if name not in ("generations", "test_questions"))
 
@@ -45,13 +45,13 @@ class HyperparameterSchedule:
 
     Attributes:
         stages: Stages with their hyperparameters, in order.
-        of: Facts about the run that found the schedule and about its best member; untrusted.
+        origin: Facts about the run that found the schedule and about its best member; untrusted.
         configuration: Configuration of the run as plain values; None if it was started in Python.
         version: Version of the file format.
     """
 
     stages: Annotated[tuple[ScheduleStage, ...], Field(min_length=1)]
-    of: Mapping[str, Any]
+    origin: Mapping[str, Any]
     configuration: Mapping[str, Any] | None = None
     version: Literal[1] = VERSION
 
@@ -79,9 +79,17 @@ class HyperparameterSchedule:
         Raises:
             ValueError: If it is neither, no member has been evaluated, or a value is invalid.
         """
+        # 1. A schedule file.
         path = Path(source)
         if not path.is_dir():
-            return validate(cls, read_yaml_file(path), str(path), extra="forbid")
+            stored = read_yaml_file(path)
+            if "stages" not in stored:
+                raise ValueError(
+                    f"{path} is not a hyperparameter schedule. Pass a run directory, or a file that "
+                    "`evogrpo export --schedule` wrote."
+                )
+            return validate(cls, stored, str(path), extra="forbid")
+        # 2. A run directory: the schedule of its best member.
         summary = read_summary(path)
         schedule = best_schedule(summary)
         member, fitness = schedule.member, fitness_estimate(schedule.member)
@@ -90,6 +98,7 @@ class HyperparameterSchedule:
                 f"The network of member #{member.index} changed ({'; '.join(schedule.networks)}). A schedule contains "
                 "hyperparameters only, so a replay keeps the first network."
             )
+        # 3. The configuration of the run, and facts about it.
         config = path / CONFIG_FILE
         values = read_yaml_file(config) if config.is_file() else None
         tokens = summary.facts.get("micro_batch_tokens")  # the default depends on the device
@@ -100,7 +109,7 @@ class HyperparameterSchedule:
         facts |= {"member": member.index, "generation": member.generation}
         return cls(
             stages=schedule.stages,
-            of=facts if fitness is None else facts | fitness.to_json(),
+            origin=facts if fitness is None else facts | fitness.to_json(),
             configuration=values and _without_location(values),
         )
 
@@ -115,8 +124,8 @@ class HyperparameterSchedule:
             raise ValueError(f"{path} already exists. Choose another file.")
         # `ascii` escapes newlines in untrusted names, which would end the comment.
         names = {
-            "member": self.of.get("member"),
-            "run": ascii(str(self.of.get("task") or "a run")),
+            "member": self.origin.get("member"),
+            "run": ascii(str(self.origin.get("task") or "a run")),
             "name": ascii(path.name),
         }
         text = _HEAD.format(**names, version=evogrpo.__version__)
@@ -138,12 +147,14 @@ class HyperparameterSchedule:
                 "The run of this schedule was started in Python, so its task is unknown. Pass population and env to "
                 "evogrpo.replay."
             )
+        # 1. Choose the search space.
         values = _without_location(self.configuration)
         first = self.stages[0].hyperparameters
         space = build(HyperparameterConfig, values.get("search_space") or {}, "search_space")
         # Hyperparameters that start outside their range cannot be in the search space.
         start = {name: getattr(first, name) for name in space}
         evolving = {n: p for n, p in space.items() if start[n] is None or p.closest(start[n]) == start[n]}
+        # 2. Replace the settings that evolve a population by those of one agent.
         if values.get("experience", "own") != "own":
             warn("The run used shared experience, which needs several members. The agent learns from its own samples.")
         values |= {
@@ -185,9 +196,11 @@ def replay(
         ValueError: If there is no such schedule, it is incompatible with the population, or the run was started in
             Python and `population` or `env` is missing.
     """
+    # 1. Read the schedule.
     schedule = HyperparameterSchedule.read(source)
     if (population is None) != (env is None):
         raise ValueError("population and env must be given together. Leave out both for a run with a configuration.")
+    # 2. Train the given population.
     if population is not None and env is not None:
         if overrides:
             raise ValueError(f"overrides cannot be used with population, got {overrides!r:.80}. Remove one of them.")
@@ -202,6 +215,7 @@ def replay(
             skip_memory_check=skip_memory_check,
             **schedule.limits,
         )
+    # 3. Train an agent of the stored configuration.
     config = replace(schedule.config(overrides), run_dir=None if run_dir is None else str(run_dir))
     prepared = task_type_of(config.task).prepare(config)
     check_memory(prepared.forecast().memory, allowed=skip_memory_check)

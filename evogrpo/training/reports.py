@@ -42,7 +42,7 @@ def provenance(population: Population) -> dict[str, Any]:
     }
 
 
-def step_report(
+def count_step(
     run: RunParts,
     collected: RolloutBatch,
     learned: Mapping[int, LearnReport],
@@ -59,7 +59,7 @@ def step_report(
         completions: Number of completions in the table.
     """
     population, run_state, processes = run.population, run.run_state, run.population.processes
-    # 1. Pick completions to show, the first one of each member among them.
+    # 1. Choose completions to show. The run state keeps the first one of each member.
     step, generation, seconds = run_state.step, run_state.generation + 1, sum(phases.values())
     indices = {slot: population.agents[slot].index for slot in learned}
     table = _select_examples(collected, indices, learned, step=step, total=completions)
@@ -74,13 +74,16 @@ def step_report(
         values = {**report.metrics, "optimizer_steps": report.optimizer_steps, "tokens": report.tokens}
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         metrics[slot] = {**collected.scores.metrics, **finite}
+    # With shared experience, the reward of each policy is estimated.
     earned: Mapping[int, Mapping[int, float]] = {slot: collected.earned.get(slot, {}) for slot in learned}
     if any(report.gains for report in learned.values()):
         earned = _estimated_rewards(collected, learned)
+    # `collected.tokens` are sampled tokens or environment steps, the unit of `max_timesteps`.
     run_state.add_step(seconds, tokens, metrics, timesteps=collected.tokens, earned=earned)
+    # 3. Gather the seconds that each rank has waited for others.
     waiting = processes.all_gather(processes.waiting_seconds) if processes.size > 1 else []
     processes.waiting_seconds = 0.0
-    # 3. The report, with each member's cost.
+    # 4. Build the report, with each member's cost.
     total = max(1, sum(tokens.values()))
     reports = {}
     for slot, report in learned.items():

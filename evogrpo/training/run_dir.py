@@ -324,8 +324,8 @@ class RunDir:
         """Write the completions table of a step as JSON lines; a repeated step overwrites its own.
 
         Columns: step, index (of the member), prompt (the question alone), completion, reward (total), advantage (mean
-        over the completion's actions), truncated, rewards/<function> before its weight, and values logged by
-        `log_extra`. null = missing.
+        over the completion's actions), truncated, rewards/<function> (value before its weight), and values
+        logged by `log_extra`. null = missing.
         """
         rows = [_completion_row(example) for example in examples[: self.logging.completions]]
         if rows:

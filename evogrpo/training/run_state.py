@@ -194,8 +194,10 @@ class RunState:
             timesteps: Tokens sampled, by slot.
             earned: By slot, the rewards to add to `rollouts`, by position of the start or by source.
         """
+        # 1. Rewards. They have the number of this step, so they come before the counters.
         for slot, groups in earned.items():
             self.rollouts[slot] += [(self.step, position, score) for position, score in groups.items()]
+        # 2. Counters of the run and of each slot.
         total = max(1, sum(tokens.values()))
         self.step += 1
         self.step_in_generation += 1
@@ -206,6 +208,7 @@ class RunState:
             self.slot_tokens[slot] += amount
             self.member_tokens[slot] += amount
             self.member_seconds[slot] += seconds * amount / total
+        # 3. Metrics, as sums and counts; a value of None does not count.
         for slot, values in metrics.items():
             sums = self.metrics[slot]
             for name, value in values.items():

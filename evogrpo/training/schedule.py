@@ -230,6 +230,7 @@ def check_run(
                 f"{schedule.steps_per_generation}. Members are compared on samples that they have not learned from."
             )
         return
+    # Each group gives one score. Larger groups give fewer scores, so the largest size that may occur counts.
     space = population.space.for_samples_per_step(schedule.samples_per_step)
     sizes = [agent.hyperparameters.group_size for agent in population.agents if not agent.retired]
     if "group_size" in space:

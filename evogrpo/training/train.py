@@ -103,6 +103,7 @@ def train(
         ValueError: If a setting is unknown or out of range, there is no such environment or preset, or the run needs
             more memory than is available.
     """
+    # 1. Check the arguments.
     _check_env(env, total_timesteps)
     if callback is not None and not callable(callback):
         raise ValueError(
@@ -110,10 +111,12 @@ def train(
             "only with its own models."
         )
     refuse_unknown("argument of train", settings, (*_PARAMETERS, *_OPTIONS))
+    # 2. Build configuration and environment, and check the memory.
     console = console_for(progress)
     config = _configured(env, total_timesteps, preset=preset, settings=settings)
     prepared = prepare_in(config, _environment(env, config, settings))
     check_memory(prepared.forecast().memory, allowed=skip_memory_check)
+    # 3. Create the trainer, with or without a run directory.
     if run_dir is None:
         trainer = make_trainer(prepared)
     elif isinstance(env, str):  # a registered environment: the run can have a config.yaml, which commands read
@@ -121,6 +124,7 @@ def train(
     else:
         trainer = make_trainer(prepared, RunDir(run_dir, prepared.config.logging))
     trainer.callbacks.extend(callbacks)
+    # 4. Train.
     try:
         return Run(trainer, console, one_thread=prepared.one_thread).finish(callback)
     finally:
@@ -128,14 +132,15 @@ def train(
 
 
 def _check_env(env: object, total_timesteps: object) -> None:
-    """Raise ValueError for an `env` that is no environment, or for a policy as in Stable-Baselines3, with a hint."""
+    """Raise ValueError for an invalid `env`. For a policy name as in Stable-Baselines3, suggest the correct call."""
+    # Stable-Baselines3 takes policy and environment: PPO("MlpPolicy", "CartPole-v1").
     is_name = isinstance(total_timesteps, str) and not total_timesteps[:1].isdigit()
     if isinstance(env, str) and (env in _POLICIES or is_name):
-        known = total_timesteps if env in _POLICIES and isinstance(total_timesteps, str) else env
-        known = "CartPole-v1" if known in _POLICIES else known
+        env_id = total_timesteps if env in _POLICIES and isinstance(total_timesteps, str) else env
+        env_id = "CartPole-v1" if env_id in _POLICIES else env_id
         raise ValueError(
             f"train takes no policy, because the network is built from the spaces, got {env!r:.80} and "
-            f"{total_timesteps!r:.80}. Write train({known!r}, total_timesteps=100_000)."
+            f"{total_timesteps!r:.80}. Write train({env_id!r}, total_timesteps=100_000)."
         )
     if isinstance(env, str | GymnasiumGroups) or (callable(env) and not isinstance(env, gymnasium.Env)):
         return
@@ -149,6 +154,7 @@ def _configured(
     env: "str | MakesEnv | GymnasiumGroups", total_timesteps: int | None, *, preset: bool, settings: Mapping[str, Any]
 ) -> Config:
     """Return the packaged configuration with preset and settings applied."""
+    # 1. Read the packaged configuration of the environment.
     if flag("preset", preset) and not isinstance(env, str):
         raise ValueError(
             f"preset requires the id of a registered environment, got {type(env).__name__}. Give the id, or leave out "
@@ -157,6 +163,7 @@ def _configured(
     values = packaged_values(env if isinstance(env, str) else None, with_preset=preset)
     name = env.name if isinstance(env, GymnasiumGroups) else getattr(env, "__name__", type(env).__name__)
     values = merge_sections(values, {"task": {"env": env if isinstance(env, str) else name}})
+    # 2. Sort the settings into the sections of a configuration.
     given: dict[str, dict[str, Any]] = {
         section: {key: plain(settings[key]) for key in names if key in settings} for section, names in _SECTIONS.items()
     }
@@ -172,6 +179,7 @@ def _configured(
         given["task"]["wrappers"] = named
     if total_timesteps is not None:
         given["schedule"]["max_timesteps"] = whole_between("total_timesteps", total_timesteps, 1)
+    # 3. Merge them into the packaged configuration.
     values = without_packaged_limits(values, given["schedule"])
     values = merge_sections(values, given) | {key: settings[key] for key in ("seed", "device") if key in settings}
     if "hp_config" in settings:

@@ -39,7 +39,7 @@ from evogrpo.training.evaluation import (
     run_test,
     update_best,
 )
-from evogrpo.training.reports import generation_report, provenance, step_report
+from evogrpo.training.reports import count_step, generation_report, provenance
 from evogrpo.training.run_dir import RunDir, generation_curves, step_curves
 from evogrpo.training.run_state import Clock, Limits, RunParts, RunState, as_generation
 from evogrpo.training.schedule import Schedule, check_run
@@ -335,7 +335,7 @@ class Trainer(RunParts):
         self.clock.tick()
         self.clock.longest_step = max(self.clock.longest_step, sum(phases.values()))
         completions = 0 if self.run_dir is None else self.run_dir.logging.completions
-        report, examples = step_report(self, collected, learned, phases, completions)
+        report, examples = count_step(self, collected, learned, phases, completions)
         if report.step == 0 and not self.fitness.uses_validation:
             baseline = first_step_baseline(self.run_state)
             if baseline is not None:

@@ -70,6 +70,7 @@ def make_rendered_env(
     seed: int,
 ) -> "gymnasium.Env[Any, Any]":
     """Create an environment with render mode "rgb_array" and render it once as a test."""
+    # 1. Create the environment with the render mode.
     if isinstance(env, GymnasiumGroups):
         base, name = env._make, env.name
     elif isinstance(env, PettingZooGroups):
@@ -84,6 +85,7 @@ def make_rendered_env(
     )
     with _rendering_errors(name):
         rendered_env = factory()
+    # 2. Render one image and check it.
     try:
         if rendered_env.render_mode != RENDER_MODE:
             raise ValueError(

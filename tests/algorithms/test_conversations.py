@@ -28,8 +28,8 @@ ENDS = (EOS, 5, 9, 17, 33)  # so many that turns do end
 class Talkative(Boxes):
     """Replies to every turn."""
 
-    def respond(self, transcripts):
-        return [self._ids(" no ") for _ in transcripts]
+    def respond(self, conversations):
+        return [self._ids(" no ") for _ in conversations]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ def test_the_overlong_penalty_applies_per_turn_and_truncation_masks_whole_conver
     ("reply", "message"), [([[]], "empty reply"), ([], r"one entry per conversation, got 0 for \d")]
 )
 def test_invalid_replies_raise(monkeypatch, reply, message):
-    monkeypatch.setattr(Talkative, "respond", lambda self, transcripts: reply * len(transcripts))
+    monkeypatch.setattr(Talkative, "respond", lambda self, conversations: reply * len(conversations))
     with pytest.raises(ValueError, match=message):
         collected(spoken(), talks())
 

@@ -424,9 +424,9 @@ IDS, MASK = torch.tensor([[8, 9, 20], [8, 9, 21]]), torch.tensor([[0, 1], [0, 1]
     [
         (([IDS], [MASK]), "got 2 parts"),
         (None, "got None"),
-        (([IDS], [MASK], [[0.0, 1.0, 2.0]]), "completion_ids must be \\[3, P \\+ C\\]"),
+        (([IDS], [MASK], [[0.0, 1.0, 2.0]]), "completion_ids\\[0\\] must be \\[3, P \\+ C\\]"),
         (([IDS], [torch.ones(2, 3).bool()], [[0.0, 1.0]]), "one token shorter"),
-        (([IDS], [torch.zeros(2, 2).bool()], [[0.0, 1.0]]), "action mask"),
+        (([IDS], [torch.zeros(2, 2).bool()], [[0.0, 1.0]]), "action_masks"),
         (([torch.tensor([[8, 9, 20], [8, 7, 21]])], [MASK], [[0.0, 1.0]]), "begin with the same prompt"),
         (([IDS[:1]], [MASK[:1]], [[0.0]]), "at least 2 completions"),
         (([IDS + 60], [MASK], [[0.0, 1.0]]), "completion_ids must be in the vocabulary"),

@@ -97,8 +97,8 @@ def converse(batch, *completions, row=0, start=0, truncated=False):
     return Conversation(row=row, start=start, completions=used, replies=tuple(replies), truncated=truncated)
 
 
-def reply_texts(batch, transcript):
-    return [batch.tokenizer.decode(reply, skip_special_tokens=True).strip() for reply in transcript.replies]
+def reply_texts(batch, conversation):
+    return [batch.tokenizer.decode(reply, skip_special_tokens=True).strip() for reply in conversation.replies]
 
 
 def first_of(batch, position=0):
@@ -119,9 +119,9 @@ def first_of(batch, position=0):
 )
 def test_the_model_reads_errors_of_its_calls(completion, error):
     batch = gym().open("train", [0])
-    transcript = converse(batch, completion + "<eos>", "done<eos>")
-    assert error in reply_texts(batch, transcript)[0]
-    scores = batch.score([transcript])
+    conversation = converse(batch, completion + "<eos>", "done<eos>")
+    assert error in reply_texts(batch, conversation)[0]
+    scores = batch.score([conversation])
     assert scores.rewards.tolist() == [first_of(batch)]
     assert scores.metrics["tools/failure_frequency"] == 1.0
 
@@ -134,8 +134,8 @@ def test_reward_functions_get_messages_and_environments():
         return [len(environment.seen) for environment in environments]
 
     batch = gym(reward_funcs=reward, reward_weights=[10.0]).open("train", [0])
-    transcript = converse(batch, "hm " + call("add", amount=1) + "<eos>", "done<eos>")
-    scores = batch.score([transcript])
+    conversation = converse(batch, "hm " + call("add", amount=1) + "<eos>", "done<eos>")
+    scores = batch.score([conversation])
     first = first_of(batch)
     assert scores.rewards.tolist() == [10 + first + 1]
     ((prompts, completions, columns),) = seen
@@ -157,10 +157,10 @@ def test_rewards_of_turns_are_at_their_last_tokens():
             return [*map(float, self.seen), 0.5]
 
     batch = gym(environment_factory=Turns).open("train", [0])
-    transcript = converse(batch, call("add", amount=2) + "<eos>", call("add", amount=3) + "<eos>", "done<eos>")
-    scores = batch.score([transcript])
-    ends = np.cumsum([len(part) for part in transcript.turns])[::2] - 1
-    expected = np.full(len(transcript.tokens), np.nan)
+    conversation = converse(batch, call("add", amount=2) + "<eos>", call("add", amount=3) + "<eos>", "done<eos>")
+    scores = batch.score([conversation])
+    ends = np.cumsum([len(part) for part in conversation.turns])[::2] - 1
+    expected = np.full(len(conversation.tokens), np.nan)
     expected[ends] = [2.0, 3.0, 0.5]
     np.testing.assert_array_equal(scores.step_rewards[0], expected)
     assert scores.rewards.tolist() == [5.5]
@@ -196,9 +196,9 @@ def test_functions_are_tools_of_prompt_datasets():
     env = gym(rows=rows, environment_factory=None, tools=[double, later], reward_funcs=last)
     env.preflight()
     batch = env.open("train", [0])
-    transcript = converse(batch, call("double", number=4) + call("later", text="so") + "<eos>", "8<eos>")
-    assert [each.strip(" \n") for each in reply_texts(batch, transcript)] == ["=8\n=so!"]
-    assert batch.score([transcript]).rewards.tolist() == [1.0]
+    conversation = converse(batch, call("double", number=4) + call("later", text="so") + "<eos>", "8<eos>")
+    assert [each.strip(" \n") for each in reply_texts(batch, conversation)] == ["=8\n=so!"]
+    assert batch.score([conversation]).rewards.tolist() == [1.0]
 
 
 class Other:
@@ -568,8 +568,8 @@ def test_a_configuration_names_the_class(tmp_path):
     config = load_config(tmp_path / "c.yaml")
     env = config.task.environment(build(CHAT), seed=0, max_prompt_length=None)
     batch = env.open("train", [0])
-    transcript = converse(batch, call("say", text=batch.rows[0]["word"]) + "<eos>", "done<eos>")
-    assert batch.score([transcript]).rewards.tolist() == [1.0]
+    conversation = converse(batch, call("say", text=batch.rows[0]["word"]) + "<eos>", "done<eos>")
+    assert batch.score([conversation]).rewards.tolist() == [1.0]
     assert config.task.label == "words.jsonl, echo.py:Echo"
     several = {**task, "environment_factory": {"one": "echo.py:Echo", "two": "module:Two"}}
     (tmp_path / "c.yaml").write_text(json.dumps({"task": several}))

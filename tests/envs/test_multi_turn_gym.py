@@ -60,16 +60,16 @@ SAID = [
 @pytest.mark.parametrize("ending", ["<eos>", ""])
 def test_tokens_match_the_chat_template(ending):
     env = gym()
-    batch, transcript = converse(env, f"x{ending}", f"yy{ending}")
+    batch, conversation = converse(env, f"x{ending}", f"yy{ending}")
     messages = [*batch.rows[0]["prompt"], *SAID]
     rendered = env.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert (*batch.prompts[0], *transcript.tokens) == encoded(env, rendered)
+    assert (*batch.prompts[0], *conversation.tokens) == encoded(env, rendered)
 
 
 def test_templates_without_end_markers_work():
     env = gym(CHAT)
-    batch, transcript = converse(env, "x")
-    text = env.tokenizer.decode([*batch.prompts[0], *transcript.tokens])
+    batch, conversation = converse(env, "x")
+    text = env.tokenizer.decode([*batch.prompts[0], *conversation.tokens])
     assert text == f"<u>{batch.questions[0]}<eos><a>x<u>no: x is not it\nafter 2<eos><a>"
 
 
@@ -79,10 +79,10 @@ def test_template_options_apply_to_every_turn():
     ]
     env = gym(rows=rows, chat_template_kwargs={"mood": "!"})
     for start in range(8):
-        batch, transcript = converse(env, "x", start=start)
+        batch, conversation = converse(env, "x", start=start)
         mood = "?" if batch.rows[0]["chat_template_kwargs"] else "!"
         assert env.tokenizer.decode(batch.prompts[0]).endswith(f"<a>{mood}")
-        assert env.tokenizer.decode(transcript.tokens).endswith(f"<a>{mood}")
+        assert env.tokenizer.decode(conversation.tokens).endswith(f"<a>{mood}")
 
 
 def test_reply_gets_the_row_and_all_messages():
@@ -92,11 +92,11 @@ def test_reply_gets_the_row_and_all_messages():
         calls.append((row, messages))
         return "more" if len(calls) == 1 else None
 
-    batch, transcript = converse(gym(reply=reply), "x<eos>", "y")
+    batch, conversation = converse(gym(reply=reply), "x<eos>", "y")
     first = [*batch.rows[0]["prompt"], SAID[0]]
     more = [*first, {"role": "user", "content": "more"}, {"role": "assistant", "content": "y"}]
     assert calls == [(batch.rows[0], first), (batch.rows[0], more)]
-    assert len(transcript.replies) == 1
+    assert len(conversation.replies) == 1
 
 
 def test_rewards_get_messages_and_all_tokens():
@@ -106,10 +106,10 @@ def test_rewards_get_messages_and_all_tokens():
         seen.append((prompts, completions, completion_ids, digit))
         return [1.0]
 
-    batch, transcript = converse(gym(reward_funcs=reward), "x<eos>", "yy")
-    scores = batch.score([transcript])
+    batch, conversation = converse(gym(reward_funcs=reward), "x<eos>", "yy")
+    scores = batch.score([conversation])
     row = batch.rows[0]
-    assert seen == [([row["prompt"]], [SAID], [list(transcript.tokens)], [row["digit"]])]
+    assert seen == [([row["prompt"]], [SAID], [list(conversation.tokens)], [row["digit"]])]
     shown = "x\n>>> no: x is not it\n>>> after 2\nyy\n>>> no: yy is not it\n>>> after 4\n"
     assert scores.completions == (shown,)
 
@@ -118,9 +118,9 @@ def test_rewards_at_a_reply_belong_to_the_last_sampled_token():
     def everywhere(completion_ids, **columns):
         return [StepRewards([1.0] * len(ids), range(len(ids))) for ids in completion_ids]
 
-    batch, transcript = converse(gym(reward_funcs=[everywhere, right]), "abc<eos>", "de")
-    (steps,) = batch.score([transcript]).step_rewards
-    first, second = (len(part) for part in transcript.replies)
+    batch, conversation = converse(gym(reward_funcs=[everywhere, right]), "abc<eos>", "de")
+    (steps,) = batch.score([conversation]).step_rewards
+    first, second = (len(part) for part in conversation.replies)
     blank = [np.nan]
     expected = [1.0, 1.0, 1.0, 1.0 + first, *blank * first, 1.0, 1.0 + second + 0.0, *blank * second]
     np.testing.assert_array_equal(steps, expected)

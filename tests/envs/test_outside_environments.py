@@ -92,13 +92,13 @@ def test_a_textarena_game_is_played():
     low, high, guesses = 1, 20, []
     while True:
         guesses.append(call("move", action=f"[{(low + high) // 2}]") + "<eos>")
-        transcript = converse(batch, *guesses, row=len(guesses))
-        reply = reply_texts(batch, transcript)[-1]
+        conversation = converse(batch, *guesses, row=len(guesses))
+        reply = reply_texts(batch, conversation)[-1]
         if "over" in reply:
             break
         low, high = ((low + high) // 2 + 1, high) if "higher" in reply else (low, (low + high) // 2 - 1)
     assert len(guesses) <= 5
     started = converse(batch, "x<eos>", row=9)
-    assert batch.score([transcript, started]).rewards.tolist() == [1, 0]
+    assert batch.score([conversation, started]).rewards.tolist() == [1, 0]
     again = converse(batch, *guesses, call("move", action="[1]") + "<eos>", "x<eos>", row=10)
     assert "The game is over." in reply_texts(batch, again)[-1]

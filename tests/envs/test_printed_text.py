@@ -8,7 +8,8 @@ import pytest
 
 from evogrpo import HuggingFaceGym
 from evogrpo.data import single_turn_conversations
-from evogrpo.envs.text.reward_functions import MAX_LINE_LENGTH, EscapingStream, escaped_prints, forward_output
+from evogrpo.envs.text.verifier_pool import MAX_LINE_LENGTH, forward_output
+from evogrpo.text import EscapingStream, escaped_prints
 
 QA = [{"question": f"{n}?", "answer": str(n)} for n in range(12)]
 STEERING = "\x1b[2J\x1b]0;title\x07\x9b31m\r\x08\x00\u202eabc\ud800"

@@ -57,9 +57,9 @@ def open_batch(make_env, encode):
     return open_questions
 
 
-def start(batch, transcripts, groups=(1, 0)):
+def start(batch, conversations, groups=(1, 0)):
     for number in groups:
-        batch.start_scoring(transcripts[GROUPS[number]])
+        batch.start_scoring(conversations[GROUPS[number]])
 
 
 def calls_of(log):
@@ -69,17 +69,17 @@ def calls_of(log):
 @pytest.mark.parametrize("case", WAYS)
 def test_started_groups_are_scored_once_with_equal_results(open_batch, case):
     function, form, workers = WAYS[case]
-    batch, transcripts, log = open_batch(function, form=form, workers=workers)
+    batch, conversations, log = open_batch(function, form=form, workers=workers)
     assert batch.background_rewards
-    start(batch, transcripts)
-    scores = batch.score(transcripts)
+    start(batch, conversations)
+    scores = batch.score(conversations)
     calls = calls_of(log)
     assert scores.rewards.tolist() == [float(len(text)) for text in TEXTS]
     assert sorted(text for call in calls for text in call) == sorted(TEXTS)
     if form == "trl":
         assert {("a", "bb", "ccc"), ("d", "ee")} < set(calls)
     # Results are used once: the next score calls all functions again.
-    again = batch.score(transcripts)
+    again = batch.score(conversations)
     assert len([text for call in calls_of(log) for text in call]) == 2 * len(TEXTS)
     np.testing.assert_array_equal(scores.rewards, again.rewards)
     np.testing.assert_equal(scores.components, again.components)
@@ -93,17 +93,19 @@ def test_failures_are_raised_by_score(open_batch, case, failing):
     texts = [*TEXTS[:failing], "raise", *TEXTS[failing + 1 :]]
     messages = []
     for early in (True, False):
-        batch, transcripts, _ = open_batch(function, form=form, texts=texts, workers=workers)
+        batch, conversations, _ = open_batch(function, form=form, texts=texts, workers=workers)
         if early:
-            start(batch, transcripts)
+            start(batch, conversations)
         with pytest.raises(RewardError) as caught:
-            batch.score(transcripts)
+            batch.score(conversations)
         messages.append(str(caught.value))
-        batch, transcripts, _ = open_batch(function, form=form, texts=texts, workers=workers, on_reward_error="exclude")
+        batch, conversations, _ = open_batch(
+            function, form=form, texts=texts, workers=workers, on_reward_error="exclude"
+        )
         if early:
-            start(batch, transcripts)
+            start(batch, conversations)
         with pytest.warns(UserWarning, match="1 of 7 completions excluded"):
-            scores = batch.score(transcripts)
+            scores = batch.score(conversations)
         expected = [np.nan if number == failing else float(len(text)) for number, text in enumerate(texts)]
         np.testing.assert_array_equal(scores.rewards, expected)
     assert messages[0] == messages[1]
@@ -119,9 +121,9 @@ def test_logged_values_are_merged(open_batch):
         log_extra("first", [text[0] for text in completions])
         return [1.0] * len(completions)
 
-    batch, transcripts, _ = open_batch(logs, plain)
-    start(batch, transcripts, (2, 0, 1))
-    scores = batch.score(transcripts)
+    batch, conversations, _ = open_batch(logs, plain)
+    start(batch, conversations, (2, 0, 1))
+    scores = batch.score(conversations)
     assert scores.columns == {"size": tuple(map(len, TEXTS)), "first": tuple(text[0] for text in TEXTS)}
     assert scores.metrics == {"mean size": pytest.approx(np.mean([len(text) for text in TEXTS]))}
     assert scores.rewards.tolist() == [1.0] * 7
@@ -139,18 +141,18 @@ def test_held_out_prompts_stream_only_in_agilerl_form(open_batch, case, split, i
 
 def test_cancel_clears_the_queue_and_kills_busy_workers_and_close_fails_jobs(open_batch):
     texts = ["a", "bb", "hang", *TEXTS[3:]]
-    batch, transcripts, log = open_batch(functions.noted, texts=texts, workers=1)
-    start(batch, transcripts, [0, 1])
+    batch, conversations, log = open_batch(functions.noted, texts=texts, workers=1)
+    start(batch, conversations, [0, 1])
     (worker,) = batch.runner._workers
     while worker.future is None:
         time.sleep(0.01)
     batch.cancel()
     assert worker.process.poll() is not None
-    short = single_turn_conversations(STARTS, [each.completions[0][:1] for each in transcripts])
+    short = single_turn_conversations(STARTS, [each.completions[0][:1] for each in conversations])
     assert batch.score(short).rewards.tolist() == [1.0] * 7
     assert ("d", "ee") not in calls_of(log)
     busy, _, _ = open_batch(functions.noted, texts=texts, workers=1)
-    start(busy, transcripts, [0])
+    start(busy, conversations, [0])
     start(batch, short, [0])
     batch.runner.close()
     with pytest.raises(RewardError, match="cancelled"):

@@ -176,7 +176,7 @@ def test_check_interval_does_not_change_completions(monkeypatch):
     rows = with_robust_uniforms(bank, make_rows(range(3), tokens=9))
     expected = bank.sample(rows)
     assert 0 < int(expected.truncated.sum()) < len(rows)
-    monkeypatch.setitem(sampling.CHECK_EVERY, "cpu", 5)
+    monkeypatch.setattr(sampling, "CHECK_EVERY_ON_CPU", 5)
     actual = bank.sample(rows)
     for field in FIELDS:
         assert torch.equal(getattr(actual, field), getattr(expected, field))
@@ -223,7 +223,7 @@ def tokens_of(rollout):
 def test_every_row_is_reported_once_when_finished(cached_tokens, look_every, monkeypatch):
     bank = bank_with_early_ends()
     monkeypatch.setattr(sampling, "CACHED_TOKENS", cached_tokens)
-    monkeypatch.setattr(sampling, "CHECK_EVERY", {"cpu": look_every})
+    monkeypatch.setattr(sampling, "CHECK_EVERY_ON_CPU", look_every)
     rows = make_rows(range(3), tokens=8)
     rows = rows.select(torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)))
     alone = bank.sample(rows)

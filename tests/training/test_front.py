@@ -127,6 +127,7 @@ def test_callbacks_run_with_the_callers_number_of_threads(monkeypatch):
     ("arguments", "settings", "rule"),
     [
         (("CartPol-v1", 100), {}, "not a registered Gymnasium environment"),
+        (("mine.py:Walk-v0", 100), {}, "without .py: 'mine:Walk-v0'"),
         (("CartPole-v1", 100), {"max_timesteps": 5}, "it is called 'total_timesteps' here"),
         (("CartPole-v1", 100), {"hp_config": {"lr": 1}}, "hp_config must be a HyperparameterConfig"),
         ((cart_pole(), 100), {"preset": True}, "preset requires the id of a registered environment"),

@@ -143,6 +143,9 @@ def test_an_invalid_schedule_is_refused(found, tmp_path, change, message):
     (tmp_path / "bad.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(ValueError, match=message):
         HyperparameterSchedule.read(tmp_path / "bad.yaml")
+    (tmp_path / "config.yaml").write_text("task: {env: CartPole-v1}")
+    with pytest.raises(ValueError, match="is not a hyperparameter schedule"):
+        HyperparameterSchedule.read(tmp_path / "config.yaml")
 
 
 RUN = {"event": "run", "samples_per_step": 8, "evolvable": {}}

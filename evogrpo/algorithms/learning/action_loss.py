@@ -56,18 +56,21 @@ class RowHyperparameters:
             kl_factors: `[p]` factors on beta, by slot.
             member_ids: `[n]` slots, all of them in `learners`.
         """
+        # 1. Fill a table `[names, slots]`. `beta` is a view of its row, so the KL factors change the table.
         names = [field.name for field in fields(cls) if field.name not in ("loss_types", "advantages")]
         values = torch.zeros(len(names), len(kl_factors), dtype=torch.float64)
         for slot, learner in learners.items():
             values[:, slot] = torch.tensor([learner.hyperparameters.number(name) for name in names], dtype=values.dtype)
         beta = values[names.index("beta")]
         beta *= torch.where(beta > 0, kl_factors, 1.0)
+        # 2. Look up the column of each row's member: `[names, n, 1]`.
         columns = values.float().to(member_ids.device).index_select(1, member_ids)[:, :, None]
 
-        def masks(names: Mapping[int, str]) -> dict[str, Tensor]:
+        # 3. Mark the rows of each loss type and advantage type.
+        def masks(types: Mapping[int, str]) -> dict[str, Tensor]:
             found = {}
-            for name in sorted(set(names.values())):
-                slots = [slot for slot, kind in names.items() if kind == name]
+            for name in sorted(set(types.values())):
+                slots = [slot for slot, kind in types.items() if kind == name]
                 found[name] = torch.isin(member_ids, torch.tensor(slots, device=member_ids.device))
             return found
 
@@ -180,6 +183,7 @@ class ActionLosses:
         clip_low, clip_high = select_rows(self.per_row.clip_low, rows), select_rows(self.per_row.clip_high, rows)
 
         def clipped(name: str, part: Part) -> Tensor:
+            # Both masks in one tensor `[k, t, 2]`, as `by_loss_type` joins along the rows.
             arguments = (name, log_probs[part], old[part], advantages[part], mask[part])
             floor = self.objectives[name].cispo_clip_low
             return torch.stack(
@@ -199,5 +203,6 @@ class ActionLosses:
         if len(self.objectives) == 1:
             return compute(next(iter(self.objectives)), slice(None))
         parts = {name: flag[rows].nonzero()[:, 0] for name, flag in self.per_row.loss_types.items()}
+        # The argsort of a permutation is its inverse: it restores the order of `rows` from that of the parts.
         values = torch.cat([compute(name, part) for name, part in parts.items() if len(part)])
         return values.index_select(0, torch.cat(list(parts.values())).argsort())

@@ -80,6 +80,7 @@ def learn(members: "PolicySet", learners: Sequence[Learner], experience: Experie
     # 2. Learn policy by policy.
     reports: dict[int, dict[str, LearnReport]] = {slot: {} for slot in by_slot}
     for policy, batch in experience.items():
+        # With several agents, a policy may have taken no action in some rows.
         acting = set(batch.member_ids[batch.present.any(1)].tolist())
         policy_learners = {slot: each for slot, each in by_slot.items() if acting & set(each.source_slots)}
         if not policy_learners:
@@ -127,6 +128,7 @@ def minibatches(learner: Learner, batch: Batch, seed: int, *, keep_groups: bool 
         group, groups = consecutive_ids(batch.group_ids[rows])
     steps: list[Tensor] = []
     for _ in range(learner.hyperparameters.update_epochs if len(rows) else 0):
+        # Shuffle the groups: sort the rows by the random place of their group.
         place = torch.from_numpy(rng.permutation(groups)).to(rows.device)
         steps.extend(rows[torch.argsort(place[group], stable=True)].split(size))
     return steps
@@ -149,7 +151,8 @@ class _LearningStep:
         if objective.importance_correction is not None and batch.sampler_log_probs is None:
             raise ValueError("importance_correction needs sampler_log_probs in the batch. Add them or leave it out.")
 
-        # 2. Training rows: each row once for every member that learns from it, without groups of extreme mean reward.
+        # 2. List the training rows: each row once for every member that learns from it, without groups of extreme mean
+        #    reward.
         low, high = objective.min_group_reward, objective.max_group_reward
         if low is not None or high is not None:
             inside = difficulty_mask(batch.rewards, batch.group_ids, low, high)
@@ -159,7 +162,7 @@ class _LearningStep:
         self._training_rows = training_rows = TrainingRows(self._bank, batch, learners, trust_sampler=trust_sampler)
         self._episodes = episodes = training_rows.outcomes
 
-        # 3. Reference log-probabilities or distributions, only where beta > 0.
+        # 3. Compute reference log-probabilities or distributions, only where beta > 0.
         look_up = partial(RowHyperparameters.of, learners, self._objectives, self._bank.running_stats[:, 0])
         per_row = look_up(episodes.member_ids)
         with_kl = ((per_row.beta > 0)[:, 0] & episodes.action_mask.any(1)).nonzero()[:, 0]
@@ -169,7 +172,7 @@ class _LearningStep:
             part = training_rows.select_for_pass(with_kl)
             training_rows.reference[with_kl] = self._bank.reference_log_probs(part)
 
-        # 4. Advantages; rewards include beta times KL if the objective places it there.
+        # 4. Compute advantages; beta times KL is subtracted from rewards if the objective places it there.
         kl_penalty = None
         if objective.kl_placement == "reward":
             training_rows.compute_old(with_kl)
@@ -180,32 +183,33 @@ class _LearningStep:
         self._advantages = compute_advantages(episodes, objective, per_row, self._bank.running_stats, kl_penalty)
         self._gains = training_rows.policy_gains(self._advantages)
 
-        # 5. Small networks learn from single actions: one row per action.
-        advantages = self._advantages
+        # 5. Split rows into single actions, which small networks learn from.
+        row_advantages = self._advantages
         if self._bank.rows_are_transitions:
-            advantages = advantages.flatten()[episodes.counted_actions()[0]][:, None]
+            row_advantages = row_advantages.flatten()[episodes.counted_actions()[0]][:, None]
             training_rows.split_into_actions()
             per_row = look_up(training_rows.outcomes.member_ids)
         self._rows = training_rows.outcomes
 
-        # 6. The loss, and the rows that can have a gradient. All others need no forward pass.
+        # 6. Set up the loss, and find the rows that can have a gradient. All others need no forward pass.
         self._losses = ActionLosses(
             training_rows=training_rows,
             objective=objective,
             objectives={each.loss_type: each for each in self._objectives.values()},
             per_row=per_row,
-            advantages=advantages,
+            advantages=row_advantages,
             kl_in_loss=len(with_kl) > 0 and objective.kl_placement == "loss",
         )
-        always = per_row.entropy_coef > 0
+        without_advantage = per_row.entropy_coef > 0  # entropy and KL have a gradient where the advantage is 0, too
         if self._losses.kl_in_loss:
-            always = always | (per_row.beta > 0)
-        self._has_gradient = (((advantages != 0) | always) & self._rows.action_mask).any(1)
+            without_advantage = without_advantage | (per_row.beta > 0)
+        self._has_gradient = (((row_advantages != 0) | without_advantage) & self._rows.action_mask).any(1)
+        # Sums before the first update, such as KL in rewards; members that repeat their updates start from them.
         self._first_sums = self._sums.clone()
-        self.step_sizes = StepSizes(self._bank, training_rows, learners, advantages, self._has_gradient)
+        self.step_sizes = StepSizes(self._bank, training_rows, learners, row_advantages, self._has_gradient)
 
     def schedule_updates(self) -> list[dict[int, Tensor]]:
-        """Return the rows of every optimizer step, by slot; compute the old log-probabilities they will need."""
+        """Compute the old log-probabilities that later steps need; return the rows of each optimizer step, by slot."""
         keep_groups = not self._bank.rows_are_transitions
         plans = {
             slot: minibatches(learner, self._rows, self._settings.seed, keep_groups=keep_groups)
@@ -230,7 +234,8 @@ class _LearningStep:
             steps: Row indices, by slot.
             first: True for the first optimizer step of these members.
         """
-        # 1. Weights of all actions. Rows without gradient count too: skipping them must not change a denominator.
+        # 1. Compute the weights of all actions. Rows without gradient count too: skipping them must not change a
+        #    denominator.
         rows, objective = torch.cat(list(steps.values())), self._objective
         mask, member_ids = select_rows(self._rows.action_mask, rows), select_rows(self._rows.member_ids, rows)
         max_actions = self._settings.max_actions
@@ -244,10 +249,11 @@ class _LearningStep:
         if objective.top_entropy_quantile != 1.0:
             row_entropies = self._bank.entropies(self._training_rows.select_for_pass(rows))
             in_policy_loss = high_entropy_mask(row_entropies, mask, member_ids, objective.top_entropy_quantile)
-        reduced = weights
-        if objective.entropy_reduction == "mean":
-            reduced = loss_weights("dapo", "token-mean", in_policy_loss, member_ids, 1)
-        entropy_weights = select_rows(self._losses.per_row.entropy_coef, rows) * reduced
+        # The entropy bonus is reduced like the loss, or averaged over the actions with a policy loss.
+        entropy_weights = weights
+        if objective.entropy_reduction == "mean":  # the loss type has no effect, as the aggregation is given
+            entropy_weights = loss_weights("dapo", "token-mean", in_policy_loss, member_ids, 1)
+        entropy_weights = select_rows(self._losses.per_row.entropy_coef, rows) * entropy_weights
 
         # 2. Run only the rows that can have a gradient.
         computed_rows, needed = rows, select_rows(self._has_gradient, rows)
@@ -269,12 +275,12 @@ class _LearningStep:
         # 3. Forward, backward and AdamW in the bank.
         part = self._training_rows.select_for_pass(computed_rows)
         hyperparameters = {slot: self.step_sizes.hyperparameters[slot] for slot in steps}
-        bonus = any(h.entropy_coef > 0 for h in hyperparameters.values())
-        exact_kl: dict[str, Any] = {}
+        entropy_gradient = any(h.entropy_coef > 0 for h in hyperparameters.values())
+        exact_kl: dict[str, Any] = {}  # of small networks only, whose bank takes these arguments
         if self._training_rows.distributions is not None:
             exact_kl["reference_distributions"] = self._training_rows.distributions[computed_rows]
             exact_kl["reverse_kl"] = objective.kl_estimator == "full_reversed"
-        update = self._bank.update(part, loss_fn, hyperparameters, entropy_gradient=bonus, **exact_kl)
+        update = self._bank.update(part, loss_fn, hyperparameters, entropy_gradient=entropy_gradient, **exact_kl)
 
         # 4. Move own references towards the policy every `reference_sync_steps` optimizer steps.
         interval = objective.reference_sync_steps
@@ -311,15 +317,17 @@ class _LearningStep:
         return reports
 
     def _report(self, slot: int) -> LearnReport:
+        """Return the report of one member: metrics of samples and updates, and why it has failed, if it has."""
+        # 1. Select the rows that the member has learned from. Metrics describe those that it has sampled, if any.
         updates, h = self._updates[slot], self._learners[slot].hyperparameters
-        mine = self._episodes.member_ids == slot
-        episodes, advantages = self._episodes.select(mine.nonzero()[:, 0]), self._advantages[mine].double()
-        self_sampled = torch.ones(len(episodes), dtype=torch.bool, device=advantages.device)
+        learned = self._episodes.member_ids == slot
+        episodes, member_advantages = self._episodes.select(learned.nonzero()[:, 0]), self._advantages[learned]
+        self_sampled = torch.ones(len(episodes), dtype=torch.bool, device=member_advantages.device)
         if episodes.sampled_by is not None:
             self_sampled = episodes.sampled_by == slot
         sampled = episodes.select(self_sampled.nonzero()[:, 0]) if bool(self_sampled.any()) else episodes
 
-        # 1. Metrics of the samples, the updates, the sampler and the samples of other members.
+        # 2. Measure the samples, the updates, the sampler and the samples of other members.
         sums = dict(zip(ACTION_SUMS, self._sums[slot].tolist(), strict=True))
         metrics = sample_metrics(sampled)
         metrics |= update_metrics(updates, sums, float(self._action_counts[slot]))
@@ -337,7 +345,7 @@ class _LearningStep:
             if self._objective.kl_target is not None:
                 metrics["kl_coef"] = h.beta * float(self._bank.running_stats[slot, 0])
 
-        # 2. Reasons why the member has failed.
+        # 3. Collect the reasons why the member has failed.
         failures = list[str]()
         if self._learners[slot].shared is not None and not len(episodes):
             failures.append("its policy is too far from the policies that sampled (min_ess)")
@@ -349,7 +357,8 @@ class _LearningStep:
         if bad:
             failures.append(f"no finite gradient or weights in {len(bad)} of {len(updates)} updates")
 
-        per_sample = advantages.sum(1) / episodes.action_mask.sum(1).clamp(min=1)
+        # 4. Build the report.
+        per_sample = member_advantages.double().sum(1) / episodes.action_mask.sum(1).clamp(min=1)
         return LearnReport(
             metrics={name: value for name, value in metrics.items() if not math.isnan(value)},
             advantages=tuple(per_sample[self_sampled].tolist()),
@@ -379,6 +388,7 @@ def compute_advantages(
     Returns:
         `[n, t]` float32; 0 where `action_mask` is False.
     """
+    # 1. Normalise the rewards.
     rewards = batch.rewards
     if objective.reward_norm is not None:
         running = None
@@ -396,6 +406,7 @@ def compute_advantages(
             scale=objective.reward_scale,
             eps=objective.advantage_eps,
         )
+    # 2. Compute the advantages of each type for the rows of its members.
     result = torch.zeros(batch.action_mask.shape, dtype=rewards.dtype, device=rewards.device)
     for kind, flag in per_row.advantages.items():
         rows = flag.nonzero()[:, 0]

@@ -50,7 +50,7 @@ class StepControl:
 
     Attributes:
         factor: Factor on the learning rate for the next pass.
-        ceiling: Largest factor; 0 until a learning rate was found, before this step.
+        ceiling: Largest factor, found in an earlier step; 0 if none was found.
         passes: Number of passes measured so far.
         undone: True if the last pass exceeded the limit and must not be kept.
         calibrated: True if a learning rate was found in an earlier step.
@@ -111,12 +111,12 @@ class StepControl:
         return True
 
     def _limit(self, kl: float) -> bool:
-        """Keep the KL below twice its limit; approach the limit from both sides otherwise."""
+        """Undo a pass whose KL exceeds twice the limit, which is twice the target; otherwise adapt the next factor."""
         limit = 2.0 * self._target
         ratio = limit / kl if kl > 0 else math.inf
         if kl > 2.0 * limit:
             self.factor *= max(0.8 * math.sqrt(ratio), 0.1)
-            searched = 0 if self.calibrated else MAX_SEARCH_PASSES
+            searched = 0 if self.calibrated else MAX_SEARCH_PASSES  # passes of the search are not repeats
             self.undone = self.passes - searched > MAX_REPEATS
             return not self.undone
         if kl > limit:
@@ -199,15 +199,18 @@ class StepSizes:
             target_kl = learner.hyperparameters.target_kl
             if target_kl is None:
                 continue
+            # 1. Find the member's rows with a gradient. If all advantages are 0, it takes no step.
             rows = ((outcomes.member_ids == slot) & has_gradient).nonzero()[:, 0]
             signal = advantages[rows][outcomes.action_mask[rows]]
             if not bool(signal.any()):
                 self.idle.add(slot)
                 continue
+            # 2. Start from the stored factor, which is for DEFAULT_TARGET_KL.
             factor, ceiling = (bank.running_stats[slot, STEP_SIZE] * _scale(target_kl)).tolist()
             self._set_factor(slot, factor)
             if ceiling > 0.0 and not transitions and learner.step % MEASURED_STEPS:
                 continue  # measuring takes a pass over some completions
+            # 3. Control the step by the KL of some rows.
             target = step_target(target_kl, signal, transitions=transitions)
             self._controls[slot] = StepControl(factor, ceiling, target=target, target_kl=target_kl)
             # Measure on rows that the member has sampled, or on rows of other members if it has sampled none.
@@ -216,6 +219,7 @@ class StepSizes:
                 rows = own_rows if len(own_rows) else rows
             count = MEASURED_ACTIONS if transitions else MEASURED_COMPLETIONS
             self._rows[slot] = rows[torch.linspace(0, len(rows) - 1, min(count, len(rows))).long().to(rows.device)]
+            # Old log-probabilities of other members' rows are those of the policies that sampled, not of this member.
             if outcomes.sampled_by is not None and not len(own_rows):
                 self._before[slot] = self._bank.log_probs(self._training_rows.select_for_pass(self._rows[slot]))
         self._states = {slot: bank.state(slot) for slot in self._controls}
@@ -230,7 +234,8 @@ class StepSizes:
         Args:
             updates: Reports of the pass's optimizer steps, by slot; only of members that took the pass.
         """
-        # A member that fails in its first optimizer step has failed for another reason than its step size.
+        # 1. Compute log-probabilities after the pass. A member that fails in its first optimizer step has failed for
+        #    another reason than its step size.
         slots = [
             slot for slot, steps in updates.items() if slot in self._controls and math.isfinite(steps[0].grad_norm)
         ]
@@ -241,17 +246,20 @@ class StepSizes:
         )
         again = set[int]()
         for slot, log_probs in zip(slots, after.split([len(self._rows[slot]) for slot in slots]), strict=True):
+            # 2. Measure the KL between the policies before and after the pass.
             control, rows = self._controls[slot], self._rows[slot]
             before = self._before[slot] if slot in self._before else self._training_rows.old[rows]
             mask = self._training_rows.outcomes.action_mask[rows]
             kl, clipped = measured_step(before, log_probs, mask, *self._learners[slot].hyperparameters.clip_bounds)
             if not all(math.isfinite(report.grad_norm) for report in updates[slot]):
                 kl = math.inf
+            # 3. Set the next learning rate. A pass that is repeated or left out is undone.
             lr = self.hyperparameters[slot].lr
             repeated = control.update(kl, clipped)
             self._set_factor(slot, control.factor)
             if repeated or control.undone:
                 self._bank.load_state(slot, self._states[slot])
+            # 4. Repeat the pass, or store the step size and report.
             if repeated:
                 again.add(slot)
             else:

@@ -76,7 +76,7 @@ class TrainingRows:
         self, bank: PolicyBank, batch: Batch, learners: Mapping[int, Learner], *, trust_sampler: bool = False
     ) -> None:
         self._bank, self.tokens = bank, dict[int, int]()
-        # 1. `rows` index the batch, `owner` names the learner.
+        # 1. List each row once for every member that learns from it: `rows` index the batch, `owner` is the learner.
         self.batch, self.rows, self.outcomes = batch, None, replace(batch, inputs=None)
         if any(learner.sources is not None for learner in learners.values()):
             if batch.sampler_log_probs is None:
@@ -98,9 +98,10 @@ class TrainingRows:
                 # A group stays one group for each member that learns from it.
                 group_ids=batch.group_ids[self.rows] * (1 + max(learners)) + owner,
             )
+        # 2. Drop rows of members whose policies differ too much from the learner's.
         self.log_ratios: Tensor | None = None
         self.shared_metrics = self._drop_distant_members(learners)
-        # 2. Log-probabilities under other policies, unknown so far.
+        # 3. Reserve space for log-probabilities under other policies, which are unknown so far.
         mask = self.outcomes.action_mask
         self.old, self.reference = (torch.zeros(mask.shape, device=mask.device) for _ in range(2))
         self.known, self.from_trainer = (torch.zeros(len(mask), dtype=torch.bool, device=mask.device) for _ in range(2))
@@ -126,15 +127,17 @@ class TrainingRows:
         rows = (foreign & torch.isin(owners, checking)).nonzero()[:, 0]
         remaining = torch.ones_like(foreign)
         if len(rows):
-            # 1. Log-ratio of the learner's policy to the behaviour policy, per action; 0 where either is unknown.
+            # 1. Compute the log-ratio of the learner's policy to the behaviour policy, per action; 0 where either is
+            #    unknown.
             part = self.select_for_pass(rows)
             assert part.sampler_log_probs is not None
             ratios = self._bank.log_probs(part) - part.sampler_log_probs
             log_ratios = torch.where(part.action_mask, ratios, 0.0).nan_to_num(0.0)
-            # 2. Effective sample size for each pair of learner and source.
+            # 2. Compute the effective sample size for each pair of learner and source, numbered learner * size +
+            #    source.
             pair = part.member_ids * size + sampled_by[rows]
-            action = pair[:, None].expand(part.action_mask.shape)[part.action_mask]
-            ess = effective_sample_fraction(log_ratios[part.action_mask], action, size**2)
+            pair_of_action = pair[:, None].expand(part.action_mask.shape)[part.action_mask]
+            ess = effective_sample_fraction(log_ratios[part.action_mask], pair_of_action, size**2)
             # 3. Drop the pairs below the learner's threshold. NaN (no actions, or failed weights) is not below it, so
             #    it stays: those rows have no gradient, or the member is reported as failed.
             threshold = ess.new_tensor([min_ess.get(slot, 0.0) for slot in range(size)]).repeat_interleave(size)
@@ -146,12 +149,12 @@ class TrainingRows:
                     excess, by_source = torch.expm1(member_ratios), ess.view(size, size)[slot]
                     values["shared_ess"] = float(by_source[~by_source.isnan()].mean())
                     values["shared_outside"] = float(((excess < -low) | (excess > high)).double().mean())
-            numbers = remaining.nonzero()[:, 0]
+            kept = remaining.nonzero()[:, 0]
             of_all = log_ratios.new_zeros(self.outcomes.action_mask.shape).index_copy(0, rows, log_ratios)
-            self.log_ratios = of_all[numbers]
-            self.rows = numbers if self.rows is None else self.rows[numbers]
-            self.outcomes = self.outcomes.select(numbers)
-        # 4. Fraction of other members' rows that remain.
+            self.log_ratios = of_all[kept]
+            self.rows = kept if self.rows is None else self.rows[kept]
+            self.outcomes = self.outcomes.select(kept)
+        # 4. Report the fraction of other members' rows that remain.
         for slot, values in metrics.items():
             foreign_rows = remaining[foreign & (owners == slot)]
             if len(foreign_rows):

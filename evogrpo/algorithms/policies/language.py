@@ -97,7 +97,7 @@ class LanguagePolicySet:
     kind = "language"
     evolves = False
     identity = ("fingerprint", "lora_config")
-    """Keys of `record` that must be equal to load a saved member into an existing one."""
+    """Keys of `checkpoint_record` that must be equal to load a saved member into an existing one."""
 
     def __init__(
         self,
@@ -116,14 +116,16 @@ class LanguagePolicySet:
         start: StoredAdapter | None = None,
         like: AdapterBank | None = None,
     ) -> None:
-        fixed = sharded_over(model) > 1 or is_quantised(model)
-        if device is not None and not fixed:
+        # 1. Move the base model to the device, if one is given. A sharded or quantised one cannot be moved.
+        immovable = sharded_over(model) > 1 or is_quantised(model)
+        if device is not None and not immovable:
             model.to(device)  # type: ignore[arg-type]  # torch accepts a device or its name
         elif device is not None and torch.device(device).type != model.device.type:
             raise ValueError(
                 f"A sharded or quantised base stays on {model.device.type}, where it was loaded. Load it with "
                 f"load_base(..., device={str(device)!r})."
             )
+        # 2. Build the bank. On CUDA, the default size of micro-batches depends on the memory that members leave.
         self.hp_config = hp_config
         self.observation_space, self.action_space = observation_space, action_space
         self.start = start
@@ -146,6 +148,7 @@ class LanguagePolicySet:
         if settings.micro_batch_tokens is None and self.device.type == "cuda":
             self.bank.micro_batch_tokens = size_for_memory(self.bank, model)
         self.settings = replace(settings, micro_batch_tokens=self.bank.micro_batch_tokens)
+        # 3. Set the attributes that all kinds of policy sets have, and the identity of the base model.
         self.sampler: Sampler = self.bank
         self.policies = {DEFAULT_POLICY: self}
         self.banks = Banks({DEFAULT_POLICY: self.bank})
@@ -303,7 +306,18 @@ class LanguagePolicySet:
         base: bool = False,
         stop: Stop,
     ) -> tuple[SamplingBatch, Rollout, tuple[Conversation, ...]]:
-        """Sample completions or conversations within the settings' limits and the model's context."""
+        """Sample completions or conversations within the settings' limits and the model's context.
+
+        Args:
+            prompts: One prompt per start.
+            start_ids: `[n]` prompt of each row.
+            member_ids: `[n]` slot of each row.
+            temperature: `[n]`.
+            uniforms: Returns the random numbers `[n, t]` of a turn, from 0.
+            base: Sample from the untrained base model.
+            stop: Checked between tokens and replies.
+        """
+        # 1. Describe the first turn of each row.
         rows = SamplingBatch(
             prompts=tuple(tuple(map(int, prompt)) for prompt in prompts.prompts),
             prompt_ids=start_ids,
@@ -314,10 +328,12 @@ class LanguagePolicySet:
             options=self.settings.sampling_options,
             stop=stop,
         )
+        # 2. Limit the tokens after a prompt: by the settings, and by the room that the longest prompt leaves.
         limits = [self.settings.max_episode_tokens]
         if self.bank.base.context is not None:
             limits.append(self.bank.base.context - max(map(len, prompts.prompts)))
         max_tokens = min((limit for limit in limits if limit is not None), default=None)
+        # 3. Sample all turns.
         rollout, conversations = sample_conversations(
             self._synced_sampler(),
             prompts,
@@ -374,7 +390,7 @@ class LanguagePolicySet:
         base: bool,
     ) -> list[str]:
         """Complete texts; see `GRPO.generate`. Random numbers depend on the number of `calls` so far."""
-        # 1. Tokenize the prompts.
+        # 1. Check the arguments, and tokenize the prompts.
         single = isinstance(prompts, str) or not hasattr(prompts, "__len__")
         if single or any(isinstance(prompt, dict) for prompt in prompts):
             raise ValueError("prompts must be a list of texts or conversations. Put a single one in a list.")
@@ -487,6 +503,7 @@ class LanguagePolicySet:
             CheckpointError: If the base model is another one.
             ValueError: If it cannot be found.
         """
+        # 1. Load the base model if it was not passed, and check that it is the same one.
         source, model = str(record["source"]), actor_network
         if model is None:
             remedy = "Pass the base model as actor_network=, loaded with evogrpo.load_base"
@@ -504,8 +521,11 @@ class LanguagePolicySet:
                 f"{where} was trained on the base model {source!r} with fingerprint {record['fingerprint']}, but the "
                 f"model passed has {actual}. Pass the same base model."
             )
+        # 2. Check the size of what members train before it is allocated, as the record may name a huge rank.
         lora = lora_from_json(record["lora_config"])
         check_stored_size(4 * size * choose_trained(model, lora, outline=True).size, stored_bytes)
+        # 3. Build the policy set. Its micro-batches may be smaller than in the settings: they are halved if memory runs
+        #    out.
         members = cls(
             model,
             size,

@@ -48,6 +48,7 @@ def prompt_rows(
     Raises:
         ValueError: If a prompt is missing, empty or of another shape.
     """
+    # 1. Read the prompts without their padding.
     if not states:
         raise ValueError("get_action needs at least one prompt, got none.")
     prompts = list[tuple[int, ...]]()
@@ -63,6 +64,7 @@ def prompt_rows(
         prompts.append(tuple(ids[mask].tolist()))
         if not prompts[-1]:
             raise ValueError(f"Prompt {number} has no tokens.")
+    # 2. Draw the random numbers. Greedy rows ignore theirs, but the width is the maximum length of a completion.
     size = learner.hyperparameters.group_size if training else 1
     shape = (len(prompts) * size, settings.max_output_tokens)
     uniforms = np.zeros(shape, dtype=np.float32)
@@ -118,6 +120,7 @@ def as_batch(
     Raises:
         ValueError: If the three parts do not fit together, or a prompt has no counted action.
     """
+    # 1. Check the types and the number of prompts.
     if not isinstance(experiences, Sequence) or len(experiences) != 3:
         got = f"{len(experiences)} parts" if isinstance(experiences, Sequence) else f"{experiences!r:.80}"
         raise ValueError(f"experiences must be (completion_ids, action_masks, rewards), got {got}.")
@@ -135,26 +138,28 @@ def as_batch(
             f"{len(completion_ids)} completion_ids, {len(action_masks)} action_masks and rewards of shape "
             f"{list(rewards.shape)}. Give rewards as [prompts, group_size]."
         )
+    # 2. Split each group into its prompt and its rows. Column 0 of a mask belongs to the second token.
     prompts: list[tuple[int, ...]] = []
     rows: list[tuple[Tensor, Tensor]] = []
     for number, (ids, counted) in enumerate(zip(completion_ids, action_masks, strict=True)):
         mask = counted.bool()
         if ids.dim() != 2 or mask.shape != (ids.shape[0], ids.shape[1] - 1) or len(ids) != rewards.shape[1]:
             raise ValueError(
-                f"prompt {number}: completion_ids must be [{rewards.shape[1]}, P + C] and action_masks one token "
-                f"shorter, got {tuple(ids.shape)} and {tuple(mask.shape)}."
+                f"completion_ids[{number}] must be [{rewards.shape[1]}, P + C] and action_masks[{number}] one "
+                f"token shorter, got {tuple(ids.shape)} and {tuple(mask.shape)}."
             )
         if not bool(mask.any()):
-            raise ValueError(f"Prompt {number} has no True value in its action mask.")
+            raise ValueError(f"action_masks[{number}] must have at least one True value, got none.")
         start = int(mask.any(0).nonzero()[0]) + 1
         prompts.append(tuple(ids[0, :start].tolist()))
         if not bool((ids[:, :start] == ids[:1, :start]).all()):
-            raise ValueError(f"prompt {number}: the rows of completion_ids must begin with the same prompt.")
+            raise ValueError(f"All rows of completion_ids[{number}] must begin with the same prompt.")
         rows.extend(zip(ids[:, start:], mask[:, start - 1 :], strict=True))
-    # Pad all rows to the longest.
+    # 3. Pad all rows to the longest.
     width, device = max(len(ids) for ids, _ in rows), torch.device(device)
     actions = torch.stack([pad(ids, (0, width - len(ids))) for ids, _ in rows]).to(device)
     mask = torch.stack([pad(counted, (0, width - len(counted))) for _, counted in rows]).to(device)
+    # 4. Build the batch.
     columns = torch.arange(1, width + 1, device=device)
     group_ids = torch.arange(len(prompts), device=device).repeat_interleave(rewards.shape[1])
     return Batch(
@@ -184,13 +189,15 @@ def rewarded_batch(
 
     The penalty is computed per turn and placed at the end of the turn; that of a conversation is the sum.
     """
+    # 1. Read the rewards. Step rewards are as wide as the longest conversation: they are padded to the rollout, or lose
+    #    the columns of a last reply, which have no rewards.
     device = rollout.actions.device
     components, weights = dict(scores.components), scores.weights
     rewards, steps = torch.from_numpy(scores.rewards).to(device), None
     if scores.step_rewards is not None:
         steps = torch.from_numpy(scores.step_rewards).to(device)
         steps = pad(steps, (0, rollout.present.shape[1] - steps.shape[1]), value=torch.nan)
-    # 1. Add the overlong penalty. Rows without a reward stay NaN.
+    # 2. Add the overlong penalty. Rows without a reward stay NaN.
     if settings.objective.overlong_buffer is not None:
         sampled, lengths = rollout.action_mask, 1 + positions_in_turn(rollout.action_mask)
         ends = sampled & ~pad(sampled, (0, 1))[:, 1:]  # last tokens of turns: a reply has at least one token
@@ -202,11 +209,11 @@ def rewarded_batch(
         if steps is not None:
             penalised = ends & ~rewards.isnan()[:, None]
             steps = torch.where(penalised, steps.nan_to_num(nan=0.0) + by_turn, steps)
-    # 2. Mask truncated completions.
+    # 3. Mask truncated completions.
     mask = rollout.action_mask
     if settings.objective.mask_truncated:
         mask = mask & ~rollout.truncated[:, None]
-    # 3. Build the batch on the device of the rollout.
+    # 4. Build the batch on the device of the rollout.
     return Batch(
         inputs=TokenInputs(
             prompts=rows.prompts,
@@ -261,8 +268,8 @@ def sample_conversations(
     """Sample one conversation for each row.
 
     A turn has at most `rows.max_new_tokens` tokens. After each turn that ended by itself the environment may reply; the
-    conversation continues if it does and another full turn fits. Rewards of single-turn batches can start per group,
-    while other groups are still being sampled.
+    conversation continues if it does and another full turn fits. With single turns, the rewards of a group can be
+    computed while other groups are still sampled.
 
     Args:
         sampler: Generates completions.
@@ -307,14 +314,15 @@ def sample_conversations(
         waiting = {row: states[row].conversation(row, starts[row]) for row in active if not states[row].truncated}
         histories = _reply(batch, states, list(waiting.values()), room)
         rows.stop.check()
-        # Where each rank holds a part of the base, all ranks sample as many turns.
+        # With a sharded base, all ranks must sample the same number of turns: they continue until none has a reply.
         if not (processes().agree(len(histories), rows.stop) if processes().lockstep else histories):
             break
         if not histories:
+            # This rank has no conversation left. It samples a row and drops it, as all ranks take part in each pass.
             sampler.sample(rows.select(torch.tensor([0])), base=base)
             active = []
             continue
-        place = {row: number for number, row in enumerate(active)}
+        previous_row = {row: number for number, row in enumerate(active)}  # numbers of rows in the previous rollout
         active = list(histories)
         chosen = torch.tensor(active)
         part = replace(
@@ -323,7 +331,7 @@ def sample_conversations(
             history=tuple(histories.values()),
             keep=turn + 1 < batch.max_turns,
             kept=sampled.kept,
-            kept_rows=None if sampled.kept is None else torch.tensor([place[row] for row in active]),
+            kept_rows=None if sampled.kept is None else torch.tensor([previous_row[row] for row in active]),
         )
         sampled = sampler.sample(part, base=base).to(device)
         exact = exact and sampled.exact
@@ -385,6 +393,7 @@ def _reply(
 
 def _stack(states: Sequence[_State], device: torch.device, exact: bool) -> Rollout:
     """Put the turns of each conversation next to each other. A reply after the last completion is left out."""
+    # Each completion with the reply before it; the first one has none.
     turns = [list(zip(state.completions, [[], *state.replies], state.log_probs, strict=False)) for state in states]
     width = max(sum(len(reply) + len(tokens) for tokens, reply, _ in row_turns) for row_turns in turns)
     shape = (len(states), width)

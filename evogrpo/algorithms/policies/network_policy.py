@@ -58,6 +58,7 @@ class StackedPolicy:
     """
 
     weights = ("weights", "architecture")
+    """Keys of a train state that hold the network."""
 
     def __init__(
         self,
@@ -76,6 +77,7 @@ class StackedPolicy:
         self.custom, self._normalised_entries = deepcopy(module), 0
         if settings.normalise_observations:
             self._normalised_entries = ObservationStatistics.empty(1, observation_space).mean.shape[1]
+        # Running statistics of observations: one count, and a mean and a sum of squared deviations per entry.
         self.bank = StackedBank(
             observation_space,
             action_space,
@@ -138,23 +140,24 @@ class StackedPolicy:
             members: Slot of the member that acts in each episode.
             temperature: Sampling temperature of each episode.
         """
-        # 1. Normalise the observations.
+        # 1. Normalise the observations. Steps that were not taken are 0 again afterwards.
         acted, member_ids, observations, summary = episodes.present, members[episodes.rows], episodes.observations, None
         if self.statistics is not None:
             space = self.observation_space
             leaves = flatten(space, observations)
             summary = episode_statistics(self.bank.size, leaves, normalised_leaves(space), acted, member_ids)
             flat = unflatten(space, [leaf.reshape(acted.size, *leaf.shape[2:]) for leaf in leaves])
-            changed = flatten(space, self.normalise(flat, member_ids.repeat(acted.shape[1])))
-            shown = [leaf.reshape(*acted.shape, *leaf.shape[1:]).copy() for leaf in changed]
-            for leaf in shown:
+            normalised = flatten(space, self.normalise(flat, member_ids.repeat(acted.shape[1])))
+            by_step = [leaf.reshape(*acted.shape, *leaf.shape[1:]).copy() for leaf in normalised]
+            for leaf in by_step:
                 leaf[~acted] = 0
-            observations = unflatten(space, shown)
-        # 2. Rewards: NaN for agents that never acted in an episode, as they have none to compare. The sum is
+            observations = unflatten(space, by_step)
+        # 2. Sum the rewards: NaN for agents that never acted in an episode, as they have none to compare. The sum is
         #    cumulative, because a pairwise sum would depend on the padding.
         own_credit = isinstance(self.settings, JointSettings) and self.settings.credit == "agent"
         earned = episodes.own_rewards if own_credit else episodes.team_rewards
         rewards = np.where(acted.any(axis=1), earned.cumsum(axis=1)[:, -1], np.nan)
+        # 3. Build the batch.
         present, truncated = torch.from_numpy(acted), torch.from_numpy(episodes.truncated)
         masks = episodes.action_masks
         batch = Batch(
@@ -224,6 +227,7 @@ def check_observations(space: spaces.Space[Any], observation: Any) -> tuple[Any,
     Raises:
         ValueError: If it does not fit the space.
     """
+    # 1. Split the observation into the arrays of the space's leaves.
     try:
         values = flatten(space, observation)
     except (KeyError, TypeError, IndexError) as error:
@@ -231,6 +235,7 @@ def check_observations(space: spaces.Space[Any], observation: Any) -> tuple[Any,
     reset = isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], Mapping)
     if reset and not isinstance(space, spaces.Tuple):
         raise ValueError("An observation must be given without info. Unpack it: observation, info = env.reset().")
+    # 2. Check each array: it has the shape of its leaf, or a batch axis before it.
     leaves, counts = [], set[int | None]()
     for leaf, value in zip(leaf_spaces(space), values, strict=True):
         array = _array(value)
@@ -247,6 +252,7 @@ def check_observations(space: spaces.Space[Any], observation: Any) -> tuple[Any,
                 f"An observation must be of finite numbers that float32 holds, got {array.tolist()!r:.80}."
             )
         leaves.append((array[None] if single else array).astype(leaf.dtype, copy=False))
+    # 3. Check that all arrays have the same batch size.
     if len(counts) != 1:
         raise ValueError(
             f"All parts of an observation must have the same batch size, got {counts} (None = a single observation)."
@@ -352,6 +358,7 @@ def _legal(masks: Any, chosen: NDArray[Any], present: NDArray[np.bool_], space: 
     rows, steps = flags.reshape(-1, sum(sizes)), present.reshape(-1)
     legal = legal_actions(space, [row if step else None for row, step in zip(rows, steps, strict=True)])
     assert legal is not None  # every episode has a step
+    # The masks of all components are side by side, so a component's values start after those before it.
     places = chosen.reshape(len(rows), -1).astype(np.int64) + np.cumsum((0, *sizes[:-1]))
     if not np.take_along_axis(legal, places, axis=1)[steps].all():
         raise ValueError("An action was not legal. Pass the masks that get_action was called with.")

@@ -73,7 +73,7 @@ class NetworkPolicySet:
     """
 
     identity = ("observation_spaces", "action_spaces", "module")
-    """Keys of `record` that must be equal to load a saved member into an existing one."""
+    """Keys of `checkpoint_record` that must be equal to load a saved member into an existing one."""
 
     def __init__(
         self,
@@ -218,6 +218,7 @@ class NetworkPolicySet:
             width_of=self._width_of,
         )
         greedy = request.answers is None
+        # Rows are numbered within their slot, so that all slots use the same random numbers.
         played: Episodes = env.open(request.split, request.questions).play(
             self.policies,
             self.mapping,
@@ -397,6 +398,7 @@ class NetworkPolicySet:
         Raises:
             ValueError: If the user's own module is needed and missing.
         """
+        # 1. Read the spaces.
         if record["module"] is not None and actor_network is None:
             raise ValueError(
                 f"The checkpoint's members have your own class {record['module']}. Pass one as actor_network=."
@@ -405,6 +407,7 @@ class NetworkPolicySet:
             {agent: space_from_json(space, stored_bytes) for agent, space in record[name]}
             for name in ("observation_spaces", "action_spaces")
         )
+        # 2. Read the settings and map agents to policies.
         if record["kind"] == "joint":
             if accelerator is not None or actor_network is not None:
                 raise ValueError("accelerator and actor_network are not available for several agents. Leave them out.")
@@ -414,11 +417,13 @@ class NetworkPolicySet:
         else:
             settings = validate(NetworkSettings, record["settings"])
             mapping = single_agent(*observation_spaces.values(), *action_spaces.values())
-        if actor_network is None:  # before anything is allocated, as the record may name huge widths
+        # 3. Check the size of the weights before they are allocated, as the record may name huge widths.
+        if actor_network is None:
             for spec in mapping.specs.values():
                 outputs = distribution_for(spec.action_space).outputs
                 network = DefaultNetwork(settings.network, spec.observation_space, outputs)
                 check_stored_size(4 * size * sum(map(math.prod, network.shapes.values())), stored_bytes)
+        # 4. Build the policy set.
         device = choose_device(accelerator, device) or "cpu"
         return cls(mapping, size, settings, hp_config, module=actor_network, device=device)
 

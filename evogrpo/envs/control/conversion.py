@@ -103,6 +103,7 @@ def to_environment(space: spaces.Space[Any], actions: Array) -> Array:
         case spaces.MultiDiscrete():
             _check_range(actions, space.nvec)
             return actions + space.start
+    # MultiBinary, the only other kind of action space.
     _check_range(actions, 2)
     return actions.copy()  # an environment may write into its argument
 
@@ -136,11 +137,13 @@ def legal_actions(space: spaces.Space[Any], masks: list[Any]) -> Array | None:
     Raises:
         ValueError: If a mask has another size, leaves no legal value, or the space cannot be masked.
     """
+    # 1. Check that the space can be masked.
     if all(mask is None for mask in masks):
         return None
     sizes = mask_sizes(space)
     if not sizes:
         raise ValueError(f"info['action_mask'] is for Discrete or MultiDiscrete actions, got {space}. Remove the mask.")
+    # 2. Fill in one row per environment; without a mask, all values are legal.
     legal = np.ones((len(masks), sum(sizes)), dtype=np.bool_)
     for row, mask in zip(legal, masks, strict=True):
         if mask is None:
@@ -151,6 +154,7 @@ def legal_actions(space: spaces.Space[Any], masks: list[Any]) -> Array | None:
         if flags.dtype != np.bool_ and not np.isin(flags, (0, 1)).all():
             raise ValueError(f"info['action_mask'] must contain 0 and 1 only, got {flags.tolist()}.")
         row[:] = flags
+    # 3. Check that each component has a legal value; reduceat combines the flags of one component.
     firsts = np.cumsum((0, *sizes[:-1]))
     if not np.logical_or.reduceat(legal, firsts, axis=1).all():
         raise ValueError("info['action_mask'] must leave at least one legal value. End the episode if there is none.")

@@ -106,6 +106,7 @@ class GymnasiumGroups(SeededGroups):
         test_size: int = TEST_SIZE,
         seed: int = 0,
     ) -> None:
+        # 1. Check the arguments.
         sizes: dict[Split, int] = {"train": train_size, "validation": validation_size, "test": test_size}
         super().__init__(seed, sizes, env_kwargs, {"max_episode_steps": max_episode_steps, "num_envs": num_envs})
         if vectorization not in ("auto", "native", "serial", "processes"):
@@ -123,15 +124,17 @@ class GymnasiumGroups(SeededGroups):
             wrappers=tuple(wrappers),
         )
 
-        # 1. Create an example for the spaces and the step limit.
+        # 2. Create an example for the spaces and the step limit.
         example = make_example(self._make)
         self.observation_space: gymnasium.Space[Any] = example.observation_space
         self.action_space: gymnasium.Space[Any] = example.action_space
         self._code = code_hash(type(example.unwrapped))
+        # The first known limit is enforced: the argument, a TimeLimit wrapper's, or that of the registration.
         limits = (max_episode_steps, time_limit(example), example.spec and example.spec.max_episode_steps)
         limit = next((each for each in limits if each is not None), None)
         if limit is None:
-            limit = declared_limit(example.unwrapped)  # enforced only beyond the default limit
+            # Environments with a limit of their own end their episodes themselves, so ours may be larger.
+            limit = declared_limit(example.unwrapped)
             self._make = replace(self._make, max_episode_steps=max(DEFAULT_MAX_EPISODE_STEPS, limit or 0))
         self.max_episode_steps, self.uses_default_limit = limit or DEFAULT_MAX_EPISODE_STEPS, limit is None
         example.close()
@@ -142,7 +145,7 @@ class GymnasiumGroups(SeededGroups):
             options = 'wrappers=[...], task.wrappers or --wrapper, e.g. "minigrid.wrappers:ImgObsWrapper"'
             raise ValueError(f"{self.name}: {error} ({options})") from error
 
-        # 2. Choose the kind of vector environment.
+        # 3. Choose the kind of vector environment.
         self._native, self._spec_kwargs = None, self._kwargs
         if isinstance(env, str) and vectorization in ("auto", "native") and not wrappers:
             spec = env_spec(env)
@@ -153,7 +156,7 @@ class GymnasiumGroups(SeededGroups):
             raise ValueError(f'vectorization="native" is not available for {self.name}{where}. Use "auto".')
         self._processes = vectorization == "processes"
 
-        # 3. Check that episodes are deterministic; native environments carry no state and have no noise.
+        # 4. Check that episodes are deterministic. Native environments carry no state and have no noise.
         self.recreate_env, self.reseed_noise = bool(recreate_env), bool(reseed_noise)
         if not self.native:
             self.recreate_env, noisy = check_determinism(
@@ -171,8 +174,10 @@ class GymnasiumGroups(SeededGroups):
             self.reseed_noise = noisy if reseed_noise is None else reseed_noise
         if self.reseed_noise:
             self._make = replace(self._make, noise_seed=seed)
+        # 5. Number of parallel environments.
         default = _NATIVE_ENVS if self.native else cores_per_rank() if self._processes else _SERIAL_ENVS
         self._num_envs = default if num_envs is None else num_envs
+        # A truncation after this many steps causes a warning.
         self._default_limit = self.max_episode_steps if self.uses_default_limit else None
 
     def _identity(self) -> dict[str, str]:
@@ -288,7 +293,9 @@ class EnvFactory:
 
     def __post_init__(self) -> None:
         if not isinstance(self.env, str) and not callable(self.env):
-            raise ValueError(f"env must be an id or a function that creates one, got {type(self.env).__name__}.")
+            raise ValueError(
+                f"env must be the id of an environment, or a function that creates one, got {type(self.env).__name__}."
+            )
 
     def __call__(self) -> "gymnasium.Env[Any, Any]":
         """Create one environment.

@@ -97,7 +97,8 @@ class JointEnv:
         Raises:
             ValueError: If an agent returns after its end or has no reward.
         """
-        before = set(self._ids)
+        # 1. Give each active agent an action.
+        acting = set(self._ids)
         all_actions = {}
         for name, agent in self._ids.items():
             if name in actions:
@@ -106,19 +107,22 @@ class JointEnv:
                 space = self.env.action_space(agent)
                 blank = np.zeros((1, *(space.shape or ())), dtype=space.dtype)
                 all_actions[agent] = plain_action(to_environment(space, blank)[0])
+        # 2. Step the environment.
         observations, rewards, terminations, truncations, infos = self.env.step(dict(all_actions))
         without_reward = [str(agent) for agent in all_actions if agent not in rewards]
         if without_reward:
             raise ValueError(f"{self.env.unwrapped} must give a reward to all agents that acted: {without_reward}")
         self._steps += 1
+        # 3. Find the agents that ended: by a flag, without a flag, or at the step limit.
         active = {str(agent): agent for agent in self.env.agents}
-        terminated = before & {str(agent) for agent, flag in terminations.items() if flag}
-        truncated = (before & {str(agent) for agent, flag in truncations.items() if flag}) - terminated
-        terminated |= before - set(active) - truncated  # agents that left without a flag
+        terminated = acting & {str(agent) for agent, flag in terminations.items() if flag}
+        truncated = (acting & {str(agent) for agent, flag in truncations.items() if flag}) - terminated
+        terminated |= acting - set(active) - truncated  # agents that left without a flag
+        # Some environments still list agents that have ended.
         for name in terminated | truncated:
             active.pop(name, None)
         if self._steps == self._limit:
-            truncated |= set(active) & before
+            truncated |= set(active) & acting
             active = {}
         returned = self._ended & set(active)
         if returned:
@@ -369,6 +373,7 @@ class PettingZooGroups(SeededGroups):
         test_size: int = TEST_SIZE,
         seed: int = 0,
     ) -> None:
+        # 1. Check the arguments.
         if not callable(env):
             raise ValueError(f"env must be a callable such as a module's parallel_env, got {type(env).__name__}.")
         require("PettingZooGroups", "pettingzoo")
@@ -376,7 +381,7 @@ class PettingZooGroups(SeededGroups):
         super().__init__(seed, sizes, env_kwargs, {"max_episode_steps": max_episode_steps})
         self._make, self._num_envs = env, whole_between("num_envs", num_envs, 1)
 
-        # 1. Create an example for the agents, their spaces and the step limit.
+        # 2. Create an example for the agents, their spaces and the step limit.
         example = make_example(self._create)
         inner = example.unwrapped
         declared = declared_limit(inner) or declared_limit(getattr(inner, "env", None))
@@ -391,7 +396,7 @@ class PettingZooGroups(SeededGroups):
         self._default_limit = self._enforced_limit if max_episode_steps is None else None
         self.name = str(example)
         known = getattr(example, "possible_agents", None)
-        if not known:
+        if not known:  # agents are then known after a reset only
             example.reset(seed=self.reset_seed("train", 0))
             known = example.agents
         self.agents: tuple[str, ...] = tuple(str(agent) for agent in known)
@@ -406,7 +411,8 @@ class PettingZooGroups(SeededGroups):
         self.score, self.score_label = choose_score(score, self.agents)
         self._score_identity = f"code {code_hash(score)}" if callable(score) else self.score_label
 
-        # 2. Check that episodes are deterministic, with as few policies as the spaces allow.
+        # 3. Check that episodes are deterministic, with as few policies as the spaces allow: the last mapping that
+        # raises no error has the fewest.
         self._mapping = map_policies(self.observation_spaces, self.action_spaces, "independent")
         for policies in ("prefix", "shared"):
             with suppress(ValueError):
@@ -473,7 +479,7 @@ class PettingZooGroups(SeededGroups):
         env = self._make(**{**self._kwargs, **env_kwargs})
         if not isinstance(env, ParallelEnv):
             raise ValueError(
-                f"env must create a pettingzoo ParallelEnv, got {type(env).__name__}. For an AECEnv see "
-                "pettingzoo.utils.conversions."
+                f"env must create a pettingzoo ParallelEnv, got {type(env).__name__}. Convert an AECEnv with "
+                "pettingzoo.utils.conversions.aec_to_parallel."
             )
         return env

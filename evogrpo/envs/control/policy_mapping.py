@@ -132,6 +132,7 @@ def map_policies(
     Raises:
         ValueError: If the names differ, agents of one policy differ in their spaces, or a space is not supported.
     """
+    # 1. Check the arguments.
     if policies not in get_args(Policies):
         raise ValueError(f"policies must be one of {list(get_args(Policies))}, got {policies!r}.")
     if not observation_spaces or set(observation_spaces) != set(action_spaces):
@@ -139,9 +140,11 @@ def map_policies(
             "observation_spaces and action_spaces must have the same agents, at least one, got "
             f"{sorted(observation_spaces)} and {sorted(action_spaces)}."
         )
+    # 2. List the agents of each policy.
     groups: dict[str, list[str]] = {}
     for agent in observation_spaces:
         groups.setdefault(_policy_name(policies, agent), []).append(agent)
+    # 3. Describe each policy by the spaces of its first agent; the others must have equal spaces.
     specs = {}
     for name, agents in groups.items():
         first = agents[0]
@@ -151,6 +154,7 @@ def map_policies(
                 rule = f"must have equal spaces with policies={policies!r}. Set policies={finer}."
                 raise ValueError(f"Agents {first} and {agent} {rule}")
         check_action_space(action_spaces[first])
+        # PettingZoo's form of action masks: the policy gets the entry "observation" only.
         space = agent_space = observation_spaces[first]
         if isinstance(space, spaces.Dict) and set(space.spaces) == {"observation", "action_mask"}:
             agent_space = space["observation"]

@@ -50,14 +50,16 @@ def play_randomly(
     """
     env.add([seed], [0])
     step: VectorStep | None = None
-    for steps in range(max_steps + 1):
+    for steps in range(max_steps + 1):  # 0 is the reset
+        # 1. Results of the last step.
         finished, values, actions = bool(env.finished()[0]), Values(), dict[str, NDArray[Any]]()
         if step is not None:
             check_finite_rewards(step, np.array([seed]), np.array([steps - 1]))
             columns = (("reward", step.rewards), ("terminated", step.terminated), ("truncated", step.truncated))
             for row, agent in enumerate(step.agents or ("",)):
                 values |= {_name(name, agent): column[row] for name, column in columns}
-        # No action follows the last observation, so it is not compared.
+        # 2. Observations, and a random action for each agent. No action follows the last observation of an episode, so
+        # it is not compared.
         for policy, inputs in {} if finished else env.inputs(mapping).items():
             space, rows, masks = mapping.specs[policy].action_space, len(inputs.observations[0]), inputs.action_masks
             check_finite(inputs, np.full(rows, seed), np.full(rows, steps))
@@ -69,6 +71,7 @@ def play_randomly(
                     values[_name("action mask", agent)] = masks[row]
             drawn = [random_action(space, None if masks is None else masks[row], rng) for row in range(rows)]
             actions[policy] = to_environment(space, np.stack(drawn))
+        # 3. Yield the values and step the environment.
         yield values
         if finished or steps == max_steps:
             break
@@ -127,6 +130,7 @@ def check_determinism(
         ValueError: If results have another form than Gymnasium's or PettingZoo's, do not fit the spaces or are not
             finite.
     """
+    # 1. Replay with the caller's setting.
     chosen = bool(recreate_env)
     try:
         difference, noisy = _compare_replays(make, mapping, chosen, interleaved)
@@ -137,10 +141,12 @@ def check_determinism(
         ) from error
     if difference is None:
         return chosen, noisy
+    # 2. Replay with a new environment per episode, unless that is the setting.
     again: str | None = difference
     noisy_again = noisy
     if not recreate_env:
         again, noisy_again = _compare_replays(make, mapping, True, interleaved)
+    # 3. Warn with a remedy.
     fix = (
         "Let reset(seed=...) seed all of its randomness and discard the previous episode: draw from self.np_random, "
         "not from a global generator. If other environments in the same process disturb it, set "
@@ -194,8 +200,10 @@ def _compare_replays(
             rounds = zip_longest(*replays)  # one step of every replay, None after its end
             return [[step for step in steps if step is not None] for steps in zip(*rounds, strict=True)]
 
+        # 1. Play `_SEEDS`, then short episodes, which may leave state behind.
         (first,) = run(replay(plain, _SEEDS, _STEPS))
         (short,) = run(replay(plain, _SHORT_SEEDS, _SHORT_STEPS))
+        # 2. Play `_SEEDS` again, once with the same and once with replaced noise after reset.
         replays = replay(plain, _SEEDS, _STEPS), replay(noisy, _SEEDS, _STEPS)
         again, with_noise = run(*replays) if interleaved else [run(each)[0] for each in replays]
     difference = _first_difference(first, short, again)

@@ -204,17 +204,19 @@ class EpisodeRecorder:
         Args:
             policy: The policy.
             agents: Names of all agents, by number.
-            earned: `[agents * n, steps]` rewards of each entry.
+            earned: `[agents * n, steps]` rewards of each entry, which is agent number * n + episode.
             totals: `[n, steps]` rewards of all agents together; `earned` itself if there is a single agent.
         """
+        # 1. Complete the masks.
         columns, n = self._columns.pop(policy), len(self._groups)
         masks = columns["masks"]
         width = next((mask.shape[1] for mask in masks if mask is not None), None)
         if width is not None:  # in steps without a mask, all actions are legal
-            everything = [np.ones((len(step), width), dtype=np.bool_) for step in columns["entries"]]
-            masks[:] = [full if mask is None else mask for mask, full in zip(masks, everything, strict=True)]
+            all_legal = [np.ones((len(step), width), dtype=np.bool_) for step in columns["entries"]]
+            masks[:] = [full if mask is None else mask for mask, full in zip(masks, all_legal, strict=True)]
         entries, t = np.concatenate(columns["entries"]), np.concatenate(columns["t"])
-        # 1. One row per episode and agent that acts in the episode's group: by episode, then in the order of agents.
+        # 2. Choose one row per episode and agent that acts in the episode's group: by episode, then in the order of
+        # agents. So the episodes of a group have the same agents, which are compared with each other.
         acted = np.zeros(len(agents) * n, dtype=np.bool_)
         acted[entries] = True
         acting = acted.reshape(len(agents), n)
@@ -222,11 +224,12 @@ class EpisodeRecorder:
         # Agents known in advance come in their order, then all others by name.
         order = {agent: place for place, agent in enumerate(self._mapping.specs[policy].agents)}
         ordered = np.array(sorted(numbers, key=lambda number: (order.get(agents[number], len(order)), agents[number])))
+        # `[groups, agents]` True if the agent acts in an episode of the group.
         appears = np.zeros((1 + self._groups.max(), len(ordered)), dtype=np.bool_)
         np.logical_or.at(appears, self._groups, acting[ordered].T)
         rows, places = np.nonzero(appears[self._groups])
         chosen = ordered[places] * n + rows
-        # 2. Scatter the recorded values to arrays.
+        # 3. Scatter the recorded values to arrays `[rows, t]`, by their flat position `row * t + step`.
         shape = len(rows), 1 + int(t.max())
         row_of_entry = np.empty(len(acted), dtype=np.int64)
         row_of_entry[chosen] = np.arange(len(rows))
@@ -402,7 +405,7 @@ def play_episodes(
 ) -> Episodes:
     """Play one episode per row, at most `num_envs` in parallel, and return them in the order of the rows.
 
-    A row depends on its seed, its replica, its random numbers and its actions alone.
+    The result of a row depends only on its seed, replica, random numbers and actions.
 
     Args:
         env: Vector environment without running episodes.
@@ -417,14 +420,15 @@ def play_episodes(
     """
     recorder = EpisodeRecorder(mapping, request.groups)
     env.stop = request.stop
-    # Rows wait in an order in which members alternate, so that all have similar numbers of environments.
+    # Rows wait in an order in which members alternate, so that all have similar numbers of environments: the first row
+    # of each member, then the second of each, and so on.
     members = request.member_ids
     by_member = np.argsort(members, kind="stable")
-    turns = np.empty(len(members), dtype=np.int64)
-    turns[by_member] = np.arange(len(members)) - np.searchsorted(members[by_member], members[by_member])
-    queue = np.lexsort((members, turns))
+    place_in_member = np.empty(len(members), dtype=np.int64)
+    place_in_member[by_member] = np.arange(len(members)) - np.searchsorted(members[by_member], members[by_member])
+    queue = np.lexsort((members, place_in_member))  # lexsort sorts by its last key first
     rows = t = np.empty(0, dtype=np.int64)
-    total, limit = len(queue), max_episode_steps
+    total = len(queue)
     progress = request.stop.progress("playing", total, "episodes")
     while True:
         # 1. Remove finished episodes.
@@ -443,11 +447,12 @@ def play_episodes(
             env.select(order)
             rows, t = rows[order], t[order]
             continue
-        progress.set(total - len(queue) - len(rows) + int(t.sum()) / (limit or math.inf))
+        # A running episode counts as the fraction of its maximum length.
+        progress.set(total - len(queue) - len(rows) + int(t.sum()) / (max_episode_steps or math.inf))
         if not len(rows):
             return recorder.finish()
         request.stop.check()
-        max_steps = max(limit or 0, DEFAULT_STEP_LIMIT)
+        max_steps = max(max_episode_steps or 0, DEFAULT_STEP_LIMIT)
         if t.max() >= max_steps:
             raise ValueError(f"An episode has not ended after {max_steps} steps. Set max_episode_steps.")
         # 3. Each policy acts for its agents.

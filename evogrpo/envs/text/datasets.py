@@ -77,12 +77,14 @@ def check_table(table: AnyTable, columns: Sequence[str], name: str) -> list[str]
     Raises:
         ValueError: If it is not.
     """
+    # 1. Check the type.
     indexed = hasattr(table, "__len__") and hasattr(table, "__getitem__")
     if not indexed or isinstance(table, str | bytes | Mapping):
         received = f"a mapping of {list(table)} without train" if isinstance(table, Mapping) else f"{table!r:.80}"
         raise ValueError(f"{name} must be a list of mappings, a data frame or a datasets.Dataset, got {received}.")
     if len(table) == 0:
         raise ValueError(f"{name} must contain at least one row, got none.")
+    # 2. Check each row of a list; a `datasets.Dataset` has the same columns in all rows.
     names = getattr(table, "column_names", None)
     for number in range(len(table)) if names is None else ():
         row = table[number]
@@ -90,6 +92,7 @@ def check_table(table: AnyTable, columns: Sequence[str], name: str) -> list[str]
             raise ValueError(f"{numbered(number, name)} must be a mapping with {list(columns)}, got {row!r:.80}.")
         if set(row) != set(table[0]):
             raise ValueError(f"{numbered(number, name)} must have the columns {list(table[0])}, got {list(row)}.")
+    # 3. Check the columns.
     present = list(table[0]) if names is None else list(names)
     missing = [column for column in columns if column not in present]
     if missing:

@@ -27,7 +27,6 @@ from evogrpo.envs.text.reward_functions import (
     RewardFunc,
     RewardInputs,
     StepRewards,
-    escaped_prints,
     make_rewards,
 )
 from evogrpo.envs.text.templates import Message, Options, Tokenizer, check_messages, numbered, row_options
@@ -46,7 +45,7 @@ from evogrpo.envs.text.tools import (
     tool_schema,
 )
 from evogrpo.interruption import NEVER, Stop
-from evogrpo.text import short_repr
+from evogrpo.text import escaped_prints, pluralize, short_repr
 from evogrpo.validation import finite_number, lists_options, names_unknown, whole_between
 from evogrpo.warnings import warn
 
@@ -221,7 +220,7 @@ class EnvironmentBatch(SingleTurnBatch):
         # Environments are free again when the batch is gone.
         weakref.finalize(self, _release, self.pool, self._episodes).atexit = False
 
-    def respond(self, transcripts: Sequence[Conversation]) -> list[tuple[int, ...] | None]:
+    def respond(self, conversations: Sequence[Conversation]) -> list[tuple[int, ...] | None]:
         """Call the tools that completions ask for, and return their results; see `PromptBatch.respond`.
 
         Raises:
@@ -230,56 +229,57 @@ class EnvironmentBatch(SingleTurnBatch):
         """
         # 1. Parse the completions; those without calls end their conversation.
         playing = []
-        for transcript in transcripts:
-            turn = self._parse(transcript, len(transcript.completions) - 1)
+        for conversation in conversations:
+            turn = self._parse(conversation, len(conversation.completions) - 1)
             if turn.calls or turn.error is not None:
-                playing.append((transcript, self._episode(transcript), turn))
+                playing.append((conversation, self._episode(conversation), turn))
         # 2. Call the tools.
         outcomes = self.pool.run([partial(self._play, each.start, episode, turn) for each, episode, turn in playing])
         # 3. Render the results.
         replies: dict[int, tuple[int, ...]] = {}
-        for (transcript, episode, _), outcome in zip(playing, outcomes, strict=True):
+        for (conversation, episode, _), outcome in zip(playing, outcomes, strict=True):
             if isinstance(outcome, BaseException):
                 self._exclude(episode, outcome)
                 continue
             results, failures = outcome
-            options = {**self.options, **row_options(self.rows[transcript.start])}
-            ended = transcript.completions[-1][-1:] == (self.tokenizer.eos_token_id,)
-            replies[transcript.row] = result_tokens(results, self.tokenizer, options, ended=ended)
+            options = {**self.options, **row_options(self.rows[conversation.start])}
+            ended = conversation.completions[-1][-1:] == (self.tokenizer.eos_token_id,)
+            replies[conversation.row] = result_tokens(results, self.tokenizer, options, ended=ended)
             episode.results.append(results)
-            episode.replies.append(replies[transcript.row])
+            episode.replies.append(replies[conversation.row])
             episode.failures += failures
-        return [replies.get(transcript.row) for transcript in transcripts]
+        return [replies.get(conversation.row) for conversation in conversations]
 
-    def score(self, transcripts: Sequence[Conversation], stop: Stop = NEVER) -> Scores:
+    def score(self, conversations: Sequence[Conversation], stop: Stop = NEVER) -> Scores:
         """Compute the rewards of environments and of reward functions; see `SingleTurnBatch.score`.
 
         Raises:
             RewardError: If an environment or a reward function fails.
             ValueError: If a reply of a conversation is not from this batch.
         """
-        # 1. Ask the environments; a conversation without calls begins and ends here.
-        episodes = [self._episode(transcript) for transcript in transcripts]
+        # 1. Get the rewards of the environments; a conversation without calls begins and ends here.
+        episodes = [self._episode(conversation) for conversation in conversations]
         waiting = [
-            pair for pair in zip(transcripts, episodes, strict=True) if not pair[1].rewarded and pair[1].error is None
+            pair for pair in zip(conversations, episodes, strict=True) if not pair[1].rewarded and pair[1].error is None
         ]
         outcomes = self.pool.run([partial(self._finish, *pair) for pair in waiting], stop)
-        for (transcript, episode), outcome in zip(waiting, outcomes, strict=True):
+        for (conversation, episode), outcome in zip(waiting, outcomes, strict=True):
             if isinstance(outcome, BaseException):
                 self._exclude(episode, outcome)
                 continue
             episode.rewarded = True
             try:
-                episode.reward = _reward_value(outcome, transcript)
+                episode.reward = _reward_value(outcome, conversation)
             except ValueError as error:
                 self._exclude(episode, error)
-        # 2. Compute the other rewards. `score` takes an environment's reward for the result of a reward function.
+        # 2. Compute the other rewards. The base class reads an environment's rewards from a finished job, like those of
+        # a reward function.
         for name, kind in self.own_rewards.items():
             future: Future[list[Any]] = Future()
             future.set_result([each.reward if type(each.environment) is kind else None for each in episodes])
-            job = Job(name=name, rows=tuple(range(len(transcripts))), calls=(), batched=False)
+            job = Job(name=name, rows=tuple(range(len(conversations))), calls=(), batched=False)
             self._started.append((job, future))
-        scores = super().score(transcripts, stop)
+        scores = super().score(conversations, stop)
         # 3. Exclude failed conversations, and count calls.
         failed = np.array([episode.error is not None for episode in episodes])
         scores.rewards[failed] = np.nan
@@ -294,20 +294,20 @@ class EnvironmentBatch(SingleTurnBatch):
             metrics["tools/failure_frequency"] = sum(episode.failures for episode in episodes) / calls
         return replace(scores, metrics={**scores.metrics, **metrics})
 
-    def _episode(self, transcript: Conversation) -> Episode:
-        episode = self._episodes.setdefault(transcript.row, Episode(name=self.names[transcript.start]))
-        if tuple(episode.replies[: len(transcript.replies)]) != transcript.replies:
-            raise ValueError("replies of transcripts must come from `respond` of the same batch.")
+    def _episode(self, conversation: Conversation) -> Episode:
+        episode = self._episodes.setdefault(conversation.row, Episode(name=self.names[conversation.start]))
+        if tuple(episode.replies[: len(conversation.replies)]) != conversation.replies:
+            raise ValueError("replies of conversations must come from `respond` of the same batch.")
         return episode
 
-    def _parse(self, transcript: Conversation, number: int) -> ToolTurn:
+    def _parse(self, conversation: Conversation, number: int) -> ToolTurn:
         """Parse one completion of a conversation."""
-        before = [token for part in transcript.turns[: 2 * number] for token in part]
+        before = [token for part in conversation.turns[: 2 * number] for token in part]
         return parse_completion(
             self.tokenizer,
-            transcript.completions[number],
-            [*self.prompts[transcript.start], *before],
-            self.schemas[self.names[transcript.start]],
+            conversation.completions[number],
+            [*self.prompts[conversation.start], *before],
+            self.schemas[self.names[conversation.start]],
         )
 
     def _begin(self, start: int, episode: Episode) -> None:
@@ -346,14 +346,14 @@ class EnvironmentBatch(SingleTurnBatch):
         results = [{"role": "tool", "name": name, "content": content} for name, content, _ in made]
         return results, sum(failed for *_, failed in made)
 
-    def _finish(self, transcript: Conversation, episode: Episode) -> Any:
+    def _finish(self, conversation: Conversation, episode: Episode) -> Any:
         """Return the reward of a conversation's environment, or None if it has none."""
-        self._begin(transcript.start, episode)
+        self._begin(conversation.start, episode)
         environment = episode.environment
         if environment is None or not hasattr(environment, "get_reward"):
             return None
         if hasattr(environment, "truncated"):
-            environment.truncated = transcript.truncated
+            environment.truncated = conversation.truncated
         return finished(environment.get_reward())
 
     def _exclude(self, episode: Episode, error: BaseException) -> None:
@@ -366,31 +366,31 @@ class EnvironmentBatch(SingleTurnBatch):
             raise failure
         episode.error = failure
 
-    def _messages(self, transcript: Conversation) -> list[Message]:
+    def _messages(self, conversation: Conversation) -> list[Message]:
         """Return all messages after the prompt: completions, and results of tools."""
         messages: list[Message] = []
-        results = self._episodes[transcript.row].results
-        for number in range(len(transcript.completions)):
-            messages.append(self._parse(transcript, number).message)
-            if number < len(transcript.replies):
+        results = self._episodes[conversation.row].results
+        for number in range(len(conversation.completions)):
+            messages.append(self._parse(conversation, number).message)
+            if number < len(conversation.replies):
                 messages += results[number]
         return messages
 
-    def _turn_texts(self, transcript: Conversation) -> list[str]:
+    def _turn_texts(self, conversation: Conversation) -> list[str]:
         """Return the texts of completions and of tool results, in order."""
-        results = self._episodes[transcript.row].results
+        results = self._episodes[conversation.row].results
         return [
             "\n".join(message["content"] for message in results[number // 2]) if number % 2 else self._text(list(part))
-            for number, part in enumerate(transcript.turns)
+            for number, part in enumerate(conversation.turns)
         ]
 
-    def _reward_inputs(self, transcripts: Sequence[Conversation]) -> RewardInputs:
-        inputs = super()._reward_inputs(transcripts)
+    def _reward_inputs(self, conversations: Sequence[Conversation]) -> RewardInputs:
+        inputs = super()._reward_inputs(conversations)
         rows = list(inputs.rows)
         if self.pool.factories and self.runner.in_process:  # environments are not sent to worker processes
-            environments = [self._episodes[transcript.row].environment for transcript in transcripts]
+            environments = [self._episodes[conversation.row].environment for conversation in conversations]
             rows = [{**row, "environments": environment} for row, environment in zip(rows, environments, strict=True)]
-        return replace(inputs, rows=rows, messages=[self._messages(transcript) for transcript in transcripts])
+        return replace(inputs, rows=rows, messages=[self._messages(conversation) for conversation in conversations])
 
 
 def _reason(error: BaseException) -> str:
@@ -398,7 +398,7 @@ def _reason(error: BaseException) -> str:
     return f"{error}" if isinstance(error, CallFailedError) else f"raised {type(error).__name__}: {error}"
 
 
-def _reward_value(value: Any, transcript: Conversation) -> Any:
+def _reward_value(value: Any, conversation: Conversation) -> Any:
     """Return the result of `get_reward`; a list of numbers becomes step rewards at the end of each completion."""
     if hasattr(value, "tolist"):  # arrays, tensors and their scalars
         value = value.tolist()
@@ -406,9 +406,12 @@ def _reward_value(value: Any, transcript: Conversation) -> Any:
         return value
     if not isinstance(value, list | tuple):
         return finite_number("get_reward", value)
-    if len(value) > len(transcript.completions):
-        raise ValueError(f"get_reward returned {len(value)} numbers for {len(transcript.completions)} completions.")
-    lengths = np.cumsum([len(part) for part in transcript.turns])
+    if len(value) > len(conversation.completions):
+        completions = pluralize(len(conversation.completions), "completion")
+        raise ValueError(
+            f"get_reward must return at most one number per completion, got {len(value)} for {completions}."
+        )
+    lengths = np.cumsum([len(part) for part in conversation.turns])
     return StepRewards(value, [max(0, int(end) - 1) for end in lengths[::2][: len(value)]])
 
 
@@ -485,13 +488,14 @@ class EnvironmentGym(PromptEnvironment):
         environment_workers: int = DEFAULT_ENVIRONMENT_WORKERS,
         **options: Unpack[PromptOptions],
     ) -> None:
-        # 1. Arguments.
+        # 1. Check the arguments. An integer is a number of reset seeds: one row for each.
         starts = train_dataset if isinstance(train_dataset, int) else None
         if starts is not None:
             train_dataset = [{"seed": number} for number in range(whole_between("train_dataset", starts, 1))]
         self._max_turns = whole_between("max_turns", max_turns, 2)
         if environment_timeout is not None and finite_number("environment_timeout", environment_timeout) <= 0:
             raise ValueError(f"environment_timeout must be above 0 seconds, or None, got {environment_timeout}.")
+        # Factories by name; a single factory has the name None.
         self._several = isinstance(environment_factory, Mapping)
         factories: Any = environment_factory if self._several else {None: environment_factory}
         if environment_factory is None:
@@ -502,7 +506,7 @@ class EnvironmentGym(PromptEnvironment):
         self._tools = {tool.__name__: tool for tool in tools}
         if not factories and not self._tools:
             raise ValueError("environment_factory or tools must be given. Without tools use HuggingFaceGym.")
-        # 2. One environment of each factory shows the tools and who gives rewards.
+        # 2. Create one environment of each factory, to read its tools and whether it has `get_reward`.
         self._pool = EnvironmentPool(
             factories=factories,
             seeded=starts is not None,
@@ -523,7 +527,7 @@ class EnvironmentGym(PromptEnvironment):
             if hasattr(environment, "get_reward"):
                 self._own_rewards[type(environment).__name__] = type(environment)
             self._pool.give(name, environment)
-        # 3. Rewards.
+        # 3. Combine the reward functions with the rewards of environments.
         rewards: tuple[Reward, ...] = ()
         if reward_funcs is not None or not self._own_rewards:
             rewards = make_rewards(None, reward_funcs, reward_weights)
@@ -531,9 +535,9 @@ class EnvironmentGym(PromptEnvironment):
         if repeated:
             raise ValueError(f"reward_funcs must not have the name of an environment, got {min(repeated)}. Rename it.")
         env_rewards = [Reward(name=name, weight=1.0, batched=True, function=_own_reward) for name in self._own_rewards]
-        # 4. Prompts; the observation of each row's environment belongs to them.
+        # 4. Build the prompts. Each ends with the first observation of its environment.
         super().__init__(train_dataset, test_dataset, tokenizer, rewards=(*rewards, *env_rewards), **options)
-        # 5. Chat template.
+        # 5. Check that the chat template renders tools.
         check_tool_template(self.tokenizer, self._options, next(filter(None, self._schemas.values()), []))
 
     def fingerprint(self) -> dict[str, str]:

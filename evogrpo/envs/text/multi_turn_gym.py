@@ -13,10 +13,10 @@ from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.reward_functions import (
     RewardFunc,
     as_messages,
-    escaped_prints,
     make_rewards,
 )
 from evogrpo.envs.text.templates import Message, Options, Tokenizer, check_messages, render_reply, row_options
+from evogrpo.text import escaped_prints
 from evogrpo.validation import lists_options, names_unknown, whole_between
 
 Reply = Callable[[Mapping[str, Any], list[Message]], str | None]
@@ -63,19 +63,19 @@ class MultiTurnBatch(SingleTurnBatch):
     options: Options
     _replies: dict[tuple[int, ...], str] = field(default_factory=dict, init=False)
 
-    def respond(self, transcripts: Sequence[Conversation]) -> list[tuple[int, ...] | None]:
+    def respond(self, conversations: Sequence[Conversation]) -> list[tuple[int, ...] | None]:
         """Call the user's function; see `PromptBatch.respond`.
 
         Raises:
             ValueError: If the function fails or returns no text.
         """
         replies: list[tuple[int, ...] | None] = []
-        for transcript in transcripts:
-            row = self.rows[transcript.start]
+        for conversation in conversations:
+            row = self.rows[conversation.start]
             prompt = check_messages(row["prompt"], "prompt")
             try:
                 with escaped_prints():
-                    text = self.reply(row, [*prompt, *as_messages(self._turn_texts(transcript))])
+                    text = self.reply(row, [*prompt, *as_messages(self._turn_texts(conversation))])
             except Exception as error:
                 raise ValueError(f"reply raised {error!r:.200}") from error
             if text is None:
@@ -83,18 +83,18 @@ class MultiTurnBatch(SingleTurnBatch):
                 continue
             if not isinstance(text, str):
                 raise ValueError(f"reply must return text, or None to end the conversation, got {text!r:.200}.")
-            ended = transcript.completions[-1][-1:] == (self.tokenizer.eos_token_id,)
+            ended = conversation.completions[-1][-1:] == (self.tokenizer.eos_token_id,)
             tokens = reply_tokens(text, self.tokenizer, {**self.options, **row_options(row)}, ended=ended)
             self._replies[tokens] = text
             replies.append(tokens)
         return replies
 
-    def _turn_texts(self, transcript: Conversation) -> list[str]:
+    def _turn_texts(self, conversation: Conversation) -> list[str]:
         """Return the texts of completions and replies in order, without the markers of replies."""
         texts = []
-        for number, part in enumerate(transcript.turns):
+        for number, part in enumerate(conversation.turns):
             if number % 2 and part not in self._replies:
-                raise ValueError("replies of transcripts must come from `respond` of the same batch.")
+                raise ValueError("replies of conversations must come from `respond` of the same batch.")
             texts.append(self._replies[part] if number % 2 else self._text(list(part)))
         return texts
 

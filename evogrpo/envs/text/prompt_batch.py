@@ -26,12 +26,12 @@ from evogrpo.envs.text.reward_functions import (
     RewardError,
     RewardInputs,
     StepRewards,
-    escaped_prints,
 )
 from evogrpo.envs.text.templates import Tokenizer, check_messages
 from evogrpo.envs.text.verifier_pool import RewardRunner
 from evogrpo.extras import require
 from evogrpo.interruption import NEVER, Stop
+from evogrpo.text import escaped_prints
 from evogrpo.validation import FLOAT32_LIMIT
 from evogrpo.warnings import warn
 
@@ -102,9 +102,9 @@ class SingleTurnBatch:
             texts.append(str(question))
         return tuple(texts)
 
-    def respond(self, transcripts: Sequence[Conversation]) -> Sequence[Sequence[int] | None]:
+    def respond(self, conversations: Sequence[Conversation]) -> Sequence[Sequence[int] | None]:
         """Return None for each conversation: there is only one turn."""
-        return [None] * len(transcripts)
+        return [None] * len(conversations)
 
     @property
     def background_rewards(self) -> list[Reward]:
@@ -115,16 +115,16 @@ class SingleTurnBatch:
             if self.runner.runs_in_background(reward.name) and not (self.held_out and reward.batched)
         ]
 
-    def start_scoring(self, transcripts: Sequence[Conversation]) -> None:
+    def start_scoring(self, conversations: Sequence[Conversation]) -> None:
         """Start to compute the rewards of a finished group in the background.
 
         Call `score` later with the conversations of all groups, in the order of their rows. Its result is the same as
         without this call.
         """
-        inputs = self._reward_inputs(transcripts)
+        inputs = self._reward_inputs(conversations)
         for reward in self.background_rewards:
-            for job in reward.jobs(inputs, range(len(transcripts)), 1):
-                numbered = replace(job, rows=tuple(transcripts[row].row for row in job.rows))
+            for job in reward.jobs(inputs, range(len(conversations)), 1):
+                numbered = replace(job, rows=tuple(conversations[row].row for row in job.rows))
                 self._started.append((numbered, self.runner.submit(job)))
 
     def cancel(self) -> None:
@@ -132,7 +132,7 @@ class SingleTurnBatch:
         self.runner.cancel([future for _, future in self._started])
         self._started.clear()
 
-    def score(self, transcripts: Sequence[Conversation], stop: Stop = NEVER) -> Scores:
+    def score(self, conversations: Sequence[Conversation], stop: Stop = NEVER) -> Scores:
         """Compute the rewards of conversations; see `PromptBatch.score`. `stop` is checked between calls.
 
         Raises:
@@ -141,12 +141,12 @@ class SingleTurnBatch:
         # 1. Wait for the rewards that were started, and compute the others.
         started = list(self._started)
         self._started.clear()
-        inputs = self._reward_inputs(transcripts)
+        inputs = self._reward_inputs(conversations)
         result = compute_rewards(
             self.rewards, inputs, self.on_reward_error, self.runner, retry=self.held_out, started=started, stop=stop
         )
         # 2. Add the values that were logged.
-        count = len(transcripts)
+        count = len(conversations)
         columns = {
             name: tuple(values[row] for row in range(count))
             for name, values in self._columns.items()
@@ -163,22 +163,22 @@ class SingleTurnBatch:
             components=result.components,
             completions=tuple(map(_display_text, inputs.turns or ())),
             weights=tuple(reward.weight for reward in self.rewards),
-            step_rewards=self._step_rewards(result, inputs, transcripts) if result.steps else None,
+            step_rewards=self._step_rewards(result, inputs, conversations) if result.steps else None,
             columns=columns,
             metrics=metrics,
         )
 
-    def _reward_inputs(self, transcripts: Sequence[Conversation]) -> RewardInputs:
-        turns = [self._turn_texts(transcript) for transcript in transcripts]
-        token_ids = [list(transcript.tokens) for transcript in transcripts]
+    def _reward_inputs(self, conversations: Sequence[Conversation]) -> RewardInputs:
+        turns = [self._turn_texts(conversation) for conversation in conversations]
+        token_ids = [list(conversation.tokens) for conversation in conversations]
         return RewardInputs(
-            rows=[self.rows[transcript.start] for transcript in transcripts],
+            rows=[self.rows[conversation.start] for conversation in conversations],
             texts=[
                 texts[0] if len(texts) == 1 else self._text(ids) for texts, ids in zip(turns, token_ids, strict=True)
             ],
             token_ids=token_ids,
             turns=turns,
-            trainer=self.trainer_arguments([transcript.row for transcript in transcripts]),
+            trainer=self.trainer_arguments([conversation.row for conversation in conversations]),
         )
 
     def trainer_arguments(self, rows: Sequence[int]) -> Mapping[str, Any]:
@@ -207,12 +207,12 @@ class SingleTurnBatch:
         return {"trainer_state": state, "log_extra": log_extra, "log_metric": log_metric}
 
     def _step_rewards(
-        self, result: RewardResult, inputs: RewardInputs, transcripts: Sequence[Conversation]
+        self, result: RewardResult, inputs: RewardInputs, conversations: Sequence[Conversation]
     ) -> NDArray[np.float64]:
         """Return the `[n, t]` reward at each sampled token; rewards of whole completions are at the last one."""
         table = np.full((len(inputs.texts), max(1, *map(len, inputs.token_ids))), np.nan)
-        for row, transcript in enumerate(transcripts):
-            ids, sampled = inputs.token_ids[row], transcript.sampled
+        for row, conversation in enumerate(conversations):
+            ids, sampled = inputs.token_ids[row], conversation.sampled
             if np.isnan(result.rewards[row]) or not ids:  # a user's own loop may give a completion without tokens
                 continue
             # Rewards at tokens of a reply belong to the last sampled token before it.
@@ -231,9 +231,9 @@ class SingleTurnBatch:
                     table[row, place] = np.nansum([table[row, place], reward.weight * part])
         return table
 
-    def _turn_texts(self, transcript: Conversation) -> list[str]:
+    def _turn_texts(self, conversation: Conversation) -> list[str]:
         """Return the texts of completions and replies, in order."""
-        return [self._text(list(part)) for part in transcript.turns]
+        return [self._text(list(part)) for part in conversation.turns]
 
     def _text(self, token_ids: list[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -265,7 +265,9 @@ def token_positions(
     if "".join(pieces) != text:
         # Slower: decode every prefix, as spaces between words and parts of characters depend on context.
         prefixes = [decode(list(token_ids[:count])) for count in range(1, len(token_ids))]
-        equal = [sum(takewhile(bool, map(eq, prefix, text))) for prefix in prefixes]  # characters from the start on
+        # A prefix that ends within a character decodes to a replacement character, so only leading characters that
+        # agree with the text are complete. The running maximum keeps the counts sorted for `bisect_right`.
+        equal = [sum(takewhile(bool, map(eq, prefix, text))) for prefix in prefixes]
         ends = [*accumulate(equal, max), len(text)]
     else:
         ends = list(accumulate(map(len, pieces)))
@@ -316,6 +318,7 @@ def compute_rewards(
     values: dict[tuple[str, int], Any] = {}
     failed_jobs: list[tuple[Job, BaseException]] = []
     for job, results in _run(jobs, runner, started, stop, stop_at_first=stop_at_first):
+        # A failed call for several completions has the same exception in every row.
         if len(job.rows) > 1 and isinstance(results[0], BaseException) and all(each is results[0] for each in results):
             failed_jobs.append((job, results[0]))
         else:
@@ -329,6 +332,7 @@ def compute_rewards(
         values[job.name, job.rows[0]] = results[0]
     for job, error in failed_jobs:
         repeats = [values.get((job.name, row)) for row in job.rows]
+        # The function fails on the batch, but on none of its completions alone, so none of them can be excluded.
         if not any(isinstance(value, BaseException) for value in repeats):
             note = f" (on a batch of {len(job.rows)} completions, not on single ones)"
             raise _reward_error(job.name, error, inputs.texts[job.rows[0]], note=note)

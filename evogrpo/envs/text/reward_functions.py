@@ -4,70 +4,16 @@ import asyncio
 import contextlib
 import functools
 import inspect
-import io
 import math
-import sys
 import threading
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import IO, Any, Literal, TextIO, get_args
+from typing import Any, Literal, get_args
 
 from evogrpo.interruption import NEVER, Interrupted, Stop
-from evogrpo.text import pluralize, printable
+from evogrpo.text import escaped_prints, pluralize
 from evogrpo.validation import FLOAT32_LIMIT, finite_number, whole_between
-
-MAX_LINE_LENGTH = 2**16  # characters of another process's output that are kept in memory
-
-
-class EscapingStream(io.TextIOBase):
-    """A text stream that escapes control characters before it writes to another stream.
-
-    Args:
-        target: A terminal, a file, or a live display.
-    """
-
-    def __init__(self, target: TextIO) -> None:
-        self._target = target
-
-    def write(self, text: str) -> int:
-        """Write escaped text."""
-        escaped = printable(text.replace("\r\n", "\n").replace("\r", "\n"))
-        try:
-            self._target.write(escaped)
-        except UnicodeEncodeError:
-            self._target.write(escaped.encode("ascii", "backslashreplace").decode())
-        return len(text)
-
-    def flush(self) -> None:
-        """Flush the target."""
-        self._target.flush()
-
-    def fileno(self) -> int:
-        """Return the target's file descriptor, for child processes."""
-        return self._target.fileno()
-
-
-@contextlib.contextmanager
-def escaped_prints() -> Iterator[None]:
-    """Escape control characters in text that user code prints."""
-    with contextlib.ExitStack() as stack:
-        for stream, redirect in ((sys.stdout, contextlib.redirect_stdout), (sys.stderr, contextlib.redirect_stderr)):
-            # Programs without a console have no streams.
-            if stream is not None and not isinstance(stream, EscapingStream):
-                stack.enter_context(redirect(EscapingStream(stream)))
-        yield
-
-
-def forward_output(pipe: IO[bytes]) -> None:
-    """Copy another process's output to standard error until it ends, line by line."""
-    with io.TextIOWrapper(pipe, "utf-8", "replace") as lines:
-        while text := lines.readline(MAX_LINE_LENGTH):
-            if sys.stderr is not None:
-                with contextlib.suppress(OSError, ValueError):  # standard error is closed
-                    EscapingStream(sys.stderr).write(text)
-                    sys.stderr.flush()
-
 
 Function = Callable[..., Any]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -216,7 +162,7 @@ async def _shut_down() -> None:
     asyncio.get_running_loop().stop()
 
 
-Unit = Literal["token", "character"]
+PositionUnit = Literal["token", "character"]
 
 
 @dataclass(frozen=True)
@@ -229,7 +175,7 @@ class StepRewards:
     Attributes:
         values: Rewards, each finite.
         positions: Position of each reward from 0, in the completion's token ids or in its text. A character's reward
-            goes to the token that completes it. Usually the last token or character of a step.
+            goes to the token that completes it. It is usually the last token or character of a step.
         unit: Unit of positions: "token" or "character".
 
     Raises:
@@ -238,11 +184,11 @@ class StepRewards:
 
     values: Sequence[float]
     positions: Sequence[int]
-    unit: Unit = "token"
+    unit: PositionUnit = "token"
 
     def __post_init__(self) -> None:
         values, positions = _checked_list("values", self.values), _checked_list("positions", self.positions)
-        if self.unit not in get_args(Unit):
+        if self.unit not in get_args(PositionUnit):
             raise ValueError(f'unit of StepRewards must be "token" or "character", got {self.unit!r:.80}.')
         if len(values) != len(positions):
             found = f"{pluralize(len(values), 'value')} and {pluralize(len(positions), 'position')}"
@@ -268,9 +214,9 @@ def _checked_list(name: str, items: Any) -> list[Any]:
 
 
 OnRewardError = Literal["raise", "exclude"]
-Value = float | StepRewards
-RewardFn = Callable[[str, Any, Any], Value | Awaitable[Value]]
-RewardFunc = Callable[..., Sequence[Value | None] | Awaitable[Sequence[Value | None]]]
+RewardValue = float | StepRewards
+RewardFn = Callable[[str, Any, Any], RewardValue | Awaitable[RewardValue]]
+RewardFunc = Callable[..., Sequence[RewardValue | None] | Awaitable[Sequence[RewardValue | None]]]
 
 AGILERL_ARGUMENTS = ("completion", "answer", "question")
 """Arguments of AgileRL's form, in their order."""
@@ -317,7 +263,7 @@ class Reward:
     Attributes:
         name: Name in reports.
         weight: Factor in the sum of rewards.
-        batched: True if one call takes all completions (TRL's form), False if one (AgileRL's form).
+        batched: True if one call takes all completions (TRL's form), False if each call takes one (AgileRL's form).
         function: The user's function.
     """
 
@@ -390,7 +336,7 @@ class Reward:
             ValueError: If a required parameter is not available.
         """
         if not self.batched:
-            _ = self.argument_names
+            _ = self.argument_names  # raises ValueError if the parameters do not fit
             return
         others = TRAINER_ARGUMENTS if in_process else TRAINER_ARGUMENTS[:1]  # worker processes cannot log
         passed = [column for column in columns if column not in REPLACED_COLUMNS]

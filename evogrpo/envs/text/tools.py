@@ -103,18 +103,20 @@ def parse_completion(
         prefix: All token ids before it.
         schemas: Schemas of the tools, by which arguments are converted.
     """
+    # 1. Parse the text; a completion that cannot be parsed becomes a plain message with an error.
     template = getattr(tokenizer, "response_template", None)
-    before = "" if template is None else str(tokenizer.decode(list(prefix)))
+    prefix_text = "" if template is None else str(tokenizer.decode(list(prefix)))
     plain = {"role": "assistant", "content": str(tokenizer.decode(list(completion), skip_special_tokens=True))}
     try:
         parsed: Message = tokenizer.parse_response(
             str(tokenizer.decode(list(completion))),
             schema=hermes_template(tokenizer) if template is None else template,
-            prefix=before,
+            prefix=prefix_text,
             tools=list(schemas),
         )
     except Exception as error:  # noqa: BLE001 (sampled text may break a parser in any way)
         return ToolTurn(message=plain, error=f"malformed tool call: {error}")
+    # 2. Check the form of the calls, whose names and arguments are sampled text.
     content = parsed.get("content")
     message = {**parsed, "content": content.removesuffix(tokenizer.eos_token or "") if content else ""}
     calls = []
@@ -174,12 +176,15 @@ def check_tool_template(tokenizer: Tokenizer, options: Options, schemas: Sequenc
     name, content = "name_of_a_tool", "result_of_a_tool"
     messages = _tool_call(name)
     before, after = render_reply(messages, [{"role": "tool", "name": name, "content": content}], tokenizer, options)
-    shown = {
+    shown = {  # one text if the template ignores tools
         tokenizer.apply_chat_template(messages[:1], **options, tools=tools, tokenize=False)
         for tools in (None, schemas or None)
     }
     if name not in before or content not in after or len(shown) == 1:
-        raise ValueError("The tokenizer's chat_template does not render tools, calls and results. Set one that does.")
+        raise ValueError(
+            "The tokenizer's chat_template does not render tools, calls and results. Set tokenizer.chat_template, or "
+            "task.chat_template in a configuration, to one that does."
+        )
     # 2. The parser must read the calls that it writes.
     if getattr(tokenizer, "response_template", None) is None:
         call = tokenizer([before[before.rfind("<tool_call>") :]], add_special_tokens=False)["input_ids"][0]

@@ -1,6 +1,7 @@
 """Verifier workers: a pool of processes that run reward functions with a time limit."""
 
 import contextlib
+import io
 import json
 import os
 import pickle  # noqa: TID251 (sent to our own child process; replies are JSON)
@@ -14,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import IO, Any
 
 import cloudpickle
 
@@ -28,17 +29,17 @@ from evogrpo.envs.text.reward_functions import (
     Results,
     Reward,
     StepRewards,
-    forward_output,
     is_async,
     timeout_error,
 )
 from evogrpo.interruption import NEVER, Stop
-from evogrpo.text import USER_MODULE_PREFIX, printable
+from evogrpo.text import USER_MODULE_PREFIX, EscapingStream, printable
 from evogrpo.validation import finite_number, whole_number
 
 SCRIPT = Path(__file__).with_name("verifier_worker.py")
 WORKER_VARIABLE = "EVOGRPO_VERIFIER"  # environment variable that marks worker processes
 MAX_REPLY_BYTES = 64 * 2**20
+MAX_LINE_LENGTH = 2**16  # characters of a worker's output that are kept in memory
 MAX_WORKERS = 1024  # largest number of worker processes
 DEFAULT_WORKERS = 8  # worker processes by default, if there are as many cores
 START_SECONDS = 120.0  # time limit for a worker to load the reward functions
@@ -110,6 +111,16 @@ class _Worker:
         for pipe in () if self.process is None else (self.process.stdin, self.process.stdout):
             with contextlib.suppress(OSError):
                 pipe.close()  # type: ignore[union-attr]  # both are pipes
+
+
+def forward_output(pipe: IO[bytes]) -> None:
+    """Copy a worker's output to standard error until it ends, line by line."""
+    with io.TextIOWrapper(pipe, "utf-8", "replace") as lines:
+        while text := lines.readline(MAX_LINE_LENGTH):
+            if sys.stderr is not None:
+                with contextlib.suppress(OSError, ValueError):  # standard error is closed
+                    EscapingStream(sys.stderr).write(text)
+                    sys.stderr.flush()
 
 
 def _exchange(process: "subprocess.Popen[bytes]", message: bytes, limit: float | None) -> Results:
@@ -185,7 +196,8 @@ class VerifierPool:
     def __init__(self, functions: Mapping[str, Function], *, workers: int, timeout: float | None) -> None:
         if WORKER_VARIABLE in os.environ:
             raise ValueError('Worker processes import this program. Put training under `if __name__ == "__main__":`.')
-        # Functions of importable modules are sent by name, others (of scripts and notebooks) with their code.
+        # 1. Pickle the functions: those of importable modules by name, others (of scripts and notebooks) with their
+        # code.
         pickled = {}
         for name, function in functions.items():
             try:
@@ -196,19 +208,21 @@ class VerifierPool:
                     f"Reward function {name!r} cannot be sent to a worker process ({reason}). Define it at the top "
                     "level of a module."
                 ) from error
-        # Files that a configuration names cannot be imported by name.
+        # Files that a configuration names cannot be imported by name, so workers load them by path.
         files = {
             name: module.__file__
             for name, module in sys.modules.copy().items()
             if name.startswith(USER_MODULE_PREFIX) and any(name.encode() in data for data in pickled.values())
         }
         setup = {"path": list(sys.path), "files": files, "functions": pickled, "timeout": timeout}
+        # 2. Create the workers, whose processes start with their first job.
         self.num_workers, self._timeout = workers, timeout
         self._async = {name for name, function in functions.items() if is_async(function)}
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._workers = [_Worker(pickle.dumps(setup), self._tasks) for _ in range(workers)]
         # Runs at the end of the program, or when the pool is garbage collected.
         weakref.finalize(self, _end, self._tasks, self._workers, final=True)
+        # 3. Run an empty job: it raises ValueError if a worker process cannot load the functions.
         self.submit(Job(name=next(iter(functions)), rows=(), calls=(), batched=False)).result()
 
     def close(self) -> None:

@@ -74,12 +74,12 @@ def with_defaults(
 ) -> tuple[Strategy, SharedExperience | None, FitnessConfig]:
     """Return strategy, experience and fitness of a run, with defaults for those that are None.
 
-    Small networks narrow and share experience, which scores most in the study of docs/results.md. For language models
-    learning is as expensive as sampling, so that sharing costs more than it gives.
+    Small networks use `Narrowing` with shared experience, which scores highest in the study of docs/results.md. For
+    language models, learning is as expensive as sampling, so shared experience costs more than it gains.
 
     Args:
         strategy: Rule of selection and mutation.
-        experience: Whose samples members learn from; see `shared_experience`.
+        experience: "own", "shared", or settings of shared experience; None = the default.
         fitness: Measure of fitness. Training rewards cannot compare members with shared experience if `min_ess` is 0.
         can_share: The members are networks that can learn from each other's samples.
         steps_per_generation: Learning steps between selections. After a single one there are no samples that members

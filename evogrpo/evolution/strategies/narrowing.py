@@ -49,15 +49,18 @@ class Narrowing(Stateless):
     mutation: CheckedPerturbation = field(default_factory=Mutation)
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
-        """Retire all members except the best at a rung, and replace the worst of the remaining ones."""
+        """Retire failed members, and at a rung all except the best; replace the worst of the remaining ones."""
+        # 1. Choose the members that stay.
         first, last = history.generations[0], history.last
         founders, member_count = len(first.members), len(last.members)
         stagnated = has_stagnated(history, self.z)
         is_rung = not stagnated and (last.number - first.number + 1) % self.every == 0
         survivor_count = max(self.min_members, math.ceil(member_count / self.eta)) if is_rung else member_count
         survivors = last.ranked[:survivor_count]
+        # 2. Give them the samples of the others, and replace the worst of them by clones of the best.
         samples = first.samples_per_step * self._sample_factor(founders, len(survivors))
         choices = truncation_selection(last, self.quantile, rng, among=survivors)
+        # 3. Retire the others. If no member improved, mutate all but the best in place.
         for slot, record in enumerate(last.slots):
             if record.member is not None and slot not in survivors:
                 reason = "failed" if record.fitness is None else f"not among the best {survivor_count}"

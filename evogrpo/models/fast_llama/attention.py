@@ -1,4 +1,8 @@
-"""Attention with shared prompts: rows of one prompt share its products, and long rows run in blocks."""
+"""Attention with shared prompts: rows of one prompt share its products, and long rows run in blocks.
+
+Letters in shapes: `n` rows, `m` prompts, `kv` key-value heads, `rep` query heads that share one, `d` width of a head.
+Numbers of tokens: `t` queries of a row, `s` keys of a row, `P` keys of a prompt. `w` is rep * t.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -64,7 +68,7 @@ def attention(
     """
     kv, n, wide, d = q.shape
     past = 0 if shared is None else shared.keys.shape[2]
-    keep = past + k.shape[2] <= MAX_KEPT_KEYS * d  # attention weights for the backward pass
+    keep = past + k.shape[2] <= MAX_KEPT_KEYS * d  # keep attention weights for the backward pass
     if t < 2 * BLOCK and (t == 1 or q.device.type == "cpu"):
         # 1. Short rows: one product of all rows of a prompt with its keys.
         prompt_tensors = () if shared is None else (shared.keys, shared.values)
@@ -75,10 +79,11 @@ def attention(
         if shared is not None:
             k = torch.cat([shared.keys[:, shared.rows], k], 2)  # `[kv, n, P + s, d]`
             v = torch.cat([shared.values[:, shared.rows], v], 2)
+            # Join the two biases along the keys. One that is None is 0, and if both are, so is the result.
             biases = [(shared_bias, past), (bias, k.shape[2] - past)]
-            rows = max((len(part) for part, _ in biases if part is not None), default=0)
-            if rows:  # otherwise both are 0
-                both = [(k.new_zeros(1) if part is None else part).expand(rows, t, keys) for part, keys in biases]
+            bias_rows = max((len(part) for part, _ in biases if part is not None), default=0)
+            if bias_rows:
+                both = [(k.new_zeros(1) if part is None else part).expand(bias_rows, t, keys) for part, keys in biases]
                 bias = torch.cat(both, 2)
         out = _in_blocks(q, k, v, t, bias, keep) if q.device.type == "cpu" else _by_torch(q, k, v, t, bias)
     # `[kv, n, rep * t, d]` -> `[n * t, kv * rep * d]`
@@ -100,11 +105,7 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None, kee
 
 
 def _by_torch(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None) -> Tensor:
-    """Compute attention with torch's kernels, which store no scores.
-
-    Arguments are those of `attention`: `kv` key-value heads, `t` tokens of a row that attend, and `wide` = rep * t
-    queries per key-value head, for rep query heads that share it.
-    """
+    """Compute attention with torch's kernels, which store no scores. Arguments are those of `attention`."""
     kv, n, wide, d = q.shape
     rep = wide // t
     # `[kv, n, rep * t, d]` -> `[n, kv * rep, t, d]`, torch's layout; queries are scaled already, so scale=1 below.
@@ -160,6 +161,12 @@ def _attention_weights(
 
 
 class _Attention(torch.autograd.Function):
+    """Attention with the backward pass written out; arguments are those of `attention` and `_attention_weights`.
+
+    `keep` stores the attention weights for the backward pass, which otherwise computes them again. `shared` is empty
+    without shared prompts, and otherwise the prompts' keys and values `[kv, m, P, d]`.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -188,19 +195,20 @@ class _Attention(torch.autograd.Function):
         runs = ctx.runs
         if weights is None:
             weights = _attention_weights(q, k, ctx.t, bias, shared_bias, runs, shared[:1])
-        slope = grads[0].contiguous()
+        grad_out = grads[0].contiguous()
         # out = W V and W = softmax(S): dW = dout V^T, dS from dW, then dQ = dS K, dK = dS^T Q, dV = W^T dout.
         past = weights.shape[-1] - k.shape[2]
-        of_weights = _products(slope, v, shared[1:], runs)
-        of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
-        own_scores = of_scores[..., past:].flatten(0, 1)
-        of_q = own_scores @ k.flatten(0, 1)
-        of_k, of_v = own_scores.mT @ q.flatten(0, 1), weights[..., past:].flatten(0, 1).mT @ slope.flatten(0, 1)
-        of_shared: list[Tensor] = []
+        grad_weights = _products(grad_out, v, shared[1:], runs)
+        grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
+        grad_own = grad_scores[..., past:].flatten(0, 1)
+        grad_q = grad_own @ k.flatten(0, 1)
+        grad_k, grad_v = grad_own.mT @ q.flatten(0, 1), weights[..., past:].flatten(0, 1).mT @ grad_out.flatten(0, 1)
+        grad_shared: list[Tensor] = []
         if runs is not None:
-            _add_weighted(of_q.view(q.shape), of_scores[..., :past], shared[0], runs)
-            of_shared = [_gathered(of_scores[..., :past], q, runs), _gathered(weights[..., :past], slope, runs)]
-        return of_q.view(q.shape), of_k.view(k.shape), of_v.view(v.shape), *[None] * 5, *of_shared
+            _add_weighted(grad_q.view(q.shape), grad_scores[..., :past], shared[0], runs)
+            grad_shared = [_gathered(grad_scores[..., :past], q, runs), _gathered(weights[..., :past], grad_out, runs)]
+        # Five arguments have no gradient: t, bias, shared_bias, runs and keep.
+        return grad_q.view(q.shape), grad_k.view(k.shape), grad_v.view(v.shape), *[None] * 5, *grad_shared
 
 
 def _products(q: Tensor, k: Tensor, shared: Sequence[Tensor], runs: tuple[int, ...] | None) -> Tensor:
@@ -213,7 +221,7 @@ def _products(q: Tensor, k: Tensor, shared: Sequence[Tensor], runs: tuple[int, .
         return out
     for rows, prompts, part in _by_prompt(q, runs):
         keys = shared[0][:, prompts].reshape(len(part), past, -1)
-        if rows == slice(0, n):
+        if rows == slice(0, n):  # one group holds all rows, so its products are a view of `out`
             torch.bmm(part, keys.mT, out=out.view(len(part), -1, out.shape[-1])[..., :past])
         else:
             out[:, rows, :, :past] = torch.bmm(part, keys.mT).view(kv, -1, wide, past)

@@ -1,4 +1,7 @@
-"""Decoding of Llama-like models: one token of every row per step; rows with equal tokens so far run as one row."""
+"""Decoding of Llama-like models: one token of every row per step; rows with equal tokens so far run as one row.
+
+Letters in shapes are those of `evogrpo.models.fast_llama.attention`.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +19,7 @@ from evogrpo.models.language.kv_cache import Decoding, KVCache, Prefix
 
 
 class KeyValues(NamedTuple):
-    """Keys and values in the layout of batched products.
+    """Keys and values in the layout of batched products, for b pairs of a key-value head and a row or prompt.
 
     Attributes:
         rows: Rows that attend to them.
@@ -35,24 +38,27 @@ def decode_attention(q: Tensor, own: KeyValues, shared: Sequence[KeyValues], bia
     Args:
         q: `[kv, n, rep, d]`, already scaled.
         own: Keys and values of the rows, b = kv * n.
-        shared: Keys and values of their prompts.
+        shared: Keys and values of their prompts, b = kv * prompts, for each run of prompts with equally many rows.
         bias: `[n, 1, P + s]`.
 
     Returns:
         `[n, kv * rep * d]`.
     """
+    # 1. Scores of the prompts' keys, then of the rows' own keys.
     kv, n, rep, d = q.shape
     past = shared[0].keys.shape[2]
     parts = (torch.bmm(q[:, run.rows].reshape(len(run.keys), -1, d), run.keys) for run in shared)
     shared_scores = [part.view(kv, -1, rep, past) for part in parts]
     own_scores = torch.bmm(q.flatten(0, 1), own.keys).view(kv, n, rep, -1)
     scores = torch.cat([shared_scores[0] if len(shared_scores) == 1 else torch.cat(shared_scores, 1), own_scores], 3)
+    # 2. Attention weights.
     probabilities = torch.softmax(scores.add_(bias), -1, dtype=torch.float32)
     of_past, of_own = (part.to(q.dtype) for part in (probabilities[..., :past], probabilities[..., past:]))
+    # 3. Weighted sum of the values.
     out = torch.bmm(of_own.flatten(0, 1), own.values).view(q.shape)
     for run in shared:
         weights = of_past[:, run.rows].reshape(len(run.values), -1, past)
-        if len(shared) == 1:
+        if len(shared) == 1:  # the run holds all rows, so its sums are a view of `out`
             out.view(len(weights), -1, d).baddbmm_(weights, run.values)
         else:
             out[:, run.rows] += torch.bmm(weights, run.values).view(kv, -1, rep, d)
@@ -283,7 +289,7 @@ def shared_prefix_decoding(begin: Callable[[Tensor], Decoding], prompt_of: Tenso
 
 
 class _SharedDecoding:
-    """Decoding of distinct prefixes.
+    """Decoding that runs rows with the same tokens so far as one row.
 
     Args:
         decoding: Decoding of the distinct prefixes.
@@ -294,7 +300,9 @@ class _SharedDecoding:
     def __init__(self, decoding: Decoding, prefix_of: Tensor, size: int) -> None:
         self._decoding, self._size = decoding, size
         self._prefix_of: Tensor | None = prefix_of  # None = each row runs separately
-        self._length = self._copied = self._skipped = 0  # tokens: decoded per row, copied and saved in all
+        # Numbers of tokens: decoded per row; copied by forks; saved by rows that share a prefix. `advance` compares the
+        # last two.
+        self._length = self._copied = self._skipped = 0
 
     def start(self) -> Tensor:
         """Return hidden states of the prompts' last tokens."""
@@ -308,6 +316,7 @@ class _SharedDecoding:
         # 1. Distinct (prefix, token) pairs, each as one integer: they are the prefixes after this step.
         pairs, pair_of = torch.unique(prefix_of << 32 | tokens, return_inverse=True)
         parents, next_tokens = pairs >> 32, pairs & (1 << 32) - 1
+        # Pairs are sorted, so those of one prefix are neighbours.
         forked = bool((parents[1:] == parents[:-1]).any())
         self._length += 1
         self._copied += forked * len(pairs) * self._length

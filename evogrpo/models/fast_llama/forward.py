@@ -1,4 +1,7 @@
-"""fast_llama: the forward pass of Llama-like models, computed from the weights of a transformers model."""
+"""fast_llama: the forward pass of Llama-like models, computed from the weights of a transformers model.
+
+Letters in shapes are those of `evogrpo.models.fast_llama.attention`. In norms and linear layers, `m` counts tokens.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -52,8 +55,8 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverses = ctx.saved_tensors
         out = torch.empty_like(x)
-        for rows, inverse, slope, out_rows in _tiles(x, inverses, grads[0], out):
-            torch.mul(slope, weight, out=out_rows)
+        for rows, inverse, grad, out_rows in _tiles(x, inverses, grads[0], out):
+            torch.mul(grad, weight, out=out_rows)
             # y = x / s with s^2 = mean(x^2) + eps, so dx = (g - x mean(g x) / s^2) / s.
             mean = torch.linalg.vecdot(out_rows, rows)[:, None].float() * inverse.pow(3) / -x.shape[-1]
             out_rows.mul_(inverse).addcmul_(rows, mean.to(x.dtype))
@@ -80,13 +83,13 @@ class _GatedUnit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        slope = grads[0]
+        grad = grads[0]
         gate, up = ctx.saved_tensors
-        of_gate, of_up = torch.empty_like(slope), torch.empty_like(slope)
-        for rows in row_tiles(slope):
-            torch.mul(silu(gate[rows]), slope[rows], out=of_up[rows])
-            of_gate[rows] = torch.ops.aten.silu_backward(slope[rows] * up[rows], gate[rows])
-        return of_gate, of_up
+        grad_gate, grad_up = torch.empty_like(grad), torch.empty_like(grad)
+        for rows in row_tiles(grad):
+            torch.mul(silu(gate[rows]), grad[rows], out=grad_up[rows])
+            grad_gate[rows] = torch.ops.aten.silu_backward(grad[rows] * up[rows], gate[rows])
+        return grad_gate, grad_up
 
 
 gated_unit = _GatedUnit.apply
@@ -99,7 +102,7 @@ def _by_head(x: Tensor, shape: torch.Size, heads: tuple[int, int]) -> Tensor:
 
 
 def _rotate_into(x: Tensor, cos: Tensor, sin: Tensor, sign: float, out: Tensor) -> None:
-    """Write rotated `[kv, n, rep, t, d]` into `out`."""
+    """Write rotated `[kv, n, rep, t, d]` into `out`. A `sign` of -1 rotates back, which is the transpose."""
     (left, right), (new_left, new_right) = x.chunk(2, -1), out.chunk(2, -1)
     cos, sin = cos[None, :, None], sin[None, :, None]
     torch.mul(left, cos, out=new_left)

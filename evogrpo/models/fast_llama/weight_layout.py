@@ -91,6 +91,7 @@ def find_weight_layout(model: PreTrainedModel, decoder: nn.Module) -> WeightLayo
     Supported are the classes in `WINDOWS` with plain linear layers on one device in one of `PRECISIONS`, the activation
     SiLU, causal attention, and rotary embeddings in `ROPES`, whose frequencies do not depend on the sequence length.
     """
+    # 1. Return None for other classes, settings, precisions and devices.
     windows = WINDOWS.get(type(decoder))
     if windows is None:
         return None
@@ -113,6 +114,7 @@ def find_weight_layout(model: PreTrainedModel, decoder: nn.Module) -> WeightLayo
         or any(not _plain(module, decoder) for module in decoder.modules())
     ):
         return None
+    # 2. Find the modules of each layer. Adapters are found by a module's name in the whole model.
     names = {module: name for name, module in model.named_modules()}
     untyped: Any = decoder
     layers = []

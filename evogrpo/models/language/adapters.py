@@ -193,7 +193,7 @@ class AdapterStates:
     Args:
         model: The base model.
         size: Number of members.
-        trained: What members train.
+        trained: The modules with adapters, or all weights.
         lora_config: LoRA configuration; None if members train all weights.
         optimizer: AdamW settings shared by all members.
         seed: Root seed of the initial adapters.
@@ -229,7 +229,8 @@ class AdapterStates:
             _WARNED.add(model)
             warn(f"Adapters train {summary}")
         # 2. Allocate weights and moments, one row per member.
-        device, remedy = next(model.parameters()).device, "or train adapters" if lora_config is None else "or a lower r"
+        device = next(model.parameters()).device
+        remedy = "or train adapters" if lora_config is None else "or a lower r"
         check_allocation(
             4 * trained.size * (size * (3 + own_reference) + 2),  # weights, moments; one gradient, the start
             device,
@@ -252,6 +253,7 @@ class AdapterStates:
         self.reference = self.weights.clone() if own_reference else None
         if self.reference is not None:
             self._matrices["reference"] = self.reference
+        # State of a new member. A scalar fills a whole row.
         zero = initial.new_zeros(())
         self._initial_state = {self.weights_key: initial, "reference": initial, "exp_avg": zero, "exp_avg_sq": zero}
         self._initial_state["running_stats"] = self.running_stats[0].clone()
@@ -319,7 +321,7 @@ class AdapterStates:
         """
         settings = self._optimizer
         lr = hyperparameters.lr * settings.factor(self._steps[slot])
-        if hyperparameters.target_kl is not None:
+        if hyperparameters.target_kl is not None:  # lr was measured in AdamW's first step, the largest one
             lr *= settings.momentum_warmup(self._steps[slot])
         norm = float(torch.linalg.vector_norm(gradient))
         gradient.mul_(min(1.0, hyperparameters.max_grad_norm / (norm + 1e-6)))  # as `clip_grad_norm_`

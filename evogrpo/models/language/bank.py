@@ -91,6 +91,8 @@ class AdapterBank(AdapterSampler):
         # 1. Check the arguments.
         if start is not None and lora_config not in (None, start.lora_config):
             raise ValueError("An adapter brings its own lora_config. Leave lora_config out.")
+        if start is not None:
+            lora_config = start.lora_config
         if not eos_token_ids:
             raise ValueError("eos_token_ids must contain at least one token, got none.")
         if micro_batch_tokens < 1:
@@ -99,10 +101,8 @@ class AdapterBank(AdapterSampler):
         check_token_ids(model, [pad_token_id], "pad_token_id")
         check_token_ids(model, eos_token_ids, "eos_token_ids")
 
-        if start is not None:
-            lora_config = start.lora_config
-
-        # 2. Train states, and the base model with its compatibility checks.
+        # 2. Build train states and the base model. Its compatibility checks run the model, so with a sharded base all
+        # ranks run them together.
         def build() -> CausalModel:
             trained = choose_trained(model, lora_config) if like is None else like.trained
             super(AdapterBank, self).__init__(
@@ -119,14 +119,16 @@ class AdapterBank(AdapterSampler):
                 return copy(like.base)
             return CausalModel(model, pad_token_id, changed=trained.modules, explicit_positions=explicit_positions)
 
+        # A bank like another one repeats no check, so other ranks need not take part.
         self.base = build() if like is not None else run_on_all_ranks(model, build)
+        # 3. Models of the members that train all weights, and the settings of the passes.
         self.base.autocast = autocast
         self._own_passes = {
             version: [self.base.with_model(each) for each in models] for version, models in self.member_models.items()
         }
         self.end_ids = torch.tensor(sorted(set(eos_token_ids)), device=self.base.device)
         self.micro_batch_tokens = micro_batch_tokens
-        self.logits_rows = REDUCED_LOGITS_ROWS if reduce_memory_peak else 1 << 30
+        self.logits_rows = REDUCED_LOGITS_ROWS if reduce_memory_peak else 1 << 30  # no limit
         self.processes = Processes()
 
     # ---- scoring and learning
@@ -286,6 +288,7 @@ class AdapterBank(AdapterSampler):
         Raises:
             torch.OutOfMemoryError: If a micro-batch of several rows is out of memory.
         """
+        # 1. Plan the micro-batches. One that this rank only repeats gets the factor 0.
         parts = self._plan(batch, self.micro_batch_tokens, "weights", slots)
         own_parts = self._own_parts(len(parts))
         factors = [(parts[number], 1.0 if is_mine else 0.0) for number, is_mine in own_parts]
@@ -293,6 +296,7 @@ class AdapterBank(AdapterSampler):
         if self.processes.size == 1:
             yield from own_gradients
             return
+        # 2. Compute this rank's gradients; exchange scores and losses.
         gradients = dict[int, Tensor]()
 
         def compute_own_part() -> tuple[dict[int, list[Tensor]], dict[int, float]]:
@@ -308,6 +312,7 @@ class AdapterBank(AdapterSampler):
             return {number: [values[parts[number].rows].cpu() for values in scores] for number in own_numbers}, losses
 
         shares = self.processes.run_section(compute_own_part)
+        # 3. Sum the gradients over ranks; write the scores of all ranks.
         totals = {slot: self.processes.all_reduce(gradients.pop(slot)) for slot in slots}
         for scores_of_part, _ in shares:
             for number, computed in scores_of_part.items():
@@ -377,12 +382,14 @@ class AdapterBank(AdapterSampler):
             policy: Policy that scores the rows.
             slots: Plan the rows of these members only.
         """
+        # 1. Select the rows of these slots; `numbers` are their row numbers in the whole batch.
         device = batch.actions.device
         if slots is None:
             numbers = torch.arange(len(batch), device=device)
         else:
             numbers = torch.isin(batch.member_ids, torch.tensor(slots, device=batch.member_ids.device)).nonzero()[:, 0]
             batch = batch.select(numbers)
+        # 2. Sort them by member and prompt; leave out rows without actions and repetitions.
         inputs: TokenInputs = batch.inputs
         members = _scoring_slots(batch, policy)
         order = lexsort(inputs.prompt_ids, members).tolist()
@@ -391,6 +398,7 @@ class AdapterBank(AdapterSampler):
         widths = [len(inputs.prompts[prompt]) for prompt in inputs.prompt_ids.tolist()]
         repeated = [[row] for row in range(len(batch))] if fast_paths_disabled() else repetitions(batch, members)
         rows = [row for row in order if lengths[row] and repeated[row]]
+        # 3. Split the distinct rows into micro-batches, then add the rows that repeat them.
         parts = []
         runs = (
             run

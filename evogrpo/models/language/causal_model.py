@@ -75,6 +75,7 @@ class CausalModel:
     def __init__(
         self, model: PreTrainedModel, pad_id: int, *, changed: Sequence[str] = (), explicit_positions: bool = True
     ) -> None:
+        # 1. Settings, and the parts of the model.
         self.model = model
         self.pad_id = pad_id
         self.explicit_positions = explicit_positions
@@ -89,6 +90,7 @@ class CausalModel:
         self.device = next(model.parameters()).device
         self.layers = int(model.config.get_text_config().num_hidden_layers)
         self.context = context_of(model)
+        # 2. Check the model, and choose the methods that give its own results.
         with frozen_model(model), torch.no_grad():
             check_causal(model)
             self.head = find_head(model, self.decoder)
@@ -100,6 +102,7 @@ class CausalModel:
                 pad_id,
                 explicit_positions=explicit_positions,
             )
+            # `_check_prefix` sets the shortest root to 1, so the real value comes after it.
             self.shares_prefix, self._shortest_root = self._check_prefix(), SHORTEST_ROOT
             self._usable_fast_llama = self._checked_fast_llama()  # passed its check
         if not self.shares_prefix:

@@ -93,9 +93,8 @@ def context_of(model: PreTrainedModel) -> int | None:
     for settings in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # of all layers, or by type
         if settings.get("rope_type", settings.get("type")) == "longrope":
             limits += [settings.get(name), getattr(text, name, None)]
-    return min(
-        (int(limit) for limit in limits if limit and limit > 0), default=None
-    )  # some configs have -1 for no limit
+    # Some configs have -1 for no limit.
+    return min((int(limit) for limit in limits if limit and limit > 0), default=None)
 
 
 def check_context(context: int | None, width: int) -> None:
@@ -161,6 +160,7 @@ def check_causal(model: PreTrainedModel) -> None:
     device = next(model.parameters()).device
     ids = torch.tensor([[3, 1, 2, 1, 3], [3, 1, 2, 1, 5]], device=device) % vocabulary_of(model)
     one, other = logits_of(model, ids).float()
+    # Changes of earlier logits below 2 % of the last change are rounding.
     change = (one - other).abs().amax(1)
     if float(change[:-1].max()) > 0.02 * float(change[-1]):
         raise ValueError(
@@ -215,7 +215,7 @@ def find_head(model: PreTrainedModel, decoder: nn.Module) -> Head:
     Raises:
         ValueError: If no candidate matches.
     """
-    # 1. Run the model with enlarged inputs of the head; note natural and enlarged inputs.
+    # 1. Run the model with enlarged inputs of the head; keep the head's natural and enlarged inputs.
     ids = torch.arange(len(PROBED), device=next(model.parameters()).device)[None] % vocabulary_of(model)
     bare: nn.Module = model.get_output_embeddings()
     entered: list[Tensor] = []
@@ -280,6 +280,7 @@ def close(got: Tensor, expected: Tensor) -> bool:
 
 PROMPTS, CONTINUED = ((3, 1, 2, 3), (3, 1, 1)), (0, 0, 1)
 FOLLOWING = ((2, 1, 3), (3, 3, 1), (1, 2, 2))
+"""Token ids of `prefix_cache_works`: prompts, prompt of each row, and tokens of each row after its prompt."""
 BLOCKS = re.compile(r"compress|block_size|stride|attention_chunk_size|attn_chunk_length|window_size")
 LONGEST_PROBE = 1024  # tokens
 
@@ -307,6 +308,7 @@ def check_padding(
     Raises:
         ValueError: If padding changes them, or the model accepts no attention mask.
     """
+    # 1. Choose the lengths, padding included, and the tokens.
     width = min(6 + 3 * largest_block(model), LONGEST_PROBE, context_of(model) or LONGEST_PROBE)
     padding = max(1, width // 3 - 1 | 1)  # odd, so that it shifts tokens within blocks of any size
     length = width - padding
@@ -315,12 +317,14 @@ def check_padding(
     padded = torch.cat([torch.full_like(ids[:, :1], pad_id).expand(1, padding), ids], dim=1)
     mask = torch.ones_like(padded, dtype=torch.bool)
     mask[:, :padding] = False
+    # 2. Run the sequence with and without padding.
     try:
         shifted = run(padded, mask)[:, padding:]
     except TypeError as error:
         remedy = " and position_ids; pass calc_position_embeddings=False" if explicit_positions else ""
         raise ValueError(f"{type(model).__name__} does not run with attention_mask{remedy}: {error}") from error
     whole = decoder(input_ids=ids).last_hidden_state
+    # 3. Compare the hidden states of the real tokens.
     if not whole.isfinite().all():
         raise ValueError(
             f"The hidden states of {type(model).__name__} are NaN or infinite in {model.dtype}. Check its weights, or "

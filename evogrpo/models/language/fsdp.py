@@ -1,7 +1,7 @@
 """FSDP: each rank stores a shard of every layer of the base, and layers are gathered when a rank needs them.
 
-Sharding and gathering are torch's FSDP2. fast_llama does not call the layers' own `forward`, so this module decides the
-time of each gather. Embeddings and vocabulary head are replicated.
+Sharding and gathering are torch's FSDP2. fast_llama does not call the layers' own `forward`, so this module decides
+when a layer is gathered. Embeddings and vocabulary head are replicated.
 """
 
 import math
@@ -38,7 +38,7 @@ class ShardedLayers:
 
     def __init__(self, layers: nn.ModuleList, size: int) -> None:
         self.size = size
-        self._whole: Any = None
+        self._whole: Any = None  # the gathered layer
         self._prefetched: tuple[Any, Any] | None = None  # a layer, and the handle of its gather
         self._successors: dict[tuple[Any, Any], Any] = {}  # by the layer before and the current one
         for layer in layers:
@@ -81,14 +81,14 @@ class ShardedLayers:
                 f"The base model is sharded over {self.size} processes, so one process cannot run it alone. Load the "
                 "saved agent in a program of one process."
             )
-        # 1. Use the prefetched layer, or drop it.
+        # 1. Gather this layer, unless it is prefetched. Free the previous one, and one prefetched by mistake.
         handle = None
         if self._prefetched is not None and self._prefetched[0] is layer:
             handle, self._prefetched = self._prefetched[1], None
         if layer is not self._whole:
             self.reshard()
         ranks.wait(layer.unshard if handle is None else handle.wait)
-        # 2. Prefetch the layer that followed last time in the same direction.
+        # 2. Prefetch the layer that followed the last two last time. The pair tells forward from backward passes.
         self._successors[self._before] = layer
         self._before = (self._before[1], layer)
         self._whole, successor = layer, self._successors.get(self._before)
@@ -199,6 +199,7 @@ def shard(model: PreTrainedModel, parts: int, device: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    # 1. Form a grid of ranks: each row holds one copy of the base, and each rank of a row one part of it.
     check_sharding(model, parts, device)
     kind = torch.device(device).type
     if kind == "cuda":
@@ -208,12 +209,14 @@ def shard(model: PreTrainedModel, parts: int, device: str) -> None:
     mesh = init_device_mesh(
         kind, (ranks.size // parts, parts), mesh_dim_names=names, backend_override={"parts": BACKENDS[kind]}
     )["parts"]
+    # 2. Shard the layers.
     model.requires_grad_(False)
     layers = layers_of(model)
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     _SHARDED[model] = ShardedLayers(layers, parts)
     ranks.lockstep = True
+    # 3. Move everything outside the layers to the device, and all buffers.
     in_layers = {parameter for layer in layers for parameter in layer.parameters()}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

@@ -171,7 +171,7 @@ def check_member(folder: Path, outline: PreTrainedModel) -> str:
     lost = [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in info[kind]]
     if lost:
         raise ValueError(
-            f"transformers does not load {len(lost)} tensors in {folder} onto {type(outline).__name__} (for example "
-            f"{lost[0]}). The model belongs to another base model, or was written by another version of transformers."
+            f"{len(lost)} tensors in {folder} do not fit {type(outline).__name__} (for example {lost[0]}). Use the "
+            "base model that it was trained from, and the version of transformers that wrote it."
         )
     return f"transformers loads all {len(list(loaded.parameters()))} tensors"

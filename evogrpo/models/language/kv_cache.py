@@ -1,4 +1,4 @@
-"""KV caches of transformers' causal models, and decoding with them."""
+"""KV caches of transformers' causal models, and decoding with and without a cache."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class PrefixLayer(DynamicLayer):
     Args:
         prefix: Keys and values `[m, heads, P, width]` of the prefixes.
         rows: `[n]` prefix of each row; None = one prefix per row.
-        order: `[n, P + t]` source of each position after concatenation.
+        order: `[n, P + t]` position that each position of the result is read from; None = unchanged.
 
     Attributes:
         whole: All keys and values of the last forward pass; None before it.
@@ -68,7 +68,7 @@ class KVCache:
     mask: Tensor
 
     def left_padded(self) -> "KVCache":
-        """Move all masked positions to the left and drop those that no row needs."""
+        """Return a copy with the masked positions on the left, without columns that are masked in all rows."""
         width = int(self.mask.sum(1).max())
         # A stable sort of booleans moves False to the left and keeps the order of real tokens.
         order = self.mask.int().argsort(dim=1, stable=True)[:, self.mask.shape[1] - width :]
@@ -128,7 +128,7 @@ class Prompts:
     mask: Tensor
 
 
-Run = Callable[[Tensor, Tensor, Cache | None, LoraHook | None], Tensor]
+ForwardPass = Callable[[Tensor, Tensor, Cache | None, LoraHook | None], Tensor]
 """(token ids `[n, t]`, mask `[n, P + t]`, KV cache, adapter hook) -> hidden states `[n, t, h]`."""
 
 
@@ -166,7 +166,7 @@ class CachedDecoding:
         make_hook: Hooks of the policy version.
     """
 
-    def __init__(self, run: Run, prefix: Prefix, rows: Tensor, slots: Tensor, make_hook: HookFactory) -> None:
+    def __init__(self, run: ForwardPass, prefix: Prefix, rows: Tensor, slots: Tensor, make_hook: HookFactory) -> None:
         self._run, self._make_hook, self._slots = run, make_hook, slots
         self._first = prefix.last_hidden[rows]
         self._mask = prefix.mask[rows]
@@ -210,7 +210,7 @@ class PlainDecoding:
         make_hook: Hooks of the policy version.
     """
 
-    def __init__(self, run: Run, prompts: Prompts, rows: Tensor, slots: Tensor, make_hook: HookFactory) -> None:
+    def __init__(self, run: ForwardPass, prompts: Prompts, rows: Tensor, slots: Tensor, make_hook: HookFactory) -> None:
         self._run, self._make_hook, self._slots = run, make_hook, slots
         self._ids, self._mask = prompts.ids[rows], prompts.mask[rows]
         self._adapter_hook = make_hook(slots)

@@ -46,11 +46,13 @@ def convert_gguf(path: Path) -> Path:
     Raises:
         ValueError: If the `gguf` package is missing or the file cannot be read.
     """
+    # 1. Look for an earlier conversion.
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     folder = cache_folder() / "models" / f"{path.stem}-{digest[:16]}"
     if folder.is_dir():
         return folder
+    # 2. Convert into a draft and rename it, so that an interrupted conversion leaves no incomplete folder.
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".draft-", ignore_cleanup_errors=True) as name:
         draft = Path(name) / "model"
@@ -242,7 +244,7 @@ def load_base(
     # 2. Load the model and its tokenizer.
     with _loading(name):
         plain_fingerprint = None
-        if kind is not None:  # in the dtype of its files, the base is memory-mapped and takes hardly any memory
+        if kind is not None:  # in the dtype of its files, the plain model is memory-mapped and takes hardly any memory
             plain = AutoModelForCausalLM.from_pretrained(place, dtype="auto", trust_remote_code=False)
             plain_fingerprint = fingerprint(plain)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -377,8 +379,8 @@ def _loading(name: str) -> Iterator[None]:
     except Exception as error:  # damaged files raise errors of safetensors, tokenizers and json
         cause = (str(error).splitlines() or [""])[0]
         raise ValueError(
-            f"The base model {name!r:.120} cannot be loaded ({type(error).__name__}: {cause:.200}). Pass a "
-            f"complete model folder, a .gguf file, {DEMO_MODEL!r}, or a hub id (which needs a network at first)."
+            f"The base model {name!r:.120} cannot be loaded ({type(error).__name__}: {cause:.200}). Pass the "
+            f"folder of a causal language model, a .gguf file, {DEMO_MODEL!r}, or a hub id (needs a network at first)."
         ) from error
 
 

@@ -217,6 +217,7 @@ def choose_targets(model: PreTrainedModel, config: LoraConfig, *, outline: bool 
     Raises:
         ValueError: If nothing can be adapted, or `config` names a module that cannot be.
     """
+    # 1. Find modules that cannot be adapted, or whose adapter PEFT would not load.
     targets = find_targets(model, config)
     unfit = {} if outline else _not_linear(model, targets)
     if not adapts_all(config):  # a stored adapter may name layers for images, which text does not call
@@ -225,14 +226,16 @@ def choose_targets(model: PreTrainedModel, config: LoraConfig, *, outline: bool 
     for target in targets:
         if all(target.name != each.name for each in fitting):
             unfit.setdefault(target.name, MISREAD)
+    # 2. Raise if none is left, or if the configuration names one of them. "all-linear" leaves them out.
     if not fitting or (unfit and not adapts_all(config)):
         remedy = "Use another architecture." if adapts_all(config) else "Name others, or use 'all-linear'."
         raise ValueError(
             f"lora_config.target_modules={config.target_modules!r} names modules of {type(model).__name__} that cannot "
             f"be adapted: {_in_words(unfit)}. {remedy}"
         )
+    # 3. Place the others in the flat vector, each at the end of the one before.
     packed: list[Target] = []
-    for target in fitting:  # each starts at the end of the one before
+    for target in fitting:
         packed.append(replace(target, start=packed[-1].end if packed else 0))
     return LoraTargets(targets=tuple(packed), left_out=dict.fromkeys(_stacked_weights(model), FUSED) | unfit)
 
@@ -283,6 +286,7 @@ def _not_linear(model: PreTrainedModel, targets: Sequence[Target]) -> dict[str, 
     def watching(target: Target) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def watch(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             *shape, width = args[0].shape
+            # Some architectures flatten rows and tokens.
             in_rows = shape[0] == rows if len(shape) > 1 else shape == [rows * tokens]
             linear = width == target.width_in and isinstance(output, Tensor)
             if not (in_rows and linear and [*output.shape] == [*shape, target.width_out]):
@@ -348,13 +352,16 @@ def _loadable_by_peft(model: PreTrainedModel, targets: Sequence[Target], config:
     PEFT mistakes some modules for fused experts, such as `mlp.up_proj` in a model with `mlp.experts`, and refuses
     others, such as Mamba's `out_proj`.
     """
+    # 1. Reuse an earlier result for the same structure and configuration.
     structure = model.config.model_type, *((name, type(module)) for name, module in model.named_modules())
     key = structure, tuple(targets), json.dumps(_peft_record(targets, config), sort_keys=True, default=str)
     if key in _LOADABLE:
         return _LOADABLE[key]
+    # 2. Drop targets until PEFT loads all that are left.
     outline, fitting = _outline(model), list(targets)
 
     def misread(chosen: Sequence[Target]) -> set[str]:
+        """Return the targets that do not load; if all load but PEFT adapts other modules as well, all targets."""
         shapes = dict[str, tuple[int, ...]]()
         for target in chosen:
             a, b = target.peft_names
@@ -364,7 +371,8 @@ def _loadable_by_peft(model: PreTrainedModel, targets: Sequence[Target], config:
         return misplaced or {target.name for target in chosen if strays}
 
     while wrong := misread(fitting):
-        if len(wrong) == len(fitting):  # one refused module makes PEFT raise: find it
+        # A single refused module makes PEFT raise, so that all are wrong. Find it by one target of each kind of layer.
+        if len(wrong) == len(fitting):
             kinds = {target.name.rpartition(".")[2]: target for target in fitting}
             refused = {kind for kind, example in kinds.items() if misread([example])}
             wrong = {name for name in wrong if not refused or name.rpartition(".")[2] in refused}
@@ -387,7 +395,7 @@ def _not_loaded_by_peft(
         Names of tensors that do not arrive at their modules (all if PEFT raises), and whether PEFT adapts other
         modules.
     """
-    # Fill each tensor with its number to identify it; expanded from one value, it takes no memory.
+    # 1. Load tensors filled with their numbers. Expanded from one value, they take no memory.
     marks = {name: torch.tensor(float(number)).expand(shape) for number, (name, shape) in enumerate(shapes.items())}
     values = {key: value for key, value in record.items() if key not in NOT_ARGUMENTS}
     try:
@@ -397,6 +405,7 @@ def _not_loaded_by_peft(
             set_peft_model_state_dict(loaded, dict(marks), low_cpu_mem_usage=True)
     except Exception:  # noqa: BLE001  # any error means that PEFT does not load the adapter
         return set(shapes), False
+    # 2. Find each number in the module that its tensor's name belongs to.
     factor, loaded_names, strays = scaling(LoraConfig(**values)), set[str](), False
     layers = [(name, layer) for name, layer in loaded.named_modules() if isinstance(layer, LoraLayer)]
     for (module, layer), part in product(layers, "AB"):

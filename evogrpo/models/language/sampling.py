@@ -33,8 +33,8 @@ ROWS_OF_LOGITS = 128
 """Maximum rows whose logits exist at once."""
 COMPACT_BELOW = 0.75
 """Remove finished rows when at most this fraction is unfinished; removal copies the KV cache."""
-CHECK_EVERY = {"cpu": 1}
-"""Tokens between checks for finished rows, by device type; 8 on all others, where a check waits for the device."""
+CHECK_EVERY, CHECK_EVERY_ON_CPU = 8, 1
+"""Tokens between checks for finished rows. Except on a CPU, a check waits for the device."""
 
 WeightsVersion = tuple[int, int] | None
 """Weights of a row: slot and its change counter, or None for the base."""
@@ -277,7 +277,9 @@ class _Sampler:
             keep: Copy their caches for the next turn.
         """
         model, width = self._model, self._rows.max_new_tokens
-        check_every = 8 if model.lockstep else CHECK_EVERY.get(model.device.type, 8)
+        on_cpu = model.device.type == "cpu"
+        # In lockstep, a check is a collective, so it is as rare on a CPU.
+        check_every = CHECK_EVERY_ON_CPU if on_cpu and not model.lockstep else CHECK_EVERY
 
         def save(local: Tensor, fed: int) -> None:
             # The last token of a row may not have been fed. Dropping it makes all rows equal.
@@ -286,9 +288,10 @@ class _Sampler:
                 self._caches.append((numbers[local], cache))
 
         live, tokens = torch.ones_like(numbers, dtype=torch.bool), torch.zeros_like(numbers)
+        # Number of unfinished rows at the latest check, and of tokens per row until then.
         alive, checked = len(numbers), 0
         for step in range(width):
-            if model.device.type == "cpu" or step % 8 == 0:
+            if on_cpu or step % CHECK_EVERY == 0:
                 self._rows.stop.check()
             # 1. One token of every row.
             drawn, log_probs = self._sample_tokens(

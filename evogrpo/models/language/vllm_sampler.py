@@ -38,8 +38,8 @@ ROWS_PER_REQUEST = 512
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for --max-lora-rank."""
 PROBE, PROBE_ROWS, PROBE_TOKENS, PROBE_TEMPERATURE = tuple(range(32, 40)), 8, 16, 2.0
-"""Prompt, completions, their length and the temperature of the check at the start. Raw log-probabilities would be those
-of temperature 1."""
+"""Prompt, completions, their length and the temperature of the check at the start. A server that reports raw
+log-probabilities, those of temperature 1, is thereby detected."""
 EXACT_DIFFERENCE, HALF_PRECISION_DIFFERENCE = 0.05, 0.5
 """Largest mean difference between log-probabilities of server and trainer, in nats, by the precision of the base."""
 
@@ -406,11 +406,13 @@ class _Server:
         Raises:
             VLLMError: If there is no answer in time.
         """
+        # 1. Build the request.
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("VLLM_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
         sent = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, sent, headers)
+        # 2. Send it until there is an answer, with longer and longer pauses.
         deadline, pause = time.monotonic() + self._timeout, 0.05
         while True:
             seconds = max(0.1, min(deadline - time.monotonic(), self._timeout / 2))

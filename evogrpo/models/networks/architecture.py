@@ -106,6 +106,7 @@ def mutate_architecture(config: NetworkConfig, limits: ArchitectureLimits, rng: 
     Raises:
         NothingToChangeError: If the limits allow no change.
     """
+    # 1. Collect the possible changes by kind.
     hidden, kinds = config.hidden, dict[str, list[NetworkConfig]]()
 
     def propose(kind: str, **fields: Any) -> None:
@@ -126,6 +127,7 @@ def mutate_architecture(config: NetworkConfig, limits: ArchitectureLimits, rng: 
             propose("activation", activation=activation)
     if not kinds:
         raise NothingToChangeError(f"The limits {limits} allow no change of {config}. Widen them.")
+    # 2. Draw a kind, then a change of this kind. A kind with many changes is no more likely.
     names = list(kinds)
     choices = kinds[names[int(rng.integers(len(names)))]]
     return choices[int(rng.integers(len(choices)))]
@@ -158,6 +160,7 @@ def morph(state: StateParameters, old: NetworkConfig, new: NetworkConfig, rng: n
         raise ValueError(f"only hidden and activation can change, got {old} and {new}.")
     if bool(old.hidden) != bool(new.hidden):
         raise ValueError(f"hidden cannot change between a linear policy and layers, got {old.hidden} and {new.hidden}.")
+    # 1. Remove or add layers at the end; a new layer has as many units as the one before it.
     sizes = list(old.hidden)
     while len(sizes) > len(new.hidden):
         state = remove_layer(state, len(sizes))
@@ -165,6 +168,7 @@ def morph(state: StateParameters, old: NetworkConfig, new: NetworkConfig, rng: n
     while len(sizes) < len(new.hidden):
         state = add_layer(state, len(sizes), new.activation)
         sizes.append(sizes[-1])
+    # 2. Remove or add units of each layer, and their weights in the layer after it.
     for layer, (now, wanted) in enumerate(zip(sizes, new.hidden, strict=True)):
         after = f"hidden{layer + 1}" if layer + 1 < len(sizes) else "output"
         if wanted > now:
@@ -208,8 +212,8 @@ def keep_units(state: StateParameters, layer: str, after: str, count: int) -> St
 def add_layer(state: StateParameters, depth: int, activation: Activation) -> StateParameters:
     """Add an identity layer after the last of `depth` hidden layers.
 
-    Values h after a ReLU are at least 0, so relu(h) = h. After an ELU they are above -1, so elu(h + 1) = h + 1, and the
-    next bias subtracts 1. After tanh, tanh(h / 4) * 4 is approximately h.
+    Values h after a ReLU are at least 0, so relu(h) = h. After an ELU they are above -1, so elu(h + 1) = h + 1; the
+    output bias subtracts the sum of the weights, which cancels the 1. After tanh, tanh(h / 4) * 4 is approximately h.
     """
     scale, shift = (TANH_SCALE, 0.0) if activation == "tanh" else (1.0, float(activation == "elu"))
     changed = {}

@@ -82,9 +82,10 @@ class StackedBank(StackedTrainStates):
             ValueError: If an observation does not fit its space.
         """
         layouts = self._layouts("act", member_ids, base=base)
-        # 1. Distribution parameters `[m, o]` of all rows. A member whose weights are not finite fails when it learns.
         parts = []
+        # Weights that are not finite give no warning here: their member fails when it learns.
         with np.errstate(all="ignore"):
+            # 1. Distribution parameters `[c, o]` of each layout's rows, in numpy where that is faster.
             for stack, layout in layouts:
                 if stack.reads_features and self.device.type == "cpu":
                     features = np.asarray(observations, dtype=np.float32).reshape(len(member_ids), -1)
@@ -96,12 +97,13 @@ class StackedBank(StackedTrainStates):
                     outputs = stack.outputs("weights", layout.rows, laid_out).cpu().numpy()
                 outputs = outputs.reshape(-1, outputs.shape[2])
                 parts.append(outputs if layout.real is None else outputs[layout.real])
+            # 2. Distribution parameters `[m, o]` in the order of the observations.
             outputs = parts[0]
             if len(parts) > 1 or not layouts[0][1].in_order:
                 outputs = np.empty((len(member_ids), parts[0].shape[1]), dtype=np.float32)
                 for (_, layout), part in zip(layouts, parts, strict=True):
                     outputs[layout.items] = part
-            # 2. Actions.
+            # 3. Actions.
             actions, log_probs = self.distribution.sample(outputs, uniforms, temperature, action_mask)
         return SampledActions(actions=actions, log_probs=log_probs)
 
@@ -277,6 +279,7 @@ class StackedBank(StackedTrainStates):
         if slots is not None and len(slots) < self.size:
             included &= np.isin(member_ids, list(slots))
         rows = np.flatnonzero(included)
+        # Bytes of all float32 values; dividing by the memory and rounding up gives the number of parts.
         needed = 4 * max(stack.network.values_per_observation for stack in self.stacks) * int(counts[rows].sum())
         count = min(len(rows), -(-needed // self.memory))
         if count > 1:
@@ -309,6 +312,7 @@ class StackedBank(StackedTrainStates):
                 batch.inputs.observations, partial(_take, places=places, shape=layout.index.shape)
             )
             if tape is None:
+                # The base policy is a stack of its own, with the initial weights as "weights".
                 outputs = stack.outputs("weights" if version == "base" else version, layout.rows, observations)
             else:
                 outputs, backward = stack.vjp(layout.rows, observations)
@@ -341,6 +345,7 @@ class StackedBank(StackedTrainStates):
         reverse_kl: bool = False,
     ) -> list[Tensor]:
         """Return log-probabilities, entropies and, with reference distributions, divergences `[c]` of some actions."""
+        # 1. Temperatures and masks of legal actions; None = they change nothing.
         take, distribution = partial(_take, places=places), self.distribution
         temperature, masks, legal = batch.inputs.temperature, batch.inputs.action_masks, None
         if bool((temperature == 1).all()):
@@ -350,13 +355,15 @@ class StackedBank(StackedTrainStates):
         if masks is not None:
             legal = take(masks).to(outputs.device)
 
+        # 2. Apply both to the parameters of the policy, and of the reference.
         def adjusted(parameters: Tensor) -> Tensor:
             if temperature is not None:
                 parameters = distribution.at_temperature(parameters, temperature)
             return parameters if legal is None else parameters.masked_fill(~legal, MASKED_LOGIT)
 
-        actions, first = take(batch.actions).to(outputs.device), adjusted(outputs)
-        found = list(distribution.evaluate_actions(first, actions, entropy_gradient=entropy_gradient))
+        # 3. Log-probabilities and entropies; divergences if there is a reference.
+        actions, policy = take(batch.actions).to(outputs.device), adjusted(outputs)
+        found = list(distribution.evaluate_actions(policy, actions, entropy_gradient=entropy_gradient))
         if reference is not None:
             pair = adjusted(outputs), adjusted(take(reference).to(outputs.device))
             found.append(distribution.kl(*reversed(pair) if reverse_kl else pair))

@@ -188,6 +188,7 @@ class DefaultNetwork:
         self.config, self.encoder = config, ObservationEncoder(space)
         self.shapes: Shapes = {}
         self.values_per_observation = self.encoder.features
+        # Workspaces that no pass uses, and names and strides of the convolutions of each image.
         self._idle, self._images = list[Workspace](), list[list[tuple[str, int]]]()
         features = self.encoder.features
         for number, image in enumerate(self.encoder.images):
@@ -245,6 +246,7 @@ class DefaultNetwork:
 
     def vjp(self, parameters: Parameters, observations: Any) -> tuple[Tensor, AddGradients]:
         """Return outputs and a function that adds the parameters' gradients, to be called at most once."""
+        # Parameters of the convolutions, whose gradients autograd computes. The other layers are differentiated below.
         names = [f"{name}.{part}" for image in self._images for name, _ in image for part in ("weight", "bias")]
         leaves = {name: parameters[name].detach().requires_grad_() for name in names}
         with torch.set_grad_enabled(bool(names)):
@@ -260,7 +262,7 @@ class DefaultNetwork:
                 name = self._layers[number]
                 gradients[f"{name}.weight"].baddbmm_(values[number].transpose(1, 2), grad)
                 gradients[f"{name}.bias"][:, None].baddbmm_(ones, grad)
-                if number or names:
+                if number or names:  # without convolutions, the features need no gradient
                     out = workspace.take(f"grad {number}", tuple(values[number].shape), grad)
                     grad = torch.bmm(grad, parameters[f"{name}.weight"].transpose(1, 2), out=out)
                 if number:
@@ -350,6 +352,7 @@ class ModuleNetwork:
     def __init__(
         self, module: nn.Module, space: spaces.Space[Any] | None, outputs: int, device: torch.device | str = "cpu"
     ) -> None:
+        # 1. Copy the module, and collect the parameters that members train.
         ObservationEncoder(space)  # checks the space
         assert space is not None
         self._module, self._space, self.name = deepcopy(module).to(device).eval(), space, type(module).__qualname__
@@ -361,7 +364,7 @@ class ModuleNetwork:
                 "requires_grad_() on it, or add layers."
             )
         self.shapes: Shapes = {name: tuple(value.shape) for name, value in self._initial.items()}
-        # Run it once: on zeros, or the first value of discrete spaces.
+        # 2. Run it once: on zeros, or the first value of discrete spaces.
         observation = [
             np.full((1, *(leaf.shape or ())), getattr(leaf, "start", 0), leaf.dtype) for leaf in leaf_spaces(space)
         ]
@@ -374,6 +377,7 @@ class ModuleNetwork:
                 f"actor_network must accept a batch of observations of {kind}, but {self.name} raised: {error}. Match "
                 "its first layer to evogrpo.spaces.observation_dim(observation_space)."
             ) from error
+        # 3. Check its output.
         if tuple(output.shape) != (1, outputs):
             raise ValueError(
                 f"actor_network must return [batch, {outputs}] for this action space, but {self.name} returned "

@@ -75,12 +75,15 @@ def lay_out(rows: IntArray) -> list[Layout]:
     """
     if not len(rows):
         return []
+    # 1. Sort the items by member.
     order = np.argsort(rows, kind="stable")
     counts = np.bincount(rows)
     starts = np.cumsum(counts) - counts
     members = np.flatnonzero(counts)
+    # 2. Group the members: by the rounded-down log2 of their items if one group would be mostly padding.
     wasteful = len(members) * counts.max() > 2 * len(rows)
     sizes = np.log2(counts[members]).astype(np.int64) if wasteful else np.zeros_like(members)
+    # 3. Lay out each group; a member with fewer items than `width` repeats its first one.
     layouts = []
     for size in np.unique(sizes):
         group = members[sizes == size]
@@ -284,11 +287,12 @@ class StackedTrainStates:
                 )
         initial = self._network_for(config)
         shapes = initial.shapes | dict(free)
-        numbers = sum(math.prod(shape) for shape in shapes.values())
-        # 2. Weights, two moments, gradient and reference of each member; the base and the initial state.
+        # 2. Check the memory: weights, two moments, gradient and reference of each member; base and initial state.
+        count = sum(math.prod(shape) for shape in shapes.values())
         copies = size * (5 if own_reference else 4) + 2
-        members = f"the networks of {size} members with {numbers:,} weights each: use fewer, or smaller layers"
-        check_allocation(4 * numbers * copies, self.device, members)
+        what = f"the networks of {size} members with {count:,} weights each: use fewer, or smaller layers"
+        check_allocation(4 * count * copies, self.device, what)
+        # 3. The train state of a new member.
         parameters = initial.initial_parameters(seed)
         for name, shape in free.items():
             parameters[name] = torch.full(shape, 0.0 if config is None else config.log_std)
@@ -298,6 +302,7 @@ class StackedTrainStates:
             tensors["reference"] = weights
         stats = torch.tensor((*INITIAL_RUNNING_STATS, *[0.0] * extra_stats), dtype=torch.float64)
         self._initial = _TrainState(config=config, tensors=tensors, running_stats=stats, step=0)
+        # 4. The base, and all members.
         self.base = Stack(initial, self.distribution, config, [0], {"weights": weights[None]})
         self.size, self._stats, self._steps = size, stats.repeat(size, 1), [0] * size
         self.running_stats, self.extra_stats = self._stats.tensor_split([len(RUNNING_STATS)], dim=1)  # views
@@ -458,6 +463,7 @@ class StackedTrainStates:
         """
         settings, reports = self._optimizer, dict[int, UpdateReport]()
         for stack in self.stacks:
+            # 1. Learning rate of each member, and the factor that clips its gradient, as `clip_grad_norm_`.
             norms = torch.linalg.vector_norm(stack.gradient, dim=1).tolist()
             rows = {slot: row for row, slot in enumerate(stack.slots) if slot in hyperparameters}
             lrs = {slot: hyperparameters[slot].lr * settings.factor(self._steps[slot]) for slot in rows}
@@ -466,8 +472,10 @@ class StackedTrainStates:
                 for slot, row in rows.items()
                 if math.isfinite(norm := norms[row])
             }
+            # 2. AdamW steps.
             if updates:
                 stack.step(updates, settings)
+            # 3. Reports. One sum finds any NaN or infinity in a member's weights.
             finite = stack.tensors["weights"].sum(1).isfinite().tolist()
             for slot, row in rows.items():
                 self._steps[slot] += row in updates

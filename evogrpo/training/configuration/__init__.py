@@ -1,1 +1,1 @@
-"""YAML to a checked configuration."""
+"""Configuration files: their sections, and how they are read and checked."""

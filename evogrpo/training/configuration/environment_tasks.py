@@ -187,7 +187,9 @@ def _registered(env: str) -> EnvSpec:
     try:
         return env_spec(env)
     except Exception as error:  # the module that registers it may raise any
-        raise ValueError(f"{env!r} is not a registered Gymnasium environment: {_described(error)}") from error
+        file, _, name = env.partition(".py:")
+        advice = f" Write the name of the module without .py: {f'{file}:{name}'!r}." if name else ""
+        raise ValueError(f"{env!r} is not a registered Gymnasium environment: {_described(error)}{advice}") from error
 
 
 @settings

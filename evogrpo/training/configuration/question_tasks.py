@@ -290,7 +290,9 @@ class DatasetFiles:
     def __post_init__(self) -> None:
         others = [self.train, self.validation, self.test, self.hub]
         if self.starts is not None and any(others):
-            raise ValueError("starts excludes a dataset. Remove train, validation, test and hub, or remove starts.")
+            raise ValueError(
+                "starts cannot be combined with train, validation, test or hub. Remove starts or the others."
+            )
         if self.hub is None and self.train is None and self.starts is None:
             raise ValueError("a dataset needs a source. Give train with a file, or hub with the id of a dataset.")
         if self.hub is None and (self.subset or self.revision):
@@ -408,6 +410,7 @@ class DatasetTask(QuestionTask):
 
     def environment(self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None) -> PromptEnvironment:
         """Read the files, load the user's code and build the environment."""
+        # 1. Read the tables and load the reward functions.
         tables = self.dataset.tables()
         functions = [load_named(name, "reward function") for name in self.functions]
         options = {
@@ -418,6 +421,7 @@ class DatasetTask(QuestionTask):
             "seed": seed,
             **self.gym_options(max_prompt_length),
         }
+        # 2. Conversations with tools.
         if self.max_turns is not None:
             factories = {name: load_named(each, "environment", "class") for name, each in self.factories.items()}
             return EnvironmentGym(
@@ -433,6 +437,7 @@ class DatasetTask(QuestionTask):
                 environment_workers=self.environment_workers,
                 **options,
             )
+        # 3. Single turns. Without `form`, a dataset without the column prompt has AgileRL's form.
         first: Any = next(iter(tables["train"] or []), {})
         agilerl = self.form == "agilerl" or (self.form is None and "prompt" not in first)
         return HuggingFaceGym(
@@ -456,6 +461,7 @@ def read_rows(path: Path) -> Sequence[Any]:
     Raises:
         ValueError: If the file is missing, has another type, or has content that does not match its suffix.
     """
+    # 1. Check that the file exists.
     suffix = path.suffix.lower()
     if suffix not in DATASET_SUFFIXES:
         raise ValueError(f"A dataset file must end in {', '.join(DATASET_SUFFIXES)}, got {path}.")
@@ -469,6 +475,7 @@ def read_rows(path: Path) -> Sequence[Any]:
         elif files:
             remedy = f"{path.parent} has {', '.join(files[:5])}{' and others' if len(files) > 5 else ''}."
         raise ValueError(f"cannot read the dataset {path}, there is no such file. {remedy}")
+    # 2. Read it in the format of its suffix.
     if suffix == ".parquet":
         return _read_parquet(path)
     try:
@@ -499,6 +506,7 @@ def read_rows(path: Path) -> Sequence[Any]:
         raise ValueError(f"{path} is not in UTF-8 ({error}). Save it in UTF-8.") from error
     except csv.Error as error:
         raise ValueError(f"{path} is not a valid CSV file: {error}. Check its quotes and line ends.") from error
+    # 3. Check that each row is a mapping.
     if not isinstance(rows, list):
         raise ValueError(f"{path} must contain a list of objects, one per row, got {type(rows).__name__}.")
     for number, row in enumerate(rows):
@@ -553,7 +561,7 @@ def _read_parquet(path: Path) -> Sequence[Any]:
 
 
 def _conversation_template(system_prompt: str | None, template: Messages | None) -> Messages | None:
-    """Return the template, or a template of a system prompt and the question."""
+    """Return the template, or one of a system prompt and the question; at most one argument is given."""
     if system_prompt is None:
         return template
     # Escape braces, which would be read as fields of the template.

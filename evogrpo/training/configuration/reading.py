@@ -44,13 +44,15 @@ def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) 
     """
     # 1. Sections that need no torch. A section that is null has its defaults.
     values, auto = _without_auto({name: value for name, value in values.items() if value is not None})
+    # The types of these two sections import numpy, so they are loaded only if needed.
     given = any(name in values for name in ("experience", "fitness"))
     sections = build(_sections_model(evolution=given), {"schedule": DEFAULT_SCHEDULE, **values}, misplaced=_misplaced)
     parsed = {name: getattr(sections, name) for name in sections.model_fields_set}
-    # The defaults of these sections depend on the task type.
+    # Check hyperparameters before torch is imported. Their defaults follow from the task type in phase 2.
     set_values = values.get("hyperparameters", {})
     space = parsed.setdefault("search_space", HyperparameterConfig())
     with_path("hyperparameters", lambda: space.first({}, set_values))
+    # Founders that are taken from another run.
     population = parsed.setdefault("population", PopulationConfig())
     if population.like is not None and not population.founders:
         from evogrpo.reporting.lineage import best_hyperparameters
@@ -72,10 +74,12 @@ def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) 
     parsed["hyperparameters"] = with_path("hyperparameters", lambda: space.first(kind.hyperparameters, set_values))
     from evogrpo.evolution.strategies import with_defaults
 
+    # 3. Strategy, shared experience, fitness and search space, whose defaults depend on each other.
     parsed["strategy"], parsed["experience"], parsed["fitness"] = with_defaults(
         parsed.get("strategy") if strategy is None else strategy,
         values.get("experience"),
         parsed.get("fitness"),
+        # The same condition as in `evolve`; there is no population yet.
         can_share=(
             kind.word != "language"
             and parsed["population"].size > 1
@@ -84,11 +88,11 @@ def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) 
         steps_per_generation=parsed["schedule"].steps_per_generation,
     )
     space = parsed["search_space"] = _complete_space(parsed, auto, kind, set_values)
-    # Again, because the start of an evolving hyperparameter must be in its range.
+    # Check again: the start of an evolving hyperparameter must be in its range.
     parsed["hyperparameters"] = with_path("hyperparameters", lambda: space.first(kind.hyperparameters, set_values))
+    # 4. Build the configuration with the first founder's hyperparameters, and check across sections.
     from evogrpo.evolution.founders import warm_start_founders
 
-    # 3. The configuration, with the first founder's hyperparameters, and checks across sections.
     config = Config(**parsed)
     if config.founders:
         samples = config.schedule.samples_per_step

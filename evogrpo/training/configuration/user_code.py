@@ -87,7 +87,7 @@ def load_module(name: str) -> ModuleType:
         ValueError: If there is no such module, or it raises an exception.
     """
     if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+        sys.path.append(str(Path.cwd()))  # last, so that modules of the user do not shadow installed ones
     with _errors_of(name):
         return importlib.import_module(name)
 
@@ -124,6 +124,7 @@ def load_plugin(name: str, what: str, built_in: Collection[str] = ()) -> Callabl
     Raises:
         ValueError: If the name is built in, several packages have a plugin of this name, or it cannot be imported.
     """
+    # By value: entry points that lead to the same object are one plugin.
     found = {each.value: each for each in importlib.metadata.entry_points(group=PLUGINS, name=name)}
     if not found:
         return None

@@ -86,7 +86,9 @@ class LanguageTask:
 
     def record_videos(self, config: Config, best: Path, folder: Path, episodes: int) -> tuple[RecordedEpisode, ...]:
         """Raise ValueError: language models have no videos."""
-        raise ValueError("Language models have no videos.")
+        raise ValueError(
+            "Videos show an environment, but this run trains a language model. Its completions are in the report."
+        )
 
     def usage(self, best: Path) -> str:
         """Return the expression that generates with the best member; a base model in a folder is loaded explicitly."""

@@ -323,6 +323,7 @@ def peak_memory(
         device: Device of the members.
     """
     budget = agent.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
+    # Tokens of the longest row, and rows of all members together.
     width = longest_prompt + max_row_tokens(agent, turns, longest_prompt, context_of(model))
     rows = members * max(samples, validation)
     # Conversations keep the caches of all rows while those of the next turn are computed.
@@ -343,6 +344,7 @@ def _millions_text(count: int) -> str:
 
 def prepare(config: Config) -> PreparedLanguage:
     """Check a configuration against the device, the model's architecture and tokenizer, and the task."""
+    # 1. Check the device, the initial adapter and the architecture of the base model.
     assert config.model is not None  # it has a default
     device = available_device(config.device)
     start = None if config.agent.adapter is None else read_adapter(config.agent.adapter)
@@ -352,9 +354,11 @@ def prepare(config: Config) -> PreparedLanguage:
     check_causal_class(outline.model)
     check_sharding(outline.model, config.base_parts, device)
     check_quantised(config.precision, device, shard_count(config.base_parts))
+    # 2. Choose what members train.
     trained = choose_trained(outline.model, lora, outline=True)
     if start is not None and isinstance(trained, LoraTargets):
         start.flat(trained.targets)  # raises ValueError if the adapter is of another base model
+    # 3. Build the environment. By default, prompts leave room for a completion in the model's context.
     max_prompt_length = config.task.max_prompt_length
     context = context_of(outline.model)
     if max_prompt_length is None and context is not None:
@@ -366,6 +370,7 @@ def prepare(config: Config) -> PreparedLanguage:
             )
     config.task.set_templates(outline.tokenizer)
     env = config.task.environment(outline.tokenizer, seed=config.task_seed, max_prompt_length=max_prompt_length)
+    # 4. Try the reward functions, and check all tokens against the model.
     try:
         trial = env.preflight()
     except RewardError as error:
@@ -374,6 +379,7 @@ def prepare(config: Config) -> PreparedLanguage:
     check_token_ids(outline.model, [env.largest_token], "tokens of prompts")
     check_token_ids(outline.model, config.agent.eos_token_ids or (), "eos_token_ids")
     check_context(context, env.longest_prompt + config.agent.max_output_tokens)
+    # 5. Choose the precision, the same on all ranks.
     precision = processes().broadcast(choose_precision(config.precision, outline.model, device, full=lora is None))
     return PreparedLanguage(
         trial=trial,

@@ -123,6 +123,7 @@ class PreparedNetworks:
 
     def forecast(self) -> Forecast:
         """Return the costs of the run: upper bounds where episodes may end early or hyperparameters evolve."""
+        # 1. Work: environment steps, and optimizer steps of each policy.
         config, members, longest = self.config, self.config.population.size, self.env.max_episode_steps
         per_member = longest * config.schedule.samples_per_step
         smallest, epochs = min(possible_values(config, "batch_size")), max(possible_values(config, "update_epochs"))
@@ -130,12 +131,14 @@ class PreparedNetworks:
             policy: epochs * math.ceil(per_member * len(spec.agents) / smallest)
             for policy, spec in self.mapping.specs.items()
         }
+        # 2. Words for one agent or for several.
         joint = networks = by_agent = ""
         steps = [f"at most {pluralize(most, 'step')}" for most in optimizer.values()]
         if DEFAULT_POLICY not in optimizer:
             actions = per_member * members * len(self.mapping.observation_spaces)
             joint, networks, by_agent = "joint ", "s", f", {count_text(actions)} actions of single agents"
             steps = [f"at most {pluralize(most, 'step')} of {policy}" for policy, most in optimizer.items()]
+        # 3. Memory, and rows of the plan.
         need = _memory_need(self.mapping, self.env, config.schedule, members, self.parameters, config.experience)
         rounds = schedule_rows(config, self.env, f"{joint}episodes")
         rows = {
