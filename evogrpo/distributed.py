@@ -292,7 +292,8 @@ def processes() -> Processes:
     """
     # 1. Without a launcher, this process is alone. `begun` = the program has connected the ranks itself.
     launched = os.environ.get("WORLD_SIZE", "1")
-    begun = "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized()
+    loaded = sys.modules.get("torch.distributed")
+    begun = loaded is not None and loaded.is_available() and loaded.is_initialized()
     if not begun and launched.isdigit() and int(launched) <= 1:
         return Processes()
     import torch.distributed as dist

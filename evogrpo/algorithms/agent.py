@@ -189,7 +189,7 @@ class Agent(HyperparameterAttributes):
     def copy_attributes(agent: "Agent", clone: "Agent") -> "Agent":
         """Copy everything except weights, optimizer, slot and index to `clone`, and return `clone`."""
         copied = ("parent", "born", "hyperparameters", "fitness", "failed", "retired", "training", "steps")
-        for name in (*copied, "_evaluated_network"):
+        for name in (*copied, "_evaluated_network", "_prediction_count"):
             setattr(clone, name, getattr(agent, name))
         clone._hooks = list(agent._hooks)
         return clone

@@ -130,10 +130,10 @@ def load_agent(
                 f"{path} must hold a {kind.__name__}, got an agent of kind {stored_kind!r}. Load it with "
                 f"{AGENT_CLASSES[stored_kind]}.load."
             )
-        # 3. Build a member with default hyperparameters, then set its train state and all of its fields.
+        # 3. Build the member, then set its train state and all of its fields.
         folder = checkpoint_path(Path(path))
         members = _open(record.shared, 1, folder, actor_network, tensors, device=device, accelerator=accelerator)
-        agent = kind._member(members, 0, 0, Hyperparameters())
+        agent = kind._member(members, 0, 0, record.member.hyperparameters)
         _restore(agent, record.member, split_shared(tensors)[1])
     return agent
 
@@ -221,10 +221,10 @@ def restore_population(
         stored = record.members
         members = _open(record.shared, len(stored), Path(path), actor_network, tensors, device=device, accelerator=None)
         members.processes = processes()
-        # 2. Build each agent with default hyperparameters, then set its train state and all of its fields.
+        # 2. Build each agent, then set its train state and all of its fields.
         agents = []
         for slot, member in enumerate(stored):
-            agent = kind._member(members, slot, member.index, Hyperparameters())
+            agent = kind._member(members, slot, member.index, member.hyperparameters)
             state = {
                 name.removeprefix(f"{slot}."): value for name, value in tensors.items() if name.startswith(f"{slot}.")
             }
@@ -313,7 +313,12 @@ def _stored(agent: "Agent") -> StoredMember:
 
 def _restore(agent: "Agent", member: StoredMember, tensors: Mapping[str, Tensor]) -> None:
     """Restore a saved agent into this one; on errors nothing changes."""
-    agent.load_state(tensors)
+    earlier, agent.hyperparameters = agent.hyperparameters, member.hyperparameters  # refused if they are invalid here
+    try:
+        agent.load_state(tensors)
+    except ValueError:
+        agent.hyperparameters = earlier
+        raise
     for field in fields(member):
         setattr(agent, field.name, getattr(member, field.name))
 

@@ -167,7 +167,7 @@ class EvolvableAlgorithm(Agent):
         space = members.hp_config or HyperparameterConfig()
         # 3. Choose the number of samples that group sizes must divide.
         if samples_per_step is None:
-            samples = common_samples(options.get("group_size", Hyperparameters().group_size), space)
+            samples = common_samples(options.get("group_size") or Hyperparameters().group_size, space)
         else:
             samples = whole_between("samples_per_step", samples_per_step, 2, MAX_SAMPLES)
         # 4. Choose the founders: the user's, then a spread over the ranges of what evolves.

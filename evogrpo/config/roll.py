@@ -1,5 +1,6 @@
 """ROLL's RLVR configuration as keyword arguments of this package's records."""
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -135,9 +136,10 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> SettingsReader:
 
     Source: ROLL, `RLVRConfig`, `reward_postprocess`, `compute_advantage` and `ActorWorker.loss_func`.
     """
-    # 1. Load the configuration. A single line without a colon is a path.
-    if isinstance(source, str) and "\n" not in source and ":" not in source:
-        source = Path(source)
+    # 1. Load the configuration. A single line without a colon is a path, and so is the name of a file.
+    if isinstance(source, str) and "\n" not in source:
+        is_file = os.path.isfile(source)  # noqa: PTH113 (no error for text that is too long)
+        source = Path(source) if is_file or ":" not in source else source
     if isinstance(source, Path):
         source = source.read_text(encoding="utf-8")
     values = load_yaml(source, "ROLL's configuration") if isinstance(source, str) else source

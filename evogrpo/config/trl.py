@@ -322,6 +322,9 @@ def _schedule(trl: SettingsReader) -> dict[str, Any]:
     if kind == "cosine_with_min_lr":
         if ("min_lr" in arguments) == ("min_lr_rate" in arguments):
             trl.refused.append("TRL field lr_scheduler_kwargs must have one of min_lr and min_lr_rate")
-        shape["floor"] = arguments.get("min_lr_rate", arguments.get("min_lr", 0.0) / trl["learning_rate"])
+        if "min_lr_rate" in arguments:
+            shape["floor"] = arguments["min_lr_rate"]
+        elif trl["learning_rate"]:  # 0 is refused elsewhere
+            shape["floor"] = arguments.get("min_lr", 0.0) / trl["learning_rate"]
     # If the run ends within the warm-up, the learning rate never decays.
     return {"warmup_steps": warmup, **({"total_steps": total, **shape} if total > warmup else {})}

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import NormalDist
 from typing import Annotated, Literal, Self, get_args
 
@@ -59,7 +60,7 @@ class Fitness:
         stored_keys = None if keys is None or list(keys) == list(range(len(rewards))) else tuple(map(int, keys))
         return cls(mean=mean, standard_error=standard_error, scores=rewards, keys=stored_keys)
 
-    @property
+    @cached_property
     def by_key(self) -> dict[int, float]:
         """Scores by key of the question."""
         return dict(zip(range(len(self.scores)) if self.keys is None else self.keys, self.scores, strict=True))

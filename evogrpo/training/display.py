@@ -413,8 +413,8 @@ def plan_lines(report: GenerationReport) -> list[Text]:
     lines = [Text.assemble((f"selection: #{index} removed", "cyan"), f" ({why})") for index, why in reasons.items()]
     lines += [Text(f"selection: {change} from the next generation", "cyan") for change in budgets]
     for child in plan.children:
-        replaced = f"#{members[child.slot]} is replaced by #{child.index}"
-        birth = replaced if child.slot in members else f"#{child.index} added"
+        member = members.get(child.slot)
+        birth = f"#{child.index} added" if member is None else f"#{member} is replaced by #{child.index}"
         origin = origin_text(child.parent, child.changes)
         lines.append(Text.assemble((f"selection: {birth}", "cyan"), f", a {origin}"))
     return lines

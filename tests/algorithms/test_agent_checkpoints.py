@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save
 
 import evogrpo
 from benchmarking.soaking.forging import forged, put_bytes, put_in
-from evogrpo import GRPO
+from evogrpo import GRPO, Objective
 from evogrpo.algorithms.checkpointing import population_state
 from evogrpo.randomness import generator
 from evogrpo.storage.checkpoint import CheckpointError, generation_folder, stored_generations, write_checkpoint
@@ -101,6 +101,15 @@ def test_a_damaged_checkpoint_raises_and_changes_nothing(copy, case):
 def test_checkpoints_of_other_members_raise_and_change_nothing(saved, options, rule):
     agent = tiny_agent(**options)
     unchanged_by(lambda: agent.load_checkpoint(saved), agent, rule)
+
+
+def test_hyperparameters_that_only_fit_the_stored_objective(tmp_path):
+    # Objective.delta must exceed 1 + clip_coef, so this one does not fit the default clip_coef of 0.2.
+    agent = step_agent(objective=Objective(loss_type="dapo", delta=1.15), clip_coef=0.1)
+    agent.save_checkpoint(tmp_path / "agent")
+    assert GRPO.load(tmp_path / "agent").clip_coef == 0.1
+    step_agent().save_checkpoint(tmp_path / "default")
+    unchanged_by(lambda: agent.load_checkpoint(tmp_path / "default"), agent, "delta")
 
 
 def test_another_base_or_a_population_raises(saved, tmp_path):

@@ -25,6 +25,8 @@ def test_spaces_alone_make_an_agent_with_default_networks():
     env = cart_pole()
     agent = GRPO(env.observation_space, env.action_space)
     assert {name: getattr(agent, name) for name in NETWORK_DEFAULTS} == dict(NETWORK_DEFAULTS)
+    (member,) = GRPO.population(1, env.observation_space, env.action_space, group_size=None)  # None = not given
+    assert member.group_size == agent.group_size
     assert GRPO.inspect_attributes(agent)["objective"] == STEPWISE
 
 

@@ -119,6 +119,11 @@ def test_the_loss_uses_the_kl_of_every_action_with_temperature_and_mask(case, ba
     assert float(expected[mask].min()) > 0
     assert not bool(expected[~mask].any())
     assert all(bool(bank.state(slot)["exp_avg"].any()) for slot in range(3))  # with gradient
+    # Without a counted action, nothing is divided by or returned from a missing pass.
+    nothing = replace(batch, action_mask=torch.zeros_like(batch.action_mask))
+    update = bank.update(nothing, loss_fn, named, reference_distributions=reference, reverse_kl=backwards)
+    assert update.divergences is not None
+    assert not bool(update.divergences.any())
 
 
 @pytest.mark.parametrize(

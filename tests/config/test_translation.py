@@ -130,6 +130,7 @@ trl | generation_batch_size: 10, steps_per_generation: 4 -> generation_batch_siz
 trl | max_steps: 9, lr_scheduler_type: cosine, lr_scheduler_kwargs: {cycles: 1} -> lr_scheduler_kwargs.*'cycles'
 trl | max_steps: 9, lr_scheduler_kwargs: 3 -> lr_scheduler_kwargs
 trl | max_steps: 9, lr_scheduler_type: cosine_with_min_lr -> min_lr and min_lr_rate
+trl | max_steps: 9, lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 1}, learning_rate: 0 -> lr must
 trl | per_device_train_batch_size: 0 -> per_device_train_batch_size must be at least 1, got 0
 trl | top_p: 2.0 -> top_p.*2.0
 trl | optim: sgd -> optim.*'sgd'
@@ -412,6 +413,8 @@ add_token_level_kl: false
 def test_the_documented_example_is_read_as_file_text_or_mapping(tmp_path):
     (tmp_path / "example_grpo.yaml").write_text(EXAMPLE)
     result = Objective.from_roll(tmp_path / "example_grpo.yaml")
+    (tmp_path / "run:1.yaml").write_text(EXAMPLE)
+    assert result == Objective.from_roll(str(tmp_path / "run:1.yaml"))
     assert result == Objective.from_roll(EXAMPLE) == Objective.from_roll(yaml.safe_load(EXAMPLE))
     assert result.objective == objective("roll", whiten_advantages=True, reward_clip=10.0, dual_clip=1.4)
     assert dict(result.hyperparameters) == {

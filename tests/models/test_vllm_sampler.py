@@ -225,6 +225,7 @@ WRONG = {
     ),
     "too short": changed_choice(token_ids=[5], logprobs={"token_logprobs": [-1.0]}),
     "too long": changed_choice(token_ids=[5] * 7, logprobs={"token_logprobs": [-1.0] * 7}),
+    "too long, with an end": changed_choice(token_ids=[5, 5, 5, 5, 5, 5, 1], logprobs={"token_logprobs": [-1.0] * 7}),
     "empty": changed_choice(token_ids=[], logprobs={"token_logprobs": []}),
 }
 

@@ -223,6 +223,6 @@ def test_links_pipes_and_folders_are_no_journal(tmp_path, kind):
         path.mkdir()
     before = elsewhere.read_text() if elsewhere.exists() else None
     for act in (Journal, read_journal):
-        with pytest.raises(JournalError, match="is not a regular file"):
+        with pytest.raises(JournalError, match="must be a regular file"):
             act(path)
     assert (elsewhere.read_text() if elsewhere.exists() else None) == before

@@ -86,7 +86,7 @@ def test_a_link_pipe_or_folder_in_place_of_the_lock_is_refused(tmp_path, kind):
         os.mkfifo(folder / LOCK)
     else:
         (folder / LOCK).mkdir()
-    with pytest.raises(OSError, match=r"\.lock is not a regular file"):
+    with pytest.raises(OSError, match=r"\.lock must be a regular file"):
         DirectoryLock(folder)
     assert (tmp_path / "precious").read_text() == "kept"
 

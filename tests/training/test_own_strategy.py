@@ -242,7 +242,7 @@ def begun(folder, strategy):
         (
             Tournament(mutation=halved),
             lambda record: record["mutation"].update(name="trap:halved"),
-            "mutation trap:halved is not imported",
+            "mutation trap:halved was saved by its name only",
         ),
     ],
     ids=["strategy", "mutation"],

@@ -219,7 +219,7 @@ class _Sampler:
         del self._caches[saved:]
         rest = wave[~self._reported.cpu()[wave]]
         self._actions[rest], self._present[rest], self._log_probs[rest] = self._model.pad_id, False, 0.0
-        for half in rest.chunk(2):
+        for half in rest.chunk(2) if len(rest) else ():
             self.sample(half, kept, keep=keep)
 
     def rollout(self, versions: Sequence[WeightsVersion]) -> Rollout:

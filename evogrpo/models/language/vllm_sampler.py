@@ -336,7 +336,7 @@ class VLLMSampler:
             tokens, values = choice.token_ids, choice.logprobs.token_logprobs
             places = [place for place, token in enumerate(tokens) if token in ends]
             # A completion ends with its only end token, or has the maximum length.
-            whole = len(tokens) == longest if not places else places[0] == len(tokens) - 1 >= shortest
+            whole = len(tokens) == longest if not places else shortest <= places[0] == len(tokens) - 1 < longest
             if len(values) != len(tokens) or max(tokens) >= vocabulary or not whole:
                 raise VLLMError(
                     f"{server.url} returned a completion of {len(tokens)} tokens, {len(values)} log-probabilities and "

@@ -270,7 +270,8 @@ class StackedBank(StackedTrainStates):
             scores = scores or [values.new_zeros(len(batch), values.shape[1]) for values in found]
             for values, new in zip(scores, found, strict=True):
                 values[part] = new.detach()
-        return losses.tolist(), scores or [torch.zeros(batch.action_mask.shape)] * 2
+        kinds = 2 if reference_distributions is None else 3
+        return losses.tolist(), scores or [torch.zeros(batch.action_mask.shape, device=self.device)] * kinds
 
     def _parts(self, batch: Batch, slots: Mapping[int, Any] | None = None) -> list[Tensor]:
         """Split the rows with actions (of some members) into parts, each with a share of every member's rows."""
