@@ -139,7 +139,8 @@ class Population(Sequence[Any]):
             samples_per_step: Completions (or episodes) per member; every group size divides it.
             block: Number of starts that a step uses without refills, the same for all steps of a run; with
                 `distinct_starts` the sum over members.
-            samples: Number of samples by slot, instead of `samples_per_step`; members with 0 do not act.
+            samples: Number of samples by slot, instead of `samples_per_step`; members with 0 do not act. If all others
+                have failed, the first healthy member acts, with `samples_per_step`.
             distinct_starts: Each member has starts of its own. Otherwise all use the same ones.
             stop: Checked between tokens or steps, and between reward calls.
 
@@ -149,8 +150,8 @@ class Population(Sequence[Any]):
         # 1. Give each member the starts of its groups.
         counts = [samples_per_step] * len(self) if samples is None else samples
         acting = [agent for agent in self.healthy if counts[agent.slot]]
-        if not acting:  # all members with samples have failed: the others act instead
-            acting, counts = self.healthy, [samples_per_step] * len(self)
+        if not acting:  # all members with samples have failed: one other member acts, whose starts fit into the block
+            acting, counts = self.healthy[:1], [samples_per_step] * len(self)
         learners, groups = [agent.learner(step) for agent in acting], list[range]()
         for agent in acting:
             check_group_size(agent.group_size, counts[agent.slot], owner=f"member {agent.index}")

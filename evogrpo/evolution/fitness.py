@@ -89,6 +89,24 @@ def paired_difference(a: Fitness, b: Fitness) -> tuple[float, float]:
     return _mean_and_standard_error(differences)
 
 
+def difference(a: Fitness, b: Fitness) -> tuple[float, float]:
+    """Compare two members question by question, or by their means if they have fewer than 2 common questions.
+
+    Under shared experience each member has training rewards on the samples of sources of its own, so that two members
+    may have none in common.
+
+    Args:
+        a: Fitness of one member.
+        b: Fitness of another member.
+
+    Returns:
+        Difference of a and b and its standard error, in reward units.
+    """
+    if len(a.by_key.keys() & b.by_key.keys()) > 1:
+        return paired_difference(a, b)
+    return a.mean - b.mean, math.hypot(a.standard_error, b.standard_error)
+
+
 def _mean_and_standard_error(values: Sequence[float]) -> tuple[float, float]:
     """Return the mean and its standard error, exactly 0 for equal values."""
     count = len(values)

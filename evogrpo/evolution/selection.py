@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from evogrpo.evolution.fitness import Fitness, paired_difference
+from evogrpo.evolution.fitness import Fitness, difference, paired_difference
 from evogrpo.evolution.history import Generation, History
 from evogrpo.evolution.plan import Choice
 from evogrpo.randomness import streams
@@ -16,7 +16,7 @@ def tournament(last: Generation, size: int, z: float, rng: np.random.Generator) 
 
     The challenger of a slot is the best of `size` healthy members drawn without replacement. It replaces the slot's
     member if the mean paired difference of their scores is positive and exceeds `z` standard errors of that
-    difference. Differences within noise therefore preserve diversity. A plain tournament on noise alone leaves a
+    difference; without 2 common questions, the difference of their means counts. Differences within noise therefore preserve diversity. A plain tournament on noise alone leaves a
     single lineage after about as many generations as there are members. The best member keeps its slot without a
     tournament. A failed member is always replaced by its challenger.
 
@@ -30,7 +30,7 @@ def tournament(last: Generation, size: int, z: float, rng: np.random.Generator) 
         One choice per slot; empty slots stay empty.
 
     Raises:
-        ValueError: If every member failed, or two members have fewer than 2 common questions.
+        ValueError: If every member failed.
     """
     fitness = {member.slot: fitness for member, fitness in last.healthy}
     healthy, stream = sorted(fitness, key=lambda slot: last.indices[slot]), streams(rng)
@@ -140,19 +140,19 @@ def has_stagnated(history: History, z: float) -> bool:
         if earlier_fitness is None or len(earlier_fitness.by_key.keys() & fitness.by_key.keys()) < 2:
             continue
         compared += 1
-        difference, standard_error = paired_difference(fitness, earlier_fitness)
-        if difference > z * standard_error:
+        gain, standard_error = paired_difference(fitness, earlier_fitness)
+        if gain > z * standard_error:
             return False
     return compared > 0
 
 
 def _duel(slot: int, incumbent: Fitness, challenger: int, rival: Fitness, z: float) -> Choice:
     """Compare a slot's member with its challenger."""
-    difference, standard_error = paired_difference(rival, incumbent)
-    difference_text = f"slot {challenger} scores {difference:+.3g} +- {standard_error:.2g} against it"
-    if difference <= 0:
+    lead, standard_error = difference(rival, incumbent)
+    difference_text = f"slot {challenger} scores {lead:+.3g} +- {standard_error:.2g} against it"
+    if lead <= 0:
         return Choice(parent=slot, reason=f"kept: no better challenger, {difference_text}")
-    if difference <= z * standard_error:
+    if lead <= z * standard_error:
         return Choice(
             parent=slot, reason=f"kept: within noise, {difference_text}, needs more than {z:g} standard errors"
         )

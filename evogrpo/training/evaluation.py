@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from evogrpo.algorithms.evaluation import evaluate_states, measure_fitness
 from evogrpo.data import LearnReport
-from evogrpo.evolution.fitness import GREEDY, ROLLOUTS, Fitness, is_ahead, paired_difference
+from evogrpo.evolution.fitness import GREEDY, ROLLOUTS, Fitness, difference, is_ahead, paired_difference
 from evogrpo.reporting.records import (
     BaselineReport,
     Estimate,
@@ -141,13 +141,8 @@ def candidates(fitness: Mapping[int, Fitness], z: float, limit: int) -> list[int
     """Return at most `limit` slots, the best and those within z standard errors of it, in slot order."""
     ranked, near = sorted(fitness, key=lambda slot: (-fitness[slot].mean, slot)), []
     for slot in ranked:
-        best, other = fitness[ranked[0]], fitness[slot]
-        difference, standard_error = (
-            paired_difference(best, other)
-            if len(best.by_key.keys() & other.by_key.keys()) > 1
-            else (best.mean - other.mean, math.hypot(best.standard_error, other.standard_error))
-        )
-        if difference <= z * standard_error:
+        lead, standard_error = difference(fitness[ranked[0]], fitness[slot])
+        if lead <= z * standard_error:
             near.append(slot)
     return sorted(near[:limit])
 

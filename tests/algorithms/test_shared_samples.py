@@ -187,6 +187,7 @@ def test_members_that_sample_nothing_learn_from_the_others_samples():
     reports = learn(population, rollout.experience, {0: [0], 1: [0, 2], 2: [0, 2]}, shared=EVERY)
     assert [reports[slot].samples for slot in range(3)] == [16, 24, 24]
     assert (reports[1].advantages, reports[1].failed) == ((), None)
-    population[0].failed = "no finite gradient"  # then all sample
-    rollout = population.collect(env, step=0, samples_per_step=8, block=4, samples=[24, 0, 0])
-    assert rollout.member_ids.bincount().tolist() == [0, 8, 8]
+    population[0].failed = "no finite gradient"  # then one other samples, whose starts fit into the block of one member
+    options = {"samples_per_step": 8, "block": 2, "samples": [8, 0, 0], "distinct_starts": True}
+    rollout = population.collect(env, step=0, **options)
+    assert rollout.member_ids.bincount().tolist() == [0, 8]

@@ -68,3 +68,12 @@ def test_failed_members_are_replaced_regardless_of_noise(size):
         choices = choose([None, first, None, second, None], size, 100.0, seed=seed)
         assert all(choices[slot].parent in (1, 3) and "failed" in choices[slot].reason for slot in (0, 2, 4))
         assert [choices[slot].parent for slot in (1, 3)] == [1, 3]
+
+
+@pytest.mark.parametrize("common", [0, 1])
+def test_members_without_common_questions_are_compared_by_their_means(common):
+    """Standard errors of 1 each give sqrt(2) for the difference of 2."""
+    worse = Fitness.from_scores([-1.0, 1.0], keys=[0, 1])
+    better = Fitness.from_scores([1.0, 3.0], keys=[2 - common, 3])
+    for z, parent in ((1.41, 1), (1.42, 0)):
+        assert [choice.parent for choice in choose([worse, better], 2, z)] == [parent, 1]
