@@ -10,6 +10,7 @@ import torch
 from evogrpo.algorithms.collect import check_groups, resample_groups, sample_groups
 from evogrpo.algorithms.evaluation import measure_fitness
 from evogrpo.algorithms.policies.policy_set import RolloutBatch
+from evogrpo.algorithms.policies.settings import check_hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig, check_group_size
 from evogrpo.data import Experience, LearnReport
 from evogrpo.distributed import ProcessError, Processes
@@ -300,6 +301,9 @@ class Population(Sequence[Any]):
         if not isinstance(plan, Plan):
             raise ValueError(f"Strategy.plan must return an evogrpo.evolution.Plan, got {type(plan).__name__}.")
         plan.check(history)
+        settings, space = self.members.settings, self.members.hp_config
+        for child in plan.children:
+            check_hyperparameters(settings.objective, child.hyperparameters, space, per_action=self.plays)
         if not self.members.evolves or not strategy.mutates:
             return plan
         children = []

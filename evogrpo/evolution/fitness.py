@@ -131,7 +131,8 @@ class FitnessConfig:
     learning steps, averaged per prompt (or reset seed). They measure the policy that sampled, so they lag behind
     learning. In the first learning steps of a child they measure its parent. Under shared experience members are
     compared on the samples of all members: the mean reward, plus the estimated gain of the member's policy over the
-    policy that sampled.
+    policy that sampled. The gain is computed from the member's own advantages, so members that differ in advantage
+    type, `gamma` or `advantage_clip` are compared with a bias.
 
     Attributes:
         by: Measure that selection uses. "validation": answers to the validation questions. "rollouts": training
@@ -189,6 +190,10 @@ class FitnessConfig:
     def uses_validation(self) -> bool:
         """True if members answer validation questions."""
         return self.by != ROLLOUTS
+
+    def answering(self, members: int) -> int:
+        """Return the maximum number of members, of this many, that answer validation questions after a generation."""
+        return {"validation": members, "both": min(members, self.candidates), "rollouts": 0}[self.by]
 
     @property
     def validation_measure(self) -> str:

@@ -122,14 +122,16 @@ def no_selection(last: Generation, rng: np.random.Generator) -> list[Choice]:
 def has_stagnated(history: History, z: float) -> bool:
     """Return True if no member improved significantly in the last generation.
 
-    Every healthy member is compared with its own fitness in the generation before, or that of its parent.
+    Every healthy member is compared with its own fitness in the generation before, or that of its parent. This needs
+    generations that answer the same questions: fitness by "validation". Training rewards, used by "rollouts" and
+    "both", are of other learning steps in each generation, so they never count as stagnated.
 
     Args:
         history: History up to the last generation.
         z: Standard errors of the paired difference that an improvement must exceed.
 
     Returns:
-        False if nothing can be compared, as in a first generation.
+        False if nothing can be compared, as in a first generation or with training rewards.
     """
     if len(history.generations) < 2:
         return False

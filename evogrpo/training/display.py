@@ -83,8 +83,9 @@ class RunDisplay(Callback):
     def fraction(self) -> float:
         """Return the fraction of the run that is done, by the nearest limit. An evaluation counts as a step."""
         schedule, state = self._trainer.schedule, self._trainer.run_state
-        amounts = {"max_timesteps": state.timesteps, "max_tokens": state.tokens, "max_seconds": state.seconds}
-        parts = [done / limit for name, done in amounts.items() if (limit := getattr(schedule, name)) is not None]
+        amounts = state.spent(evaluations=schedule.count_evaluations) | {"seconds": state.seconds}
+        limits = {name: getattr(schedule, f"max_{name}") for name in amounts}
+        parts = [amounts[name] / limit for name, limit in limits.items() if limit is not None]
         if schedule.generations is not None:
             done = state.step + state.generation
             left = self._steps_left() + max(0, schedule.generations - state.generation)
@@ -204,7 +205,9 @@ class RunDisplay(Callback):
             rewards = Text.assemble((head, "dim"), rewards_text(self._step))
             lines.append(rewards.append(f"   {self._step.seconds:.1f} s per step", "dim"))
         if self._trainer.stop_request.reason:
-            lines.append(Text("  Stopping and saving. Press Ctrl-C again to abort without saving.", "yellow"))
+            saving = self._trainer.shared_run_dir is not None
+            doing, undone = ("Stopping and saving", " without saving") if saving else ("Stopping", "")
+            lines.append(Text(f"  {doing}. Press Ctrl-C again to abort{undone}.", "yellow"))
         return Group(*lines)
 
     def _phase(self) -> Text:

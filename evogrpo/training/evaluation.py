@@ -13,7 +13,7 @@ from evogrpo.reporting.records import (
     EvaluationCost,
     TestReport,
 )
-from evogrpo.text import number_text, pluralize, score_text
+from evogrpo.text import pluralize, score_text
 from evogrpo.training.run_state import Best, RunParts, RunState
 from evogrpo.training.schedule import REMEDY, TOO_FEW
 from evogrpo.warnings import warn
@@ -184,6 +184,7 @@ def run_test(run: RunParts) -> TestReport:
         config=run.fitness,
         stop=run.stop_request,
     )
+    run.run_state.test_tokens += tokens
     gain, standard_error = paired_difference(after, before)
     run.run_state.tested = TestReport(
         questions=len(after.scores),
@@ -244,7 +245,7 @@ class LearningSignalCheck:
     def __init__(self, steps: int | None, *, taken: int = 0) -> None:
         self._all = min(CHECKED_STEPS, steps or CHECKED_STEPS)
         self._left = 0 if taken else self._all
-        self._rewards: set[float] = set()
+        self._any_reward = False
 
     def update(self, learned: Mapping[int, LearnReport]) -> None:
         """Check the reports of a learning step; warn after the last checked step if all advantages were 0."""
@@ -254,15 +255,13 @@ class LearningSignalCheck:
         if any(advantage and not math.isnan(advantage) for report in reports for advantage in report.advantages):
             self._left = 0
             return
-        self._rewards |= {report.metrics["reward"] for report in reports if "reward" in report.metrics}
+        self._any_reward |= any("reward" in report.metrics for report in reports)
         self._left -= 1
         if self._left:
             return
         began = f"No learning signal in the first {pluralize(self._all, 'learning step')}"
-        if not self._rewards:
+        if not self._any_reward:
             warn(f"{began}: no reward applied to any sample. Return numbers instead of None.")
             return
-        reason = "all rewards within each group were equal"
-        if len(self._rewards) == 1:
-            reason = f"all rewards were {number_text(next(iter(self._rewards)))}"
-        warn(f"{began}: {reason}. Use partial credit, an easier task, or a larger group_size.")
+        equal = "all rewards within each group were equal"
+        warn(f"{began}: {equal}. Use partial credit, an easier task, or a larger group_size.")

@@ -119,7 +119,8 @@ class Run(Iterator[GenerationReport]):
         """Continue a run that has ended, for more steps in the environment.
 
         Args:
-            total_timesteps: Further steps of all members together; they replace the limits of the run.
+            total_timesteps: Further steps of all members together; they replace the limits of the run. They include
+                evaluations if the run's schedule has `count_evaluations`.
             callback: As for `finish`.
 
         Returns:
@@ -131,7 +132,8 @@ class Run(Iterator[GenerationReport]):
         whole_between("total_timesteps", total_timesteps, 1)
         trainer = self.trainer
         limits: dict[str, Any] = dict.fromkeys(("generations", "max_tokens", "max_seconds", "target_fitness"))
-        limits["max_timesteps"] = trainer.run_state.timesteps + total_timesteps
+        spent = trainer.run_state.spent(evaluations=trainer.schedule.count_evaluations)
+        limits["max_timesteps"] = spent["timesteps"] + total_timesteps
         continued = Trainer(
             trainer.population,
             trainer.env,

@@ -29,7 +29,10 @@ def schedule_rows(config: Config, env: GroupEnvironment, held_out: str) -> dict[
     if generations is not None:
         each, whole = schedule.steps_per_generation, pluralize(generations, "generation")
         validation, test = schedule.questions("validation", env), schedule.questions("test", env)
-        evaluated = validation * (1 + size * generations) + 2 * test
+        # The untrained base and the members answer validation questions; the base and the best member are tested.
+        fitness = config.fitness
+        evaluations = fitness.uses_validation + fitness.answering(size) * generations
+        evaluated = (validation * evaluations + 2 * test) * fitness.answers
         steps = f"{pluralize(generations * each, 'learning step')} ({whole} × {each}). "
         steps += f"Evaluations: {count_text(evaluated)} {held_out}"
     return {"groups": f"{groups} per member and learning step", "steps": steps}
@@ -135,5 +138,5 @@ def check_memory(need: MemoryNeed, *, allowed: bool = False, remedy: str = "skip
 
 
 def gigabytes(size: float) -> str:
-    """Return a number of bytes as text, such as `12.3 GB`."""
+    """Return a number of bytes as text, such as `1.23 GB` or `12 GB`."""
     return f"{size / 1e9:.2f} GB" if size < 1e10 else f"{size / 1e9:,.0f} GB"

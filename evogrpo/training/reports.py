@@ -77,7 +77,7 @@ def count_step(
     # With shared experience, the reward of each policy is estimated.
     earned: Mapping[int, Mapping[int, float]] = {slot: collected.earned.get(slot, {}) for slot in learned}
     if any(report.gains for report in learned.values()):
-        earned = _estimated_rewards(collected, learned)
+        earned = _estimated_rewards(population, collected, learned)
     # `collected.tokens` are sampled tokens or environment steps, the unit of `max_timesteps`.
     run_state.add_step(seconds, tokens, metrics, timesteps=collected.tokens, earned=earned)
     # 3. Gather the seconds that each rank has waited for others.
@@ -106,18 +106,29 @@ def count_step(
     ), table
 
 
-def _estimated_rewards(collected: RolloutBatch, learned: Mapping[int, LearnReport]) -> dict[int, dict[int, float]]:
+IN_REWARD_UNITS = ("mean_only", "rloo", "reinforce")
+"""Advantages that are not standardised."""
+
+
+def _estimated_rewards(
+    population: Population, collected: RolloutBatch, learned: Mapping[int, LearnReport]
+) -> dict[int, dict[int, float]]:
     """Return the reward that each member would earn, estimated on the samples of each member that sampled.
 
-    It is the mean reward of the samples plus the member's gain, which is in units of advantages and is multiplied by
-    the standard deviation of rewards within groups.
+    It is the mean reward of the samples plus the member's gain in reward units: a gain in units of standardised
+    advantages is multiplied by the standard deviation of rewards within groups.
     """
-    means = collected.mean_rewards()
+    means, objective = collected.mean_rewards(), population.members.settings.objective
     spreads = [learned[slot].metrics.get("reward_std", 0.0) for slot in means if slot in learned]
     spread = sum(spreads) / max(1, len(spreads))
+    scaled = objective.whiten_advantages or (objective.reward_norm is not None and objective.reward_scale)
+    units = {}
+    for slot in learned:
+        kind = population.agents[slot].hyperparameters.advantage or objective.advantage
+        units[slot] = 1.0 if kind in IN_REWARD_UNITS and not scaled else spread
     return {
         slot: {
-            source: means[source] + spread * gain
+            source: means[source] + units[slot] * gain
             for source, gain in report.gains.items()
             if math.isfinite(means[source])
         }

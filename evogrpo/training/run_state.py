@@ -84,8 +84,13 @@ class RunState:
         metrics: Sums of each slot's metrics in that generation: name -> (sum, count).
         latest_tokens: Tokens of the latest learning step, updates included.
         latest_timesteps: Those of them that were sampled.
-        evaluation_tokens: Tokens (or environment steps) that evaluations took so far, the untrained base's included.
+        evaluation_tokens: Tokens (or environment steps) that evaluations took so far, those of the untrained base and
+            of tests included.
         evaluation_seconds: Their wall-clock time.
+        test_tokens: Those of `evaluation_tokens` that tests took.
+        longest_step: Seconds of the longest learning step so far.
+        longest_evaluation: Seconds of the longest evaluation after a generation so far; before the first one, an
+            estimate from that of the untrained base.
         rollouts: Rewards of each slot in the generation under way: step, position of the start in that step's block,
             and mean raw reward of the group. Under shared experience: step, source, and estimated mean reward on the
             source's samples.
@@ -119,6 +124,9 @@ class RunState:
     latest_timesteps: Count = 0
     evaluation_tokens: Count = 0
     evaluation_seconds: Real = 0.0
+    test_tokens: Count = 0
+    longest_step: Real = 0.0
+    longest_evaluation: Real = 0.0
     rollouts: list[list[tuple[Count, Count, Real]]] = field(default_factory=list)
     examples: tuple[Example, ...] = ()
     baseline: Fitness | None = None
@@ -152,8 +160,8 @@ class RunState:
         self.evaluation_seconds += cost.seconds
 
     def spent(self, *, evaluations: bool) -> dict[str, int]:
-        """Return timesteps and tokens so far, by name, with or without those of evaluations."""
-        extra = self.evaluation_tokens if evaluations else 0
+        """Return timesteps and tokens so far, by name, with or without those of evaluations; tests never count."""
+        extra = self.evaluation_tokens - self.test_tokens if evaluations else 0
         return {"timesteps": self.timesteps + extra, "tokens": self.tokens + extra}
 
     def reached_limit(self, schedule: Schedule) -> str | None:
@@ -289,13 +297,10 @@ class Clock:
 
     Attributes:
         now: As given.
-        longest_step: Seconds of the longest learning step so far.
-        longest_evaluation: Seconds of the longest evaluation of all members so far.
     """
 
     def __init__(self, limit: float | None, run_state: RunState, now: Callable[[], float]) -> None:
         self._limit, self._run_state, self.now = limit, run_state, now
-        self.longest_step = self.longest_evaluation = 0.0
         self._since = now()
 
     def start(self) -> None:
@@ -331,7 +336,20 @@ class Clock:
 
 
 class RunParts:
-    """Parts of a run that its phases share; see `evogrpo.training.trainer.Trainer`."""
+    """Parts of a run that its phases share; see `evogrpo.training.trainer.Trainer`.
+
+    Attributes:
+        population: The members.
+        env: Environment they act in.
+        schedule: Length and limits of the run.
+        strategy: Rule of selection and mutation.
+        fitness: Measure of fitness.
+        experience: Rule for learning from samples of other members; None = each from its own.
+        data: Fingerprint of the environment; None if it has none.
+        run_state: Counters, best member and history.
+        clock: Seconds of the run, and its time limit.
+        stop_request: Stop request of the run.
+    """
 
     population: Population
     env: GroupEnvironment
@@ -368,14 +386,24 @@ class Limits:
             spent = state.spent(evaluations=self._schedule.count_evaluations)
             if self._schedule.reached_budget(**spent, seconds=state.seconds) or self._limit_of_next_step():
                 return False
-        # Leave time for this step, the evaluation and the test. The test evaluates the best member and the base.
+        # Leave time for this step, the evaluation and the test. The test evaluates the best member and the base, at the
+        # cost per answer of the evaluation or, without validation, at most at the cost per sample of a learning step.
         clock, run = self._run.clock, self._run
-        validation = self._schedule.questions("validation", run.env)
-        share = 2 * self._schedule.questions("test", run.env) / (len(run.population) * validation)
-        if clock.left() >= clock.longest_step + clock.longest_evaluation * (1 + share):
+        tested, members = 2 * self._schedule.questions("test", run.env), len(run.population)
+        if run.fitness.uses_validation:
+            answered = run.fitness.answering(members) * self._schedule.questions("validation", run.env)
+            test = state.longest_evaluation * tested / answered
+        else:
+            test = state.longest_step * tested * run.fitness.answers / self._samples(members)
+        if clock.left() >= state.longest_step + state.longest_evaluation + test:
             return True
         clock.expire()
         return False
+
+    def _samples(self, members: int) -> int:
+        """Return the samples of this many members in a learning step."""
+        state = self._run_state
+        return sum(state.samples) if state.samples else members * state.samples_per_step
 
     def finished(self) -> bool:
         """Return True if no further generation will start; the test may still follow."""
@@ -409,14 +437,12 @@ class Limits:
         Assumes that the next step costs as much as the last one. Only used with `count_evaluations`: otherwise a run
         ends with the learning step that reaches its limit.
         """
-        state, schedule = self._run_state, self._schedule
-        if not (schedule.count_evaluations and state.latest_timesteps):
-            return None
+        state, schedule, fitness = self._run_state, self._schedule, self._run.fitness
         healthy = len(self._run.population.healthy)
-        evaluated = {"validation": healthy, "both": min(healthy, self._run.fitness.candidates), "rollouts": 0}
-        answers = evaluated[self._run.fitness.by] * schedule.questions("validation", self._run.env)
-        samples = sum(state.samples) if state.samples else healthy * state.samples_per_step
-        evaluation = answers * state.latest_timesteps / samples
+        if not (schedule.count_evaluations and state.latest_timesteps and healthy):
+            return None
+        answers = fitness.answering(healthy) * schedule.questions("validation", self._run.env) * fitness.answers
+        evaluation = answers * state.latest_timesteps / self._samples(healthy)
         spent = state.spent(evaluations=True)
         steps = {"timesteps": state.latest_timesteps, "tokens": state.latest_tokens}
         for name, limit in (("timesteps", schedule.max_timesteps), ("tokens", schedule.max_tokens)):

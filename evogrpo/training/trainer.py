@@ -180,7 +180,8 @@ class Trainer(RunParts):
         banks, stop, shared = population.members.banks, self.stop_request, self.experience
         if self._resumed and self.run_dir is not None:
             self.run_dir.export_best(population, state.best)
-        was_tested = state.tested is not None or self.schedule.test_questions == 0
+        tested = 0 if state.tested is None else state.tested.questions
+        was_tested = tested == self.schedule.questions("test", self.env)
         if self._resumed and state.ended is not None and was_tested and self.limits.finished():
             self._ended, self._complete = state.ended, True
             self._close()
@@ -295,7 +296,7 @@ class Trainer(RunParts):
         self._set_progress()
         with self.stop_request.interruptible():
             report = measure_baseline(self)
-        self.clock.longest_evaluation = len(self.population) * report.cost.seconds  # until all members were evaluated
+        state.longest_evaluation = self.fitness.answering(len(self.population)) * report.cost.seconds  # an estimate
         self.clock.tick()
         self._report(report)
         self._save()
@@ -333,7 +334,7 @@ class Trainer(RunParts):
     ) -> StepReport:
         """Count a learning step and record it."""
         self.clock.tick()
-        self.clock.longest_step = max(self.clock.longest_step, sum(phases.values()))
+        self.run_state.longest_step = max(self.run_state.longest_step, sum(phases.values()))
         completions = 0 if self.run_dir is None else self.run_dir.logging.completions
         report, examples = count_step(self, collected, learned, phases, completions)
         if report.step == 0 and not self.fitness.uses_validation:
@@ -364,7 +365,7 @@ class Trainer(RunParts):
         except (Exception, SystemExit) as error:
             self._save(f"{type(error).__name__} while evaluating generation {state.generation + 1}")
             raise
-        clock.longest_evaluation = max(clock.longest_evaluation, clock.now() - began)
+        state.longest_evaluation = max(state.longest_evaluation, clock.now() - began)
         clock.tick()
         self._greedy_gap.update(measured)
         state.generation += 1
@@ -499,8 +500,11 @@ class Trainer(RunParts):
     def _set_progress(self) -> None:
         """Pass the number of the current learning step to the environment, if it has `set_progress`."""
         if isinstance(self.env, SupportsProgress):
-            total = (self.schedule.generations or 0) * self.run_state.steps_per_generation
-            self.env.set_progress(self.run_state.step, total)
+            state, total = self.run_state, 0  # 0 = unknown
+            if self.schedule.generations is not None:  # the generations left are as long as the current one
+                left = max(0, self.schedule.generations - state.generation)
+                total = state.step - state.step_in_generation + left * state.steps_per_generation
+            self.env.set_progress(state.step, total)
 
     # ---- files, which rank 0 writes
 

@@ -37,6 +37,12 @@ def test_rungs_follow_from_the_number_of_members_at_constant_cost(size, strategy
         assert 0 <= steps_left < count  # less than one more step for each member
 
 
+def test_one_member_stays_in_a_run_of_any_length():
+    strategy = SuccessiveHalving(eta=100_000)
+    list(TestSuccessiveHalving().follow(strategy, population := SimulatedPopulation(2), 70))  # 2 / eta^70 is 0
+    assert [len(each.members) for each in population.generations] == [2] + [1] * 69
+
+
 def test_the_best_stay_and_the_budget_of_failed_members_is_shared():
     population = SimulatedPopulation(8, spread=30.0, failures=0.4, seed=3)
     history = population.evaluate()

@@ -143,6 +143,12 @@ def test_the_bar_advances_and_names_every_part_of_a_run():
     assert max(len(line) for _, shown in updates for line in shown.split("\n")) <= 80
 
 
+def test_a_stopping_run_without_a_directory_does_not_claim_to_save():
+    run = tiny_run(None)
+    run.stop()
+    assert "Stopping. Press Ctrl-C again to abort." in drawn(RunDisplay(Console(), run))
+
+
 def test_the_star_marks_the_best_member():
     falling = iter(range(10**6, 0, -1))
     console = Console(file=io.StringIO(), width=140)

@@ -21,7 +21,7 @@ def run(env, **schedule):
 
 def test_constant_rewards_warn_once():
     (message,), caught = run(tiny_env(reward_fn=lambda completion, answer, question: -2.5))
-    assert "the first 3 learning steps: all rewards were -2.5" in message
+    assert "the first 3 learning steps: all rewards within each group were equal" in message
     assert "partial credit" in message
     assert {each.filename for each in caught if str(each.message) == message} == {__file__}  # the user's line
 

@@ -104,6 +104,11 @@ def test_a_run_ends_if_all_members_failed(tmp_path):
     assert all(agent.failed is None for agent in again.population)
 
 
+def test_a_run_with_a_budget_for_evaluations_ends_if_all_members_failed():
+    with pytest.raises(AllFailedError, match="All members failed"):
+        finish(with_rates(None, [DEADLY], generations=None, max_tokens=10**9, count_evaluations=True))
+
+
 def test_a_failed_member_stays_failed_after_a_resume(tmp_path):
     run, uninterrupted = (with_rates(tmp_path / name, [1e-3, DEADLY], generations=2) for name in ("run", "whole"))
     stop_after(run, 1)

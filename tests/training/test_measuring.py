@@ -5,16 +5,21 @@ from dataclasses import replace
 import gymnasium
 import numpy as np
 import pytest
+from rich.console import Console
 
 from evogrpo import GymnasiumGroups, Objective
 from evogrpo.algorithms.evaluation import evaluate_questions, measure_fitness
 from evogrpo.algorithms.policies.policy_set import EvaluationRequest
-from evogrpo.evolution import Fitness, FitnessConfig
+from evogrpo.evolution import Fitness, FitnessConfig, SharedExperience
 from evogrpo.reporting.records import GenerationReport, StepReport
+from evogrpo.training.configuration.reading import parse_config
+from evogrpo.training.display import RunDisplay
 from evogrpo.training.evaluation import candidates
+from evogrpo.training.evolve import Run
+from evogrpo.training.forecast import schedule_rows
 from evogrpo.training.run_dir import generation_curves
 from tests.envs import joint_probes
-from tests.tiny_steps import cart_pole, step_population, step_run
+from tests.tiny_steps import cart_pole, start_run, step_population, step_run
 from tests.tiny_teams import team_env, team_population
 from tests.tiny_training import finish, random_population, tiny_env, tiny_population
 
@@ -262,6 +267,8 @@ def test_costs_of_evaluations_add_up(tmp_path):
         assert curves[f"evaluation_cost/slot_{member.slot}"] == member.evaluation.tokens
         assert curves[f"measured_rollouts/slot_{member.slot}"] == member.measured["rollouts"].mean
     assert run.result.evaluation.tokens == spent + run.result.test.cost.tokens
+    state = run.run_state
+    assert state.spent(evaluations=True)["timesteps"] == state.timesteps + spent  # without the test
 
 
 def test_limits_that_count_evaluations_reserve_room_for_them():
@@ -276,6 +283,52 @@ def test_limits_that_count_evaluations_reserve_room_for_them():
     assert 6000 - 2 * counting.run_state.latest_timesteps < spent < 6600
     assert "would exceed max_timesteps" in counting.result.reason
     assert counting.result.best is not None
+    assert RunDisplay(Console(), counting).fraction() == min(1.0, spent / 6000)
+
+
+def test_a_continued_run_takes_further_steps_although_evaluations_count():
+    run = Run(step_run(None, generations=None, max_timesteps=4000, count_evaluations=True)).finish()
+    before, state = run.result.steps, run.trainer.run_state
+    spent = state.spent(evaluations=True)["timesteps"]
+    assert state.evaluation_tokens > 1500
+    run.learn(1500)
+    assert run.result.steps > before
+    assert state.spent(evaluations=True)["timesteps"] - spent < 2000
+
+
+@pytest.mark.parametrize(
+    ("fitness", "evaluations"),
+    [("rollouts", 0), ("validation", 16 + 2 * 3 * 16), ({"by": "both", "candidates": 2}, 16 + 2 * 2 * 16)],
+)
+@pytest.mark.parametrize("answers", [1, 3])
+def test_the_plan_counts_the_answers_to_held_out_questions(fitness, evaluations, answers):
+    measured = {"by": fitness} if isinstance(fitness, str) else fitness
+    held_out = {"validation_size": 16, "test_size": 10}
+    config = parse_config(
+        {
+            "task": {"env": "CartPole-v1", **held_out},
+            "population": {"size": 3},
+            "schedule": {"generations": 2, "steps_per_generation": 2, "samples_per_step": 16},
+            "fitness": {**measured, "answers": answers, "sampled": answers > 1},
+        }
+    )
+    steps = schedule_rows(config, cart_pole(**held_out), "episodes")["steps"]
+    assert steps.endswith(f"Evaluations: {answers * (evaluations + 2 * 10)} episodes")
+
+
+def test_estimated_rewards_have_the_units_of_rewards():
+    """Advantages without a standard deviation are in reward units already."""
+    rollouts = []
+    for scale in (1.0, 100.0):
+        population = random_population(3, objective=Objective(advantage="mean_only"))
+        env = tiny_env(reward_fn=lambda completion, answer, question, scale=scale: scale * len(set(completion)))
+        shared = SharedExperience(min_ess=0.01)
+        run = start_run(population, env, None, experience=shared, generations=1, samples_per_step=8)
+        assert any(isinstance(report, StepReport) for report in run.reports())
+        rollouts.append([{source: score for _, source, score in scores} for scores in run.run_state.rollouts])
+    assert rollouts[0][0] != rollouts[0][1]
+    for one, other in zip(*rollouts, strict=True):
+        assert other == {source: pytest.approx(100.0 * score, rel=1e-4) for source, score in one.items()}
 
 
 def test_discarded_groups_of_dynamic_sampling_count():

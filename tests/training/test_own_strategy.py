@@ -6,8 +6,8 @@ import sys
 import pytest
 import yaml
 
-from evogrpo import Hyperparameters, Tournament, evolve, resume
-from evogrpo.evolution import Fixed, MutationOnly
+from evogrpo import Hyperparameters, Objective, Tournament, evolve, resume
+from evogrpo.evolution import Choice, Fixed, MutationOnly, Plan, Stateless
 from evogrpo.reporting.records import GenerationReport, StepReport
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.checkpoint import read_checkpoint, write_checkpoint
@@ -361,3 +361,23 @@ def test_a_configuration_names_a_mutation_in_a_file(configured, tmp_path, strate
     start = Hyperparameters(lr=1e-4)
     assert again.strategy.mutation(start, SPACE, None).lr == pytest.approx(stored.get("factor", 2.0) * 1e-4)
     check_resumable(config.strategy)
+
+
+class Wide(Stateless):
+    """Gives the members a clip coefficient that `Objective.delta` excludes."""
+
+    mutates = True
+
+    def plan(self, history, rng):
+        wide = dataclasses.replace(history.last.member(0).hyperparameters, clip_high=0.5)
+        choices = [Choice(parent=0, reason="wide", hyperparameters=wide) for _ in history.last.slots]
+        return Plan.from_choices(history, choices)
+
+
+def test_children_that_the_objective_refuses_change_nothing(tmp_path):
+    options = {"hp_config": None, "evolve_network": None, "objective": Objective(loss_type="dapo", delta=1.4)}
+    run = step_run(tmp_path / "run", size=2, options=options, strategy=Wide(), generations=2)
+    with pytest.raises(StrategyError, match=r"delta .* got 1\.4"):
+        finish(run)
+    assert [member.index for member in run.population.lineage] == [0, 1]
+    assert all(event.get("plan") is None for event in read_journal(tmp_path / "run" / "journal.jsonl"))

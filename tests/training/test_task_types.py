@@ -212,3 +212,9 @@ class TestTeam(TaskTypeTestCase):
 def test_every_task_type_is_tested():
     tried = {TestLanguage: "language", TestEnvironments: "language", TestNetworks: "networks", TestTeam: "joint"}
     assert set(tried.values()) == set(TASK_TYPES) == set(TERMS)
+
+
+def test_videos_of_more_episodes_than_the_test_split_has_are_refused(tmp_path):
+    config = parse_config({"task": {"env": "CartPole-v1", "test_size": 10}})
+    with pytest.raises(ValueError, match=r"episodes .* 10.* got 11"):
+        task_type_of(config.task).record_videos(config, tmp_path / "best", tmp_path, 11)

@@ -78,6 +78,26 @@ def test_a_step_begins_only_if_a_step_an_evaluation_and_the_test_still_fit(clock
         assert result.generations > 0
 
 
+@pytest.mark.parametrize(
+    ("fitness", "evaluation"), [("rollouts", 0.0), ({"by": "both", "candidates": 2, "z": 99.0}, 8.0)]
+)
+def test_the_test_fits_whatever_measures_fitness(clock, fitness, evaluation):
+    # As above; without validation, the test is expected to cost as much per episode as a step.
+    finished, _ = run(costly(clock, validation_size=16, test_size=32), max_seconds=60.0, fitness=fitness)
+    assert finished.result.test is not None
+    assert 60 - 6 - evaluation <= finished.result.seconds <= 60
+
+
+def test_a_resumed_run_knows_how_long_a_step_and_an_evaluation_take(clock, tmp_path):
+    quick = {"steps_per_generation": 2, "samples_per_step": 8, "test_questions": 0}
+    env = costly(clock, validation_size=16)
+    first = evolve(members(env), env, run_dir=tmp_path / "run", max_seconds=30.0, fitness="validation", **quick)
+    assert len(list(first)) == 1  # 4 s for the base, 2 x 6 s of steps, 12 s of evaluation
+    again = resume(tmp_path / "run", env, max_seconds=40.0)
+    assert list(again) == []
+    assert again.result.steps == first.result.steps
+
+
 def test_one_part_may_exceed_the_limit_and_the_end_says_by_how_much(clock):
     env, before = costly(clock, growth=10.0, after=60.0, validation_size=16, test_size=32), clock.now
     finished, _ = run(env, max_seconds=100.0)

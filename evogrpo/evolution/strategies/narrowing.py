@@ -22,13 +22,15 @@ class Narrowing(Stateless):
     known. At each rung the best 1 / `eta` of the members stay, as in successive halving, and take over the samples of
     the others: learning steps grow, and no generation has more samples than the first. After every generation the
     worst quarter is replaced by mutated clones of the best quarter, so that values no founder had can be found. If no
-    member improved beyond the noise, none is stopped and all but the best are mutated in place.
+    member improved beyond the noise, none is stopped and all but the best are mutated in place. Improvement is tested
+    with fitness by "validation" only, where generations answer the same questions.
 
     Attributes:
         eta: Inverse share of members that stay at a rung, at least 2.
         every: Generations between rungs, at least 1.
         min_members: Members that always stay, at least 1. A single member no longer evolves.
-        z: Standard errors of the paired difference above which a member counts as improved.
+        z: Standard errors of the paired difference to the generation before above which a member counts as improved.
+            No effect unless fitness is by "validation".
         quantile: Share of the members, in (0, 0.5], that clones replace in each generation; at least one member.
         mutation: Maps the hyperparameters of a parent to those of a child: a `Mutation`, or your own callable.
 

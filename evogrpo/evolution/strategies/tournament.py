@@ -19,7 +19,8 @@ class Tournament(Stateless):
 
     The challenger of a member is the best of `size` random members. It wins if the paired difference of their scores
     exceeds `z` standard errors. If no member improved significantly over a generation, all but the best are mutated in
-    place, so that a population leaves hyperparameters with which no member learns.
+    place, so that a population leaves hyperparameters with which no member learns. Improvement is tested with fitness
+    by "validation" only, where generations answer the same questions.
 
     Attributes:
         size: Members per tournament, at least 1. More members select more strongly.
@@ -27,7 +28,8 @@ class Tournament(Stateless):
         z: Standard errors of the paired difference that a challenger must lead by; 0 accepts any lead.
         mutation: Maps the hyperparameters of a parent to those of a child: a `Mutation`, your own callable (see
             `evogrpo.evolution.Perturbation`), or None for exact clones, as in `SelectionOnly`.
-        explore_when_stuck: Mutate all but the best in place if no member improved.
+        explore_when_stuck: Mutate all but the best in place if no member improved. No effect unless fitness is by
+            "validation".
 
     Raises:
         ValueError: If a setting is out of range, or elitism is off without a mutation.

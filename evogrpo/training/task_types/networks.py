@@ -206,7 +206,9 @@ class NetworkTask:
     def record_videos(self, config: Config, best: Path, folder: Path, episodes: int) -> tuple[RecordedEpisode, ...]:
         """Record videos of the best member on the first test episodes."""
         with closing(config.task.environment(seed=config.task_seed)) as env:
-            seeds = [env.reset_seed("test", start) for start in range(min(episodes, env.size("test")))]
+            if episodes > (size := env.size("test")):
+                raise ValueError(f"episodes must be at most {size}, the size of the test split, got {episodes}.")
+            seeds = [env.reset_seed("test", start) for start in range(episodes)]
             agent = self.algorithm.load(best)
             return record_video(agent, env, folder / f"member-{agent.index}.mp4", seeds=seeds)
 
