@@ -16,9 +16,10 @@ def tournament(last: Generation, size: int, z: float, rng: np.random.Generator) 
 
     The challenger of a slot is the best of `size` healthy members drawn without replacement. It replaces the slot's
     member if the mean paired difference of their scores is positive and exceeds `z` standard errors of that
-    difference; without 2 common questions, the difference of their means counts. Differences within noise therefore preserve diversity. A plain tournament on noise alone leaves a
-    single lineage after about as many generations as there are members. The best member keeps its slot without a
-    tournament. A failed member is always replaced by its challenger.
+    difference. Without 2 common questions, the difference of their means is used. Differences within noise therefore
+    preserve diversity. A plain tournament on noise alone leaves a single lineage after about as many generations as
+    there are members. The best member keeps its slot without a tournament. A failed member is always replaced by its
+    challenger.
 
     Args:
         last: Generation that was evaluated.

@@ -206,8 +206,8 @@ class RunDisplay(Callback):
             lines.append(rewards.append(f"   {self._step.seconds:.1f} s per step", "dim"))
         if self._trainer.stop_request.reason:
             saving = self._trainer.shared_run_dir is not None
-            doing, undone = ("Stopping and saving", " without saving") if saving else ("Stopping", "")
-            lines.append(Text(f"  {doing}. Press Ctrl-C again to abort{undone}.", "yellow"))
+            verb, rest = ("Stopping and saving", " without saving") if saving else ("Stopping", "")
+            lines.append(Text(f"  {verb}. Press Ctrl-C again to abort{rest}.", "yellow"))
         return Group(*lines)
 
     def _phase(self) -> Text:

@@ -180,8 +180,8 @@ class Trainer(RunParts):
         banks, stop, shared = population.members.banks, self.stop_request, self.experience
         if self._resumed and self.run_dir is not None:
             self.run_dir.export_best(population, state.best)
-        tested = 0 if state.tested is None else state.tested.questions
-        was_tested = tested == self.schedule.questions("test", self.env)
+        questions = self.schedule.questions("test", self.env)
+        was_tested = questions == 0 or (state.tested is not None and state.tested.questions == questions)
         if self._resumed and state.ended is not None and was_tested and self.limits.finished():
             self._ended, self._complete = state.ended, True
             self._close()

@@ -32,33 +32,6 @@ from tests.tiny_training import (
     tiny_run,
 )
 
-class Progress(GymnasiumGroups):
-    """Records the progress of training."""
-
-    def __init__(self, **options):
-        super().__init__("CartPole-v1", max_episode_steps=5, **options)
-        self.seen = []
-
-    def set_progress(self, step, total_steps):
-        self.seen.append((step, total_steps))
-
-
-def test_progress_counts_the_steps_of_generations_of_different_length():
-    env = Progress(validation_size=2, test_size=2)
-    options = {"hp_config": None, "evolve_network": None}
-    schedule = {"generations": 3, "steps_per_generation": 1, "test_questions": 2}
-    finish(step_run(None, size=2, env=env, options=options, strategy=SuccessiveHalving(), **schedule))
-    # One step of both members, then two steps of one member in each generation.
-    assert list(dict.fromkeys(env.seen)) == [(0, 3), (1, 3), *((step, 5) for step in range(1, 6))]
-
-
-def test_a_finished_run_is_tested_again_on_another_number_of_questions(tmp_path):
-    finish(step_run(tmp_path / "run", generations=1, steps_per_generation=1, test_questions=4))
-    for questions, counts in ((4, []), (2, [2]), (2, []), (0, [])):
-        reports = finish(resumed_run(tmp_path / "run", test_questions=questions))
-        assert [report.questions for report in reports] == counts
-
-
 LAST = 3 * 2  # learning steps of a stored run
 
 
@@ -278,3 +251,31 @@ def test_checkpoints_within_generations_limit_the_loss(stored_network_run, tmp_p
     assert [begun(2), begun(1)] == [2, 3]  # the last step's is written on resume
     finish(resumed_run(tmp_path / "run-1"))
     check_same_run(tmp_path / "run-1", stored_network_run.folder)
+
+
+class Progress(GymnasiumGroups):
+    """Records the progress of training."""
+
+    def __init__(self, **options):
+        super().__init__("CartPole-v1", max_episode_steps=5, **options)
+        self.seen = []
+
+    def set_progress(self, step, total_steps):
+        self.seen.append((step, total_steps))
+
+
+def test_progress_counts_the_steps_of_generations_of_different_length():
+    env = Progress(validation_size=2, test_size=2)
+    options = {"hp_config": None, "evolve_network": None}
+    schedule = {"generations": 3, "steps_per_generation": 1, "test_questions": 2}
+    finish(step_run(None, size=2, env=env, options=options, strategy=SuccessiveHalving(), **schedule))
+    # One step of both members, then two steps of one member in each generation.
+    assert list(dict.fromkeys(env.seen)) == [(0, 3), (1, 3), *((step, 5) for step in range(1, 6))]
+
+
+def test_a_finished_run_is_tested_again_on_another_number_of_questions(tmp_path):
+    finish(step_run(tmp_path / "run", generations=1, steps_per_generation=1, test_questions=4))
+    for questions, tested in ((4, 4), (2, 2), (0, 2)):
+        reports = finish(run := resumed_run(tmp_path / "run", test_questions=questions))
+        assert [report.questions for report in reports] == ([2] if questions == 2 else [])
+        assert run.result.test.questions == tested

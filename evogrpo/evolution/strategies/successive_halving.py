@@ -45,7 +45,7 @@ class SuccessiveHalving(Stateless):
         """Retire failed members, and at a rung all members except the best."""
         first, last = history.generations[0], history.last
         rungs, remainder = divmod(last.number - first.number + 1, self.every)
-        survivor_count = max(1, math.ceil(len(first.members) / self.eta**rungs))  # the quotient underflows in a long run
+        survivor_count = max(1, math.ceil(len(first.members) / self.eta**rungs))  # in a long run it underflows
         survivors = last.ranked[:survivor_count]
         choices = []
         for slot, record in enumerate(last.slots):
