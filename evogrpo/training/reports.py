@@ -177,9 +177,9 @@ def _select_examples(
 
 
 def _plain(value: Any) -> bool | int | float | str | None:
-    """Convert a value that a reward function logged to a number, a text or None."""
+    """Convert a value that a reward function logged to a number, a text or None; also None if `Real` refuses it."""
     value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, int | float) and not abs(value) <= 1e150:  # also NaN
         return None
     return value if isinstance(value, bool | int | float | str | None) else str(value)
 

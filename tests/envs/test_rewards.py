@@ -164,6 +164,28 @@ def test_trainer_arguments_are_passed_by_name(plain_tokenizer):
     assert scores.metrics == {"longest": 1.5}
 
 
+def test_values_logged_by_repeated_calls_are_kept_and_lists_of_another_length_are_refused(plain_tokenizer):
+    def reward(completions, level, log_extra, log_metric):
+        values = [float(text) for text in completions]
+        log_extra("text", completions)
+        log_metric("mean", sum(values) / len(values))
+        return values
+
+    ids = plain_tokenizer(["1", "x", "3"])["input_ids"]
+    env = HuggingFaceGym(PROMPTS, None, plain_tokenizer, reward_funcs=reward, on_reward_error="exclude")
+    with pytest.warns(UserWarning, match="1 of 3"):
+        scores = env.open("train", [0, 1]).score(single_turn_conversations([0, 1, 1], ids))
+    assert scores.columns == {"text": ("1", None, "3")}
+    assert scores.metrics == {"mean": 2.0}
+
+    def short(completions, log_extra):
+        log_extra("text", completions[1:])
+
+    env = HuggingFaceGym(PROMPTS, None, plain_tokenizer, reward_funcs=short)
+    with pytest.raises(RewardError, match="log_extra"):
+        env.open("train", [0, 1]).score(single_turn_conversations([0, 1, 1], ids))
+
+
 # ---- sums and values
 
 
@@ -266,6 +288,9 @@ def test_names_are_unique():
     names = [reward.name for reward in make_rewards(None, functions, None)]
     assert names[:4] == ["Judge", "ones", "reward_2", "reward"]
     assert len(set(names)) == 6
+    first, third = returning(0), returning(0)
+    first.__name__, third.__name__ = "f", "f_3"
+    assert [reward.name for reward in make_rewards(None, [first, third, first], None)] == ["f", "f_3", "f_4"]
 
 
 @pytest.mark.parametrize(
@@ -317,7 +342,7 @@ def test_preflight_raises_failures_unless_excluded(tokenizer):
     assert preflight(tokenizer, reward, on_reward_error="exclude").rewards == {"reward": None}
 
 
-@pytest.mark.parametrize(("name", "value"), [("slot", 1.0), ("mine", math.nan), ("mine", "high")])
+@pytest.mark.parametrize(("name", "value"), [("slot", 1.0), ("mine", math.nan), ("mine", 1e200), ("mine", "high")])
 def test_preflight_refuses_invalid_metrics_and_lists_of_another_length(plain_tokenizer, name, value):
     for reward, message in (
         (lambda completions, log_metric: [log_metric(name, value) for _ in completions], "log_metric"),

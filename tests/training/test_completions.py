@@ -9,7 +9,7 @@ from evogrpo import Objective, evolve
 from evogrpo.envs.protocol import SPLITS
 from evogrpo.reporting.records import Example
 from evogrpo.storage.journal import read_journal
-from evogrpo.training.run_dir import RunDir
+from evogrpo.training.run_dir import RunDir, open_run
 from tests.tiny_training import SPACE, resumed_run, stop_after, tiny_env, tiny_population, tiny_run, variety
 
 STEPS = {"steps_per_generation": 2, "samples_per_step": 8, "generations": 2, "test_questions": 0}
@@ -97,6 +97,7 @@ def test_lines_are_json_without_control_characters(tmp_path):
 def logging_reward(completions, trainer_state, log_extra, log_metric, **_):
     log_extra("length", [len(text) for text in completions])
     log_extra("kind", ["long" if len(text) > 3 else "short" for text in completions])
+    log_extra("huge", [1e200] * len(completions))
     log_metric("longest", max(map(len, completions)))
     log_metric("step", trainer_state.global_step)
     return [len(set(text)) / 8 for text in completions]
@@ -111,8 +112,10 @@ def test_values_logged_by_reward_functions_are_in_tables_and_metrics(tmp_path):
     assert [member["step"] for event in steps for member in event["members"]] == [0, 0, 1, 1]
     assert all(member["longest"] >= 1 for event in steps for member in event["members"])
     (first, *_) = sorted((tmp_path / "completions").iterdir())
+    assert open_run(tmp_path).record.run_state.examples[0].columns["huge"] is None
     for row in map(json.loads, first.open()):
         assert row["length"] == len(row["completion"])
+        assert row["huge"] is None
         assert row["kind"] == ("long" if len(row["completion"]) > 3 else "short")
 
 

@@ -58,10 +58,9 @@ class RewardResult:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SingleTurnBatch:
-    """A `PromptBatch` of single completions.
+    """A batch of dataset prompts with one completion each; base class of `MultiTurnBatch`.
 
-    Rewards of whole groups can be started while others are still being sampled: `start_scoring`, then `score` of all
-    completions, or `cancel`.
+    Call `start_scoring` for finished groups, then `score` for all completions, or `cancel`.
 
     Attributes:
         prompts: Token ids of each prompt.
@@ -71,7 +70,7 @@ class SingleTurnBatch:
         tokenizer: Decodes completions.
         on_reward_error: "raise" or "exclude".
         progress: Number of learning steps taken, and of all learning steps (0 if unknown).
-        max_turns: Maximum number of completions in a conversation.
+        max_turns: 1, except in subclasses with several turns.
         held_out: True for validation and test prompts. Failed rewards are computed once more before they are excluded.
     """
 
@@ -145,12 +144,9 @@ class SingleTurnBatch:
         result = compute_rewards(
             self.rewards, inputs, self.on_reward_error, self.runner, retry=self.held_out, started=started, stop=stop
         )
-        # 2. Add the values that were logged.
-        count = len(conversations)
+        # 2. Add the values that were logged. Rows without a value, such as those of failed calls, get None.
         columns = {
-            name: tuple(values[row] for row in range(count))
-            for name, values in self._columns.items()
-            if len(values) == count  # a value for each row
+            name: tuple(values.get(row) for row in range(len(conversations))) for name, values in self._columns.items()
         }
         metrics = {
             name: float(np.average([value for _, value in values], weights=[size for size, _ in values]))
@@ -178,13 +174,11 @@ class SingleTurnBatch:
             ],
             token_ids=token_ids,
             turns=turns,
-            trainer=self.trainer_arguments([conversation.row for conversation in conversations]),
+            trainer=lambda rows: self.trainer_arguments([conversations[row].row for row in rows]),
         )
 
     def trainer_arguments(self, rows: Sequence[int]) -> Mapping[str, Any]:
-        """Return the trainer's arguments of reward functions for these rows; worker processes cannot log."""
-        if not self.rewards[0].batched:
-            return {}
+        """Return the trainer's arguments of a call for these rows, in TRL's form; worker processes cannot log."""
         require("A reward function in TRL's form", "transformers")
         from transformers import TrainerState
 
@@ -193,15 +187,19 @@ class SingleTurnBatch:
             return {"trainer_state": SimpleNamespace(**vars(state))}  # pickled without transformers
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
-            if len(values) == len(rows):
-                self._columns.setdefault(str(column), {}).update(zip(rows, values, strict=True))
+            if len(values) != len(rows):
+                raise ValueError(f"log_extra needs {len(rows)} values, got {len(values)} for {column!r:.80}.")
+            self._columns.setdefault(str(column), {}).update(zip(rows, values, strict=True))
 
         def log_metric(name: str, value: Any) -> None:
             value = value.tolist() if hasattr(value, "tolist") else value
             if str(name) in RESERVED_NAMES:
                 raise ValueError(f"The log_metric name {name!r} is reserved. Choose another one.")
-            if not isinstance(value, numbers.Real) or not math.isfinite(value):
-                raise ValueError(f"log_metric values must be finite numbers, got {value!r:.80} for {name!r:.80}.")
+            if not (isinstance(value, numbers.Real) and abs(value) <= FLOAT32_LIMIT):  # type: ignore[operator]
+                raise ValueError(
+                    f"log_metric values must be finite numbers of at most {FLOAT32_LIMIT:g}, got {value!r:.80} for "
+                    f"{name!r:.80}."
+                )
             self._metrics.setdefault(str(name), []).append((len(rows), float(value)))
 
         return {"trainer_state": state, "log_extra": log_extra, "log_metric": log_metric}

@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import itertools
 import math
 import threading
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from evogrpo.interruption import NEVER, Interrupted, Stop
@@ -245,7 +246,7 @@ class RewardInputs:
         turns: Texts of completions and replies in turn, where `texts` and `token_ids` hold whole conversations; None
             for single completions.
         messages: Completions as messages; None = alternating messages of assistant and user, from `turns`.
-        trainer: Arguments that the trainer provides to functions in TRL's form.
+        trainer: Returns the arguments that the trainer provides to a call in TRL's form for these completions.
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -253,7 +254,7 @@ class RewardInputs:
     token_ids: Sequence[list[int]]
     turns: Sequence[Sequence[str]] | None = None
     messages: Sequence[Sequence[Mapping[str, Any]]] | None = None
-    trainer: Mapping[str, Any] = field(default_factory=dict)
+    trainer: Callable[[Sequence[int]], Mapping[str, Any]] = lambda rows: {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,7 +383,7 @@ class Reward:
             "completions": completions,
             "completion_ids": [inputs.token_ids[row] for row in rows],
             **{key: [row[key] for row in chosen] for key in chosen[0] if key not in REPLACED_COLUMNS},
-            **inputs.trainer,
+            **inputs.trainer(rows),
         }
         return (((), {name: available[name] for name in self._accepted(available)}),)
 
@@ -430,8 +431,9 @@ def make_rewards(
     rewards: dict[str, Reward] = {}
     for weight, function in zip(weights, functions, strict=True):
         base = name = _name(function)
+        numbers = itertools.count(len(rewards) + 1)
         while name in rewards:
-            name = f"{base}_{len(rewards) + 1}"
+            name = f"{base}_{next(numbers)}"
         factor = float(finite_number("each of reward_weights", weight))
         rewards[name] = Reward(name=name, weight=factor, batched=True, function=function)
     return tuple(rewards.values())

@@ -85,7 +85,7 @@ def encoded(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that JSON has no form for as one that it has."""
+    """Convert a value that JSON cannot represent to one that it can; raise TypeError for other values."""
     from evogrpo.envs.text.reward_functions import CallFailedError, StepRewards
     from evogrpo.text import user_line
 
