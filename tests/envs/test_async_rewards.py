@@ -2,12 +2,13 @@
 
 import asyncio
 import threading
+from concurrent.futures import wait
 
 import numpy as np
 import pytest
 
 from evogrpo.envs.text.prompt_batch import compute_rewards
-from evogrpo.envs.text.reward_functions import RewardError, RewardInputs, make_rewards
+from evogrpo.envs.text.reward_functions import Job, RewardError, RewardInputs, make_rewards
 from evogrpo.envs.text.verifier_pool import make_reward_runner
 
 
@@ -92,6 +93,31 @@ def test_slow_functions_are_cancelled_and_excluded():
         result = earned(slow, form="agilerl", timeout=0.2, on_error="exclude")
     np.testing.assert_array_equal(result.rewards, [1.0, np.nan])
     assert stopped.wait(5)
+
+
+def test_jobs_of_an_abandoned_event_loop_do_not_end_those_of_the_next_one(monkeypatch):
+    monkeypatch.setattr("evogrpo.envs.text.reward_functions.GRACE_SECONDS", 0.1)
+    release, second = threading.Event(), None
+
+    async def reward(completions, **_):
+        if completions == ["block"]:
+            release.wait(60)
+        while not second.cancelled():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        return [1.0]
+
+    def submit(text):
+        return runner.submit(Job(name="reward", rows=(0,), calls=(((), {"completions": [text]}),), batched=True))
+
+    runner = make_reward_runner(make_rewards(None, reward, None), 0.6, None)
+    first = submit("block")
+    assert not wait([first], timeout=0.2).done
+    second = submit("waits in the blocked loop")
+    wait([first], timeout=10)
+    assert submit("in the next loop").result(timeout=10) == [[1.0]]
+    release.set()
+    runner.close()
 
 
 def test_a_blocked_event_loop_is_reported_and_keeps_no_program_from_ending():

@@ -38,6 +38,7 @@ BATCHED = (
         functions.kinds,
     ),
     functions.arrays,
+    functions.parsed,
 )
 
 
@@ -113,6 +114,13 @@ def test_completions_are_split_and_returned_in_order(call):
         assert set(call(functions.call_sizes, *texts).rewards) == {5.0, 6.0}
     assert call(single, *texts).rewards.tolist() == list(range(11))
     assert call(functions.arrays, "a", "b").rewards.tolist() == [0.0, 0.0]  # one completion for each worker
+
+
+@pytest.mark.parametrize("text", ['{"steps": 3}', '{"steps": [[1], [0]]}', '{"failed": "x"}', '[{"steps": 3}]'])
+def test_dicts_are_no_rewards(call, text):
+    with pytest.warns(UserWarning, match="1 of 3 completions excluded; the first: .*'parsed' must return"):
+        scores = call(functions.parsed, "1", text, "2", on_error="exclude")
+    np.testing.assert_array_equal(scores.rewards, [1, np.nan, 2])
 
 
 def test_workers_run_in_parallel_without_torch(call, tmp_path):

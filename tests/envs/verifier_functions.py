@@ -94,6 +94,10 @@ def arrays(completions, **_):
     return np.arange(len(completions))
 
 
+def parsed(completions, **_):
+    return [json.loads(text) for text in completions]
+
+
 def variety(completion, answer, question):
     return len(set(completion)) / 8
 

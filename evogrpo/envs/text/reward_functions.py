@@ -127,15 +127,15 @@ class InProcessRunner:
         self._running.add(future)
         if self._timeout is not None:
             # call_async applies the limit; this is for blocking code in the loop.
-            timer = threading.Timer(self._timeout + GRACE_SECONDS, self._abandon, [future])
+            timer = threading.Timer(self._timeout + GRACE_SECONDS, self._abandon, [future, self._loop])
             timer.daemon = True
             timer.start()
             future.add_done_callback(lambda _: timer.cancel())
         return future
 
-    def _abandon(self, future: "Future[Results]") -> None:
-        """Give up a job that does not end, and its event loop."""
-        if future.cancel():
+    def _abandon(self, future: "Future[Results]", loop: asyncio.AbstractEventLoop) -> None:
+        """Give up a job that does not end, and its event loop unless a new one has replaced it."""
+        if future.cancel() and loop is self._loop:
             self.close()
 
     def cancel(self, futures: Sequence["Future[Results]"]) -> None:

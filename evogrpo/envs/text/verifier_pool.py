@@ -143,6 +143,7 @@ def _exchange(process: "subprocess.Popen[bytes]", message: bytes, limit: float |
     finally:
         if timer is not None:
             timer.cancel()
+            timer.join()  # it may be killing the process, which must not happen after the next job was sent to it
     if isinstance(reply, CallFailedError):
         raise reply
     return list(reply)
@@ -173,7 +174,7 @@ def _decoded(item: dict[str, Any]) -> StepRewards | CallFailedError:
     """Decode an object in a worker's reply."""
     if "steps" in item:
         return StepRewards(*item["steps"])
-    return CallFailedError(printable(str(item.get("failed", f"must return numbers or None, got {item}")))[:1000])
+    return CallFailedError(printable(str(item["failed"]))[:1000])
 
 
 class VerifierPool:

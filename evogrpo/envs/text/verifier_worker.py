@@ -79,9 +79,18 @@ def _load(setup: dict[str, Any]) -> dict[str, Any]:
 def encoded(value: Any) -> str:
     """Return the result of a call, or the exception that it raised, as JSON; failures as `{"failed": reason}`."""
     try:
-        return json.dumps(value, default=_plain)
+        return json.dumps(_without_dicts(value), default=_plain)
     except Exception:  # noqa: BLE001 (user classes may raise anything)
         return json.dumps({"failed": f"must return numbers or None, got {value!r:.240}"})
+
+
+def _without_dicts(value: Any) -> Any:
+    """Replace dicts of the user by failures: a dict in a reply stands for a failure or for step rewards."""
+    if isinstance(value, dict):
+        from evogrpo.envs.text.reward_functions import CallFailedError
+
+        return CallFailedError(f"must return numbers or None, got {value!r:.240}")
+    return [_without_dicts(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _plain(value: Any) -> Any:
@@ -96,7 +105,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, StepRewards):
         return {"steps": [value.values, value.positions, value.unit]}
     if hasattr(value, "tolist"):  # arrays and tensors
-        return value.tolist()
+        return _without_dicts(value.tolist())
     if isinstance(value, Real):
         return float(value)
     raise TypeError
