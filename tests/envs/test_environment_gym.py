@@ -235,6 +235,20 @@ def test_a_column_names_the_environment():
         gym(rows=[{"first": 1, "environment": "third"}], environment_factory={"count": Counter})
 
 
+def test_environments_share_a_reward_if_their_classes_have_the_same_name():
+    def make():
+        class Local(Counter):  # another class in every call
+            pass
+
+        return Local()
+
+    rows = [{"first": n, "environment": "ab"[n % 2]} for n in range(40)]
+    batch = gym(rows=rows, environment_factory={"a": make, "b": make}).open("train", range(4))
+    assert {row["environment"] for row in batch.rows} == {"a", "b"}
+    scores = batch.score([converse(batch, "x<eos>", row=row, start=row) for row in range(4)])
+    assert scores.rewards.tolist() == scores.components["Local"].tolist() == [first_of(batch, row) for row in range(4)]
+
+
 class Fragile(Counter):
     """Fails for some rows, but not at the first resets."""
 
@@ -329,6 +343,27 @@ def test_a_lost_server_excludes_its_conversation_and_is_reconnected_once(monkeyp
     assert Remote.made == 5
 
 
+def test_lost_environments_are_replaced_at_the_start_and_closed_after_an_error(monkeypatch):
+    monkeypatch.setattr(Remote, "made", 0)
+    monkeypatch.setattr(Remote, "lost", (1,))
+    env = gym(environment_factory=Remote, environment_workers=1)
+    assert Remote.made == 2
+    batch = env.open("train", [0])
+    began = [converse(batch, call("ask") + "<eos>", row=row) for row in range(2)]
+    monkeypatch.setattr(Remote, "lost", (2, 3))
+    monkeypatch.setattr(Counter, "closed", 0)
+    with pytest.raises(RewardError, match="lost"):
+        batch.respond(
+            [
+                Conversation(row=each.row, start=0, completions=each.completions * 2, replies=each.replies)
+                for each in began
+            ]
+        )
+    del batch
+    gc.collect()
+    assert Counter.closed == 2
+
+
 def test_environments_are_made_once_and_closed(monkeypatch):
     made = []
 
@@ -366,6 +401,29 @@ def test_starts_of_environments_without_a_dataset_are_seeded():
     rewards = batch.score(conversations).rewards.tolist()  # each group has one start
     assert [len(set(rewards[:4])), len(set(rewards[4:])), len(set(rewards))] == [1, 1, 2]
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states  # noqa: NPY002
+
+
+def test_a_reset_that_hangs_does_not_block_later_ones(monkeypatch):
+    release = threading.Event()
+
+    class Hanging(Sampled):
+        hangs = False
+
+        def reset(self, seed):
+            if Hanging.hangs:
+                release.wait(60)
+            return super().reset(seed)
+
+    env = gym(rows=40, environment_factory=Hanging, environment_timeout=0.5, on_reward_error="exclude")
+    for hangs in (True, False):
+        monkeypatch.setattr(Hanging, "hangs", hangs)
+        batch = env.open("train", [0])
+        if hangs:
+            with pytest.warns(UserWarning, match="1 of 1 .*took longer"):
+                assert np.isnan(batch.score([converse(batch, "x<eos>")]).rewards).all()
+        else:
+            assert np.isfinite(batch.score([converse(batch, "x<eos>")]).rewards).all()
+    release.set()
 
 
 def undocumented(number: int) -> int:

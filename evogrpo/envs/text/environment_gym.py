@@ -28,6 +28,7 @@ from evogrpo.envs.text.reward_functions import (
     RewardInputs,
     StepRewards,
     make_rewards,
+    timeout_error,
 )
 from evogrpo.envs.text.templates import Message, Options, Tokenizer, check_messages, numbered, row_options
 from evogrpo.envs.text.tools import (
@@ -99,20 +100,47 @@ class EnvironmentPool:
         arguments = copy.deepcopy(dict(arguments))
         if not self.seeded:
             return finished(environment.reset(**arguments))
-        with self._seeding:  # global states belong to one reset at a time
-            before = random.getstate(), np.random.get_state()  # noqa: NPY002 (what environments draw from)
+        limit = min(self.timeout or threading.TIMEOUT_MAX, threading.TIMEOUT_MAX)
+        seeding = self._seeding  # global states belong to one reset at a time
+        if not seeding.acquire(timeout=limit):
+            with self._lock:
+                if self._seeding is seeding:
+                    self._seeding = threading.Lock()  # the reset that holds the previous one hangs
+            raise timeout_error(limit)
+        before = random.getstate(), np.random.get_state()  # noqa: NPY002 (what environments draw from)
+        try:
             random.seed(arguments["seed"])
             np.random.seed(arguments["seed"])  # noqa: NPY002
+            return finished(environment.reset(**arguments))
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])  # noqa: NPY002
+            seeding.release()
+
+    def start(self, name: str | None, arguments: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Take an environment and reset it, once more in a new one on a ConnectionError; return it and the observation.
+
+        An environment whose reset fails is closed.
+        """
+        environment = self.take(name)
+        try:
             try:
-                return finished(environment.reset(**arguments))
-            finally:
-                random.setstate(before[0])
-                np.random.set_state(before[1])  # noqa: NPY002
+                return environment, self.reset(environment, arguments)
+            except ConnectionError:  # a server may have restarted
+                close_environment(environment)
+                environment = self.factories[name]()
+                return environment, self.reset(environment, arguments)
+        except BaseException:
+            close_environment(environment)
+            raise
 
     def run(self, calls: Sequence[Callable[[], Any]], stop: Stop = NEVER) -> list[Any]:
         """Make calls to environments in threads; return a value or exception for each."""
         with escaped_prints():
-            return run_calls(calls, workers=self.workers, timeout=self.timeout, stop=stop)
+            outcomes = run_calls(calls, workers=self.workers, timeout=self.timeout, stop=stop)
+        if any(isinstance(outcome, CallFailedError) for outcome in outcomes):
+            self._seeding = threading.Lock()  # an abandoned reset may never release the previous one
+        return outcomes
 
     def close(self) -> None:
         """Close all unused environments. Further conversations make new ones."""
@@ -140,7 +168,8 @@ class Episode:
         results: Messages with the results of tools, after each completion that called some.
         replies: Token ids of these messages.
         failures: Number of calls that failed.
-        error: Reason why it is excluded; None if it is not.
+        error: Reason why it is excluded; None if it is not. Text, as a traceback would keep the batch in memory.
+        abandoned: True if a call to its environment may still be running.
         rewarded: True once the environment has returned its reward.
         reward: That reward.
     """
@@ -150,7 +179,8 @@ class Episode:
     results: list[list[Message]] = field(default_factory=list)
     replies: list[tuple[int, ...]] = field(default_factory=list)
     failures: int = 0
-    error: RewardError | None = None
+    error: str | None = None
+    abandoned: bool = False
     rewarded: bool = False
     reward: Any = None
 
@@ -162,8 +192,8 @@ def _release(pool: EnvironmentPool, episodes: Mapping[int, Episode]) -> None:
             continue
         if episode.error is None:
             pool.give(episode.name, episode.environment)
-        elif not isinstance(episode.error.__cause__, CallFailedError):
-            close_environment(episode.environment)  # one that exceeded the time limit may block, and is abandoned
+        elif not episode.abandoned:  # closing one with a running call may block
+            close_environment(episode.environment)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +233,7 @@ class EnvironmentBatch(SingleTurnBatch):
         sources: Arguments of `reset` and the observation that it must return, for each prompt.
         tools: Functions that all completions can call.
         schemas: Schemas of all tools, by name of the environment.
-        own_rewards: Classes of environments with `get_reward`, by name of the reward.
+        own_rewards: Name of the reward of each environment with `get_reward`, by name of the environment.
         options: Keyword arguments of the chat template.
     """
 
@@ -212,7 +242,7 @@ class EnvironmentBatch(SingleTurnBatch):
     sources: Sequence[tuple[Mapping[str, Any], str | None]]
     tools: Mapping[str, Tool]
     schemas: Mapping[str | None, Sequence[Schema]]
-    own_rewards: Mapping[str, type]
+    own_rewards: Mapping[str | None, str]
     options: Options
     _episodes: dict[int, Episode] = field(default_factory=dict, init=False, repr=False)
 
@@ -235,11 +265,17 @@ class EnvironmentBatch(SingleTurnBatch):
                 playing.append((conversation, self._episode(conversation), turn))
         # 2. Call the tools.
         outcomes = self.pool.run([partial(self._play, each.start, episode, turn) for each, episode, turn in playing])
+        failed = [
+            self._exclude(episode, outcome)
+            for (_, episode, _), outcome in zip(playing, outcomes, strict=True)
+            if isinstance(outcome, BaseException)
+        ]
+        if failed and self.on_reward_error == "raise":
+            raise failed[0]
         # 3. Render the results.
         replies: dict[int, tuple[int, ...]] = {}
         for (conversation, episode, _), outcome in zip(playing, outcomes, strict=True):
             if isinstance(outcome, BaseException):
-                self._exclude(episode, outcome)
                 continue
             results, failures = outcome
             options = {**self.options, **row_options(self.rows[conversation.start])}
@@ -263,20 +299,23 @@ class EnvironmentBatch(SingleTurnBatch):
             pair for pair in zip(conversations, episodes, strict=True) if not pair[1].rewarded and pair[1].error is None
         ]
         outcomes = self.pool.run([partial(self._finish, *pair) for pair in waiting], stop)
+        failures = []
         for (conversation, episode), outcome in zip(waiting, outcomes, strict=True):
             if isinstance(outcome, BaseException):
-                self._exclude(episode, outcome)
+                failures.append(self._exclude(episode, outcome))
                 continue
             episode.rewarded = True
             try:
                 episode.reward = _reward_value(outcome, conversation)
             except ValueError as error:
-                self._exclude(episode, error)
+                failures.append(self._exclude(episode, error))
+        if failures and self.on_reward_error == "raise":
+            raise failures[0]
         # 2. Compute the other rewards. The base class reads an environment's rewards from a finished job, like those of
         # a reward function.
-        for name, kind in self.own_rewards.items():
+        for name in dict.fromkeys(self.own_rewards.values()):
             future: Future[list[Any]] = Future()
-            future.set_result([each.reward if type(each.environment) is kind else None for each in episodes])
+            future.set_result([each.reward if self.own_rewards.get(each.name) == name else None for each in episodes])
             job = Job(name=name, rows=tuple(range(len(conversations))), calls=(), batched=False)
             self._started.append((job, future))
         scores = super().score(conversations, stop)
@@ -315,22 +354,13 @@ class EnvironmentBatch(SingleTurnBatch):
         if episode.environment is not None or not self.pool.factories:
             return
         arguments, expected = self.sources[start]
-        environment = self.pool.take(episode.name)
-        try:
-            try:
-                observation = self.pool.reset(environment, arguments)
-            except ConnectionError:  # a server may have restarted
-                close_environment(environment)
-                environment = self.pool.factories[episode.name]()
-                observation = self.pool.reset(environment, arguments)
-            if observation != expected:
-                raise ValueError(
-                    f"reset must return the same text for the same row, got {observation!r:.80} after "
-                    f"{expected!r:.80}. Draw random numbers from the column seed."
-                )
-        except BaseException:
+        environment, observation = self.pool.start(episode.name, arguments)
+        if observation != expected:
             close_environment(environment)
-            raise
+            raise ValueError(
+                f"reset must return the same text for the same row, got {observation!r:.80} after "
+                f"{expected!r:.80}. Draw random numbers from the column seed."
+            )
         episode.environment = environment
 
     def _play(self, start: int, episode: Episode, turn: ToolTurn) -> tuple[list[Message], int]:
@@ -356,15 +386,14 @@ class EnvironmentBatch(SingleTurnBatch):
             environment.truncated = conversation.truncated
         return finished(environment.get_reward())
 
-    def _exclude(self, episode: Episode, error: BaseException) -> None:
-        """Exclude a conversation whose environment failed, or raise the error."""
+    def _exclude(self, episode: Episode, error: BaseException) -> RewardError:
+        """Exclude a conversation whose environment failed; return the error."""
         factory = self.pool.factories.get(episode.name)
         name = "A tool" if factory is None else f"Environment {getattr(factory, '__name__', factory)}"
         failure = RewardError(f"{name} {_reason(error)}"[:1000])
         failure.__cause__ = error
-        if self.on_reward_error == "raise":
-            raise failure
-        episode.error = failure
+        episode.error, episode.abandoned = str(failure), isinstance(error, CallFailedError)
+        return failure
 
     def _messages(self, conversation: Conversation) -> list[Message]:
         """Return all messages after the prompt: completions, and results of tools."""
@@ -447,7 +476,7 @@ class EnvironmentGym(PromptEnvironment):
         test_dataset: Questions for the final report; None = draw them from the training dataset.
         tokenizer: A transformers tokenizer with a chat template.
         environment_factory: Class or function that returns an environment, or several by the names in the column
-            `environment`; None = tools only.
+            `environment`; None = tools only. Environments whose classes have the same name share one reward.
         tools: Functions that the model can call, with type hints and a docstring with Args.
         max_turns: Maximum number of completions in a conversation, at least 2.
         reward_funcs: One or several rewards in TRL's form, added to those of environments. A completion is the list of
@@ -514,27 +543,28 @@ class EnvironmentGym(PromptEnvironment):
             timeout=environment_timeout,
         )
         weakref.finalize(self, self._pool.close)
-        self._own_rewards: dict[str, type] = {}
+        self._own_rewards: dict[str | None, str] = {}
         self._schemas: dict[str | None, list[Schema]] = {None: [tool_schema(tool) for tool in self._tools.values()]}
         for name in factories:
             (environment,) = self._pool.run([partial(self._pool.take, name)])
             if isinstance(environment, BaseException):
                 raise ValueError(f"environment_factory {_reason(environment)}") from environment
+            self._pool.give(name, environment)
             if not callable(getattr(environment, "reset", None)):
                 raise ValueError(f"An environment must have a method reset, got {environment!r:.200}.")
             methods = [getattr(environment, each) for each in tool_methods(environment)]
             self._schemas[name] = [tool_schema(tool) for tool in (*self._tools.values(), *methods)]
             if hasattr(environment, "get_reward"):
-                self._own_rewards[type(environment).__name__] = type(environment)
-            self._pool.give(name, environment)
+                self._own_rewards[name] = type(environment).__name__
         # 3. Combine the reward functions with the rewards of environments.
         rewards: tuple[Reward, ...] = ()
         if reward_funcs is not None or not self._own_rewards:
             rewards = make_rewards(None, reward_funcs, reward_weights)
-        repeated = self._own_rewards.keys() & {reward.name for reward in rewards}
+        own_names = dict.fromkeys(self._own_rewards.values())  # environments of equal class names share one reward
+        repeated = own_names.keys() & {reward.name for reward in rewards}
         if repeated:
             raise ValueError(f"reward_funcs must not have the name of an environment, got {min(repeated)}. Rename it.")
-        env_rewards = [Reward(name=name, weight=1.0, batched=True, function=_own_reward) for name in self._own_rewards]
+        env_rewards = [Reward(name=name, weight=1.0, batched=True, function=_own_reward) for name in own_names]
         # 4. Build the prompts. Each ends with the first observation of its environment.
         super().__init__(train_dataset, test_dataset, tokenizer, rewards=(*rewards, *env_rewards), **options)
         # 5. Check that the chat template renders tools.
@@ -609,7 +639,6 @@ class EnvironmentGym(PromptEnvironment):
         return ObservedTable(table=table, observations=observations)
 
     def _first_observation(self, row: Mapping[str, Any]) -> Any:
-        environment = self._pool.take(self._name(row))
-        observation = self._pool.reset(environment, self._reset_arguments(row))
+        environment, observation = self._pool.start(self._name(row), self._reset_arguments(row))
         self._pool.give(self._name(row), environment)
         return observation
