@@ -87,8 +87,7 @@ class Agent(HyperparameterAttributes):
         if not isinstance(record, Hyperparameters):
             raise ValueError(f"hyperparameters must be a Hyperparameters record, got {record!r:.80}.")
         members = self.members
-        per_action = members.kind != "language"
-        check_hyperparameters(members.settings.objective, record, members.hp_config, per_action=per_action)
+        check_hyperparameters(members.settings, record, members.hp_config, per_action=members.kind != "language")
         self._hyperparameters = record
 
     @property

@@ -305,10 +305,9 @@ def build_joint_policy_set(
 def _network_policy_set(
     size: int, mapping: PolicyMapping, settings: NetworkSettings, options: Mapping[str, Any], module: nn.Module | None
 ) -> Built:
-    first, space = _first_hyperparameters(options, settings, NETWORK_DEFAULTS), options.get("hp_config")
-    check_hyperparameters(settings.objective, first, space or HyperparameterConfig(), per_action=True)
+    first = _first_hyperparameters(options, settings, NETWORK_DEFAULTS)
     device = choose_device(options.get("accelerator"), options.get("device")) or "cpu"
-    return NetworkPolicySet(mapping, size, settings, space, module=module, device=device), first
+    return NetworkPolicySet(mapping, size, settings, options.get("hp_config"), module=module, device=device), first
 
 
 def auto_space(
@@ -346,7 +345,7 @@ def _refuse_other_kind(names: tuple[str, ...], options: Mapping[str, Any], kind:
 def _first_hyperparameters(
     options: Mapping[str, Any], settings: LanguageSettings | NetworkSettings, defaults: Mapping[str, Any]
 ) -> Hyperparameters:
-    """Return the first member's hyperparameters, checked against the objective and the search space."""
+    """Return the first member's hyperparameters, checked against the settings and the search space."""
     space = options.get("hp_config")
     if space is not None:
         instance("hp_config", space, HyperparameterConfig, "HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-3))")
@@ -355,4 +354,5 @@ def _first_hyperparameters(
     chosen = {name: options[name] for name in HYPERPARAMETER_NAMES if name in options}
     first = settings.objective.resolved(space.first(defaults, chosen), space)
     settings.objective.check(first, space)
+    check_hyperparameters(settings, first, space, per_action=isinstance(settings, NetworkSettings))
     return first

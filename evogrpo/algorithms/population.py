@@ -303,7 +303,7 @@ class Population(Sequence[Any]):
         plan.check(history)
         settings, space = self.members.settings, self.members.hp_config
         for child in plan.children:
-            check_hyperparameters(settings.objective, child.hyperparameters, space, per_action=self.plays)
+            check_hyperparameters(settings, child.hyperparameters, space, per_action=self.plays)
         if not self.members.evolves or not strategy.mutates:
             return plan
         children = []

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from math import cos, pi, sqrt
 from typing import Annotated, Any, Literal, TypedDict
 
@@ -215,7 +215,8 @@ class Optimizer:
         eps: Added to the square root of the second moment, above 0.
         weight_decay: Decoupled decay, at least 0.
         warmup_steps: Optimizer steps of linear warm-up from 0, as in transformers: the first changes nothing. Steps
-            are counted per member, and children inherit the count together with the weights.
+            are counted per member, and children inherit the count together with the weights. Must be 0 with
+            `target_kl`.
         schedule: Shape after the warm-up.
         total_steps: Optimizer step at which a "linear" or "cosine" schedule ends.
         cycles: Number of cosine waves of a "cosine" schedule, above 0; 0.5 ends at the first minimum.
@@ -246,6 +247,19 @@ class Optimizer:
                 raise ValueError(f"total_steps={self.total_steps} has no effect with schedule='constant'. Remove it.")
         elif self.total_steps is None or self.total_steps <= self.warmup_steps:
             raise ValueError(f"total_steps must be above warmup_steps ({self.warmup_steps}), got {self.total_steps}.")
+
+    def check_calibration(self, target_kl: float | None, evolving: Container[str]) -> None:
+        """Raise ValueError if a learning rate would be calibrated in the first step of a warm-up, which changes nothing.
+
+        Args:
+            target_kl: Hyperparameter of the member.
+            evolving: Names of the hyperparameters that evolve.
+        """
+        if self.warmup_steps > 0 and (target_kl is not None or "target_kl" in evolving):
+            raise ValueError(
+                f"warmup_steps must be 0 with a calibrated learning rate (target_kl), got {self.warmup_steps}. Give lr "
+                "a number without target_kl, or remove warmup_steps."
+            )
 
     def factor(self, step: int) -> float:
         """Return the fraction of the learning rate at optimizer step `step`, counted from 0.

@@ -54,6 +54,14 @@ def test_weak_signals_leave_room_and_steps_far_beyond_the_limit_are_left_out():
     assert control.result()[0] == pytest.approx(1e-4)
 
 
+def test_a_search_that_finds_nothing_starts_again_with_the_next_batch():
+    control = StepControl(3.0, 0.0, target=TARGET, target_kl=TARGET)
+    while control.update(1e3, 0.0):
+        pass
+    assert control.undone
+    assert control.result() == (3.0, 0.0)
+
+
 @pytest.mark.parametrize(
     ("kl", "start", "factor"), [(0.015, 1.0, math.sqrt(2 / 3)), (0.0075, 1.0, 1.0), (0.004, 1.0, 1.2), (0.0, 1.25, 1.3)]
 )
@@ -202,6 +210,16 @@ class TestLearningRates:
             MultiAgentGRPO(*team, **options),
         )
         assert [agent.target_kl for agent in agents] == [expected] * 4
+
+    @pytest.mark.parametrize("arguments", [SPACES, (None, None, tiny_model(), 0)], ids=["networks", "language"])
+    def test_calibration_refuses_a_warm_up_whose_first_step_changes_nothing(self, arguments):
+        warm_up, space = Optimizer(warmup_steps=3), HyperparameterConfig(target_kl=(0.005, 0.05))
+        for options in ({}, {"lr": 1e-3, "target_kl": 0.02}, {"lr": 1e-3, "hp_config": space}):
+            with pytest.raises(ValueError, match="warmup_steps"):
+                GRPO(*arguments, optimizer=warm_up, **options)
+        agent = GRPO(*arguments, optimizer=warm_up, lr=1e-3)
+        with pytest.raises(ValueError, match="warmup_steps"):
+            agent.target_kl = 0.01
 
     def test_own_algorithms_use_their_learning_rate(self):
         class Own(EvolvableAlgorithm):

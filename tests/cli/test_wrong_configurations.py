@@ -67,6 +67,7 @@ questions   | agent.network.hidden=[3]                 | unknown key in agent 'n
 questions   | agent.objective.reference_mixing=0.5     | agent.objective: reference_mixing; reference_sync_steps
 questions   | agent.objective.overlong_buffer=129      | overlong_buffer must be at most max_output_tokens = 128
 questions   | agent.optimizer.betas=[0.9]              | agent.optimizer.betas[1] must be given
+questions   | agent.optimizer.warmup_steps=5           | agent.optimizer: warmup_steps; target_kl; got 5
 questions   | task.env=CartPole-v1                     | got dataset and env
 questions   | task={dataset: {train: a}, reward: [f, g], form: agilerl} | form: agilerl takes one reward function
 questions   | task={dataset: {train: a}, reward: f, form: trl, system_prompt: x} | system_prompt; require form: agilerl

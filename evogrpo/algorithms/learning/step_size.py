@@ -59,7 +59,7 @@ class StepControl:
     def __init__(self, factor: float, ceiling: float, *, target: float, target_kl: float) -> None:
         self.factor, self.ceiling, self.calibrated = factor, ceiling, ceiling > 0.0
         self.passes, self.undone = 0, False
-        self._target, self._target_kl = target, target_kl
+        self._first, self._target, self._target_kl = factor, target, target_kl
         self._low, self._high = 0.0, math.inf  # largest factor found too small, smallest found too large
 
     def update(self, kl: float, clip_fraction: float) -> bool:
@@ -79,6 +79,8 @@ class StepControl:
         """Return factor and ceiling after the learning step."""
         if self.calibrated:
             return self.factor, self.ceiling
+        if self.undone:  # the next batch starts a new search
+            return self._first, 0.0
         # With a weak signal, the target is a part of `target_kl`, but the ceiling is the factor for all of it. KL grows
         # with the square of the learning rate.
         return self.factor, self.factor / math.sqrt(self._target / self._target_kl)

@@ -53,20 +53,26 @@ def check_action_objective(objective: Objective) -> None:
 
 
 def check_hyperparameters(
-    objective: Objective, hyperparameters: Hyperparameters, space: HyperparameterConfig | None, *, per_action: bool
+    settings: "NetworkSettings | LanguageSettings",
+    hyperparameters: Hyperparameters,
+    space: HyperparameterConfig | None,
+    *,
+    per_action: bool,
 ) -> None:
-    """Require hyperparameters that fit the objective, now and after any mutation.
+    """Require hyperparameters that fit the objective and the optimizer, now and after any mutation.
 
     Args:
-        objective: The population's objective.
+        settings: The population's settings.
         hyperparameters: The member's hyperparameters.
         space: The search space; None = nothing evolves.
         per_action: True if members learn from single actions, as small networks do.
 
     Raises:
-        ValueError: See `Objective.check_member` and `check_action_objective`.
+        ValueError: See `Objective.check_member`, `Optimizer.check_calibration` and `check_action_objective`.
     """
+    objective = settings.objective
     objective.check_member(hyperparameters, space)
+    settings.optimizer.check_calibration(hyperparameters.target_kl, space or ())
     if per_action:
         for name in ("loss_type", "advantage"):
             for kind in (getattr(hyperparameters, name), *(space[name].names if space and name in space else ())):

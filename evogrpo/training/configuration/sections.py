@@ -198,6 +198,10 @@ class Config:
             self.agent.objective.check(self.hyperparameters, self.search_space)
         except ValueError as error:
             raise ValueError(f"agent.objective: {error}") from error
+        try:
+            self.agent.optimizer.check_calibration(self.hyperparameters.target_kl, self.search_space)
+        except ValueError as error:
+            raise ValueError(f"agent.optimizer: {error}") from error
 
     @property
     def founders(self) -> tuple[Hyperparameters, ...] | None:
