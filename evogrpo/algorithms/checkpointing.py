@@ -1,5 +1,6 @@
 """Checkpoints of agents and populations: saving, validation and loading."""
 
+import dataclasses
 from collections import UserDict
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -168,8 +169,9 @@ def read_agent(agent: "Agent", path: str | Path) -> None:
                 f"{path} holds an agent whose module had other weights or buffers, or that started from another "
                 f"adapter. Load it with {type(agent).__name__}.load."
             )
-        # 3. Set the train state and all fields.
-        _restore(agent, record.member, split_shared(tensors)[1])
+        # 3. Set the train state and all fields, except for those that a population identifies the agent by.
+        own = {name: getattr(agent, name) for name in ("index", "parent", "born", "retired")}
+        _restore(agent, dataclasses.replace(record.member, **own), split_shared(tensors)[1])
 
 
 def population_state(population: Population) -> tuple[Mapping[str, Tensor], PopulationRecord]:

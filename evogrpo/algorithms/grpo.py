@@ -433,6 +433,8 @@ class EvolvableAlgorithm(Agent):
     def load_checkpoint(self, path: str | Path) -> None:
         """Load a saved agent's weights, optimizer, hyperparameters and counters into this agent.
 
+        This agent keeps its identity in a population: `index`, `parent`, `born` and `retired`.
+
         Raises:
             CheckpointError: If the checkpoint is damaged or of another base model; the agent is unchanged then.
         """

@@ -21,7 +21,7 @@ from evogrpo.storage.checkpoint import CheckpointError, generation_folder, store
 from evogrpo.validation import dump
 from tests.tiny_batches import lora
 from tests.tiny_models import tiny_model
-from tests.tiny_steps import cart_pole, step_agent
+from tests.tiny_steps import cart_pole, step_agent, step_population
 from tests.tiny_teams import team_population
 from tests.tiny_training import (
     SPACE,
@@ -110,6 +110,18 @@ def test_hyperparameters_that_only_fit_the_stored_objective(tmp_path):
     assert GRPO.load(tmp_path / "agent").clip_coef == 0.1
     step_agent().save_checkpoint(tmp_path / "default")
     unchanged_by(lambda: agent.load_checkpoint(tmp_path / "default"), agent, "delta")
+
+
+def test_a_member_that_loads_a_checkpoint_keeps_its_identity(tmp_path):
+    agent = step_agent(index=7, lr=2e-3)
+    agent.steps, agent.born, agent.parent = 5, 4, 3
+    agent.save_checkpoint(tmp_path / "agent")
+    assert (GRPO.load(tmp_path / "agent").index, GRPO.load(tmp_path / "agent").born) == (7, 4)
+    population = step_population(2)
+    population[1].load_checkpoint(tmp_path / "agent")
+    assert [(member.index, member.parent, member.born) for member in population] == [(0, None, 0), (1, None, 0)]
+    assert (population[1].lr, population[1].steps) == (2e-3, 5)
+    assert equal_states(population[1].state(), agent.state())
 
 
 def test_another_base_or_a_population_raises(saved, tmp_path):
