@@ -58,7 +58,8 @@ class DirectoryLock:
         _held[_identity(os.fstat(self._descriptor))] = self
         with suppress(OSError):  # owner, for error messages only
             os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, json.dumps({"pid": self._pid, "host": socket.gethostname()}).encode(), 0)
+            os.lseek(self._descriptor, 0, os.SEEK_SET)  # Windows has no pwrite
+            os.write(self._descriptor, json.dumps({"pid": self._pid, "host": socket.gethostname()}).encode())
 
     def check(self) -> None:
         """Check that this process still holds the lock of this folder; called before every write.

@@ -1,5 +1,6 @@
 """One writer per folder: others are refused until it has ended."""
 
+import json
 import os
 import signal
 import subprocess
@@ -62,6 +63,16 @@ def test_a_second_lock_of_a_process_takes_over(tmp_path):
         [sys.executable, "-c", HOLD, str(tmp_path)], env=ENVIRONMENT, capture_output=True, text=True, check=False
     )
     assert f"is in use by process {os.getpid()}" in refused.stderr
+
+
+def test_without_functions_that_windows_lacks_the_owner_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("evogrpo.storage.lock.fcntl", None)
+    for name in ("pread", "pwrite"):
+        monkeypatch.delattr(os, name)
+    first, second = DirectoryLock(tmp_path), DirectoryLock(tmp_path)
+    assert first.lost
+    second.check()
+    assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
 
 
 @pytest.mark.parametrize("let_go", ["release", "drop"])
