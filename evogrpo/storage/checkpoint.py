@@ -276,6 +276,8 @@ def _check_overwrite(folder: Path, *, kind: Kind, replace: bool, written: Set[st
         own |= read_manifest(folder).files.keys()
     if found & own and not replace:
         raise CheckpointError(f"{folder} already holds a checkpoint. Pass replace=True, or choose another folder.")
+    if found & own:  # the system may have added hidden files, such as .DS_Store, which are replaced as well
+        own |= {name for name in found if name.startswith(".") and (folder / name).is_file()}
     if foreign := sorted(found - own - (written if replace else set())):
         raise CheckpointError(f"{folder} holds other files: {', '.join(foreign[:5])}. Choose another folder.")
 

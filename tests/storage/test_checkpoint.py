@@ -142,6 +142,7 @@ def test_a_complete_checkpoint_is_replaced_only_on_request(folder):
     with pytest.raises(CheckpointError, match="replace=True"):
         write_checkpoint(folder, {}, {"new": True})
     assert read_checkpoint(folder)[1] == RECORD
+    (folder / ".DS_Store").write_bytes(b"of the system")
     write_checkpoint(folder, {}, {"new": True}, replace=True)
     assert read_checkpoint(folder) == ({}, {"new": True})
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
@@ -156,7 +157,9 @@ def test_a_damaged_checkpoint_may_be_replaced(tmp_path, damaged):
     assert tensor_files(tmp_path / "c") == ["population.safetensors"]
 
 
-@pytest.mark.parametrize(("name", "replace"), [("cat.jpg", False), ("cat.jpg", True), ("adapter_config.json", False)])
+@pytest.mark.parametrize(
+    ("name", "replace"), [("cat.jpg", False), ("cat.jpg", True), (".env", True), ("adapter_config.json", False)]
+)
 def test_a_folder_with_files_of_others_is_never_touched(tmp_path, name, replace):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / name).write_bytes(b"{}")
