@@ -261,8 +261,8 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
     def first(self, defaults: Mapping[str, Any], chosen: Mapping[str, Any]) -> Hyperparameters:
         """Return the hyperparameters of a first member; defaults outside the space are moved to the closest value.
 
-        If neither `lr` nor `target_kl` is set, or `lr` is "auto", the learning rate is calibrated: `target_kl` has a
-        default.
+        `target_kl` gets its default if it evolves, if `lr` is "auto", or if neither of them is set. The learning rate
+        is then calibrated.
 
         Args:
             defaults: Defaults by name; those of `Hyperparameters` for the rest.
@@ -274,6 +274,8 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
         if chosen.get("lr") == "auto":
             if "lr" in self:
                 raise ValueError("lr must not evolve if it is auto. Let target_kl evolve, or give lr a number.")
+            if chosen.get("target_kl", DEFAULT_TARGET_KL) is None:
+                raise ValueError('lr="auto" needs target_kl, got None. Leave target_kl out, or give lr a number.')
             chosen = {name: value for name, value in chosen.items() if name != "lr"}
         has_lr = "lr" in chosen or "lr" in self
         if "target_kl" not in chosen and ("target_kl" in self or not has_lr):

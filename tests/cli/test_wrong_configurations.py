@@ -100,6 +100,8 @@ environment | agent.objective.overlong_buffer=3        | overlong_buffer
 environment | env=CartPole-v1                          | Use 'task.env'
 environment | net_arch=[64]                            | Use 'agent.network.hidden'
 environment | hyperparameters.lr=auto search_space.lr={min: 0.1, max: 1} | hyperparameters.lr must be a number
+environment | hyperparameters.lr=auto hyperparameters.target_kl=null | hyperparameters.target_kl must be a number
+environment | agent.objective=dapo agent.objective.delta=2 | Cannot set agent.objective.delta: agent.objective must be
 team        | model=m                                  | model must be left out where task.parallel_env is given
 team        | agent.objective.dynamic_sampling=1       | dynamic_sampling
 environment | task.env=CartPol-v1                      | CartPol-v1; Did you mean: `CartPole`?

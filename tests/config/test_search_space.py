@@ -2,7 +2,7 @@
 
 import pytest
 
-from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Hyperparameters
 from evogrpo.config.objective import Objective, without_effect
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 
@@ -69,6 +69,12 @@ def test_beta_has_no_effect_with_reference_old_and_one_step():
     assert named({"reference": "old"}, [{"update_epochs": 1, "batch_size": 32}], ["beta"]) == []
     assert named({"reference": "old"}, one, ["beta"], rows_are_samples=False) == []
     assert named((), one, ["beta"]) == []
+
+
+def test_automatic_learning_rates_need_a_target():
+    assert HyperparameterConfig().first({}, {"lr": "auto"}).target_kl == DEFAULT_TARGET_KL
+    with pytest.raises(ValueError, match="target_kl"):
+        HyperparameterConfig().first({}, {"lr": "auto", "target_kl": None})
 
 
 def test_batch_sizes_without_effect_are_found():

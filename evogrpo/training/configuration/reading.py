@@ -214,6 +214,8 @@ def _without_auto(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[
             result[section] = {name: value for name, value in section_values.items() if name not in found}
             if section == "hyperparameters" and "lr" in found:
                 found.remove("lr")
+                if section_values.get("target_kl", AUTO) is None:
+                    raise ValueError("hyperparameters.target_kl must be a number if lr is auto, got None. Remove it.")
                 if isinstance(space := values.get(SEARCH_SPACE), Mapping) and space.get("lr") is not None:
                     raise ValueError(
                         "hyperparameters.lr must be a number if it evolves, got 'auto'. Let target_kl evolve instead."
@@ -303,17 +305,25 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     return keys, load_yaml(value, where)
 
 
-def _with_value(values: Mapping[str, Any], keys: Sequence[str], value: Any) -> dict[str, Any]:
-    """Return a copy of nested mappings with the value at the path `keys` replaced."""
+def _with_value(values: Mapping[str, Any], keys: Sequence[str], value: Any, path: str = "") -> dict[str, Any]:
+    """Return a copy of nested mappings with the value at the path `keys` replaced.
+
+    Args:
+        values: Nested mappings.
+        keys: Path of the value.
+        value: The new value.
+        path: Dotted path of `values`, which messages begin with; ends in a dot.
+    """
     first, *rest = keys
     if not rest:
         return {**values, first: value}
     inner = values.get(first)
     if inner is not None and not isinstance(inner, Mapping):
         raise ValueError(
-            f"Cannot set {'.'.join(keys)}: {first} must be a mapping, got {inner!r:.80}. Set {first} itself."
+            f"Cannot set {path}{'.'.join(keys)}: {path}{first} must be a mapping, got {inner!r:.80}. "
+            f"Set {path}{first} itself."
         )
-    return {**values, first: _with_value(inner or {}, rest, value)}
+    return {**values, first: _with_value(inner or {}, rest, value, f"{path}{first}.")}
 
 
 def _absolute(path: str, folder: Path) -> str:
