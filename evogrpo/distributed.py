@@ -291,7 +291,7 @@ def processes() -> Processes:
         ValueError: If WORLD_SIZE names several processes but the rest of torchrun's environment is missing.
     """
     # 1. Without a launcher, this process is alone. `begun` = the program has connected the ranks itself.
-    launched = os.environ.get("WORLD_SIZE", "1")
+    launched = os.environ.get("WORLD_SIZE") or "1"
     loaded = sys.modules.get("torch.distributed")
     begun = loaded is not None and loaded.is_available() and loaded.is_initialized()
     if not begun and launched.isdigit() and int(launched) <= 1:
@@ -322,7 +322,7 @@ def is_rank_zero() -> bool:
     begun = sys.modules.get("torch.distributed")
     if begun is not None and begun.is_available() and begun.is_initialized():
         return bool(begun.get_rank() == 0)
-    return os.environ.get("WORLD_SIZE", "1") in ("", "1") or os.environ.get("RANK", "0") == "0"
+    return (os.environ.get("WORLD_SIZE") or "1") == "1" or os.environ.get("RANK", "0") == "0"
 
 
 def _connect(timeout: timedelta) -> None:

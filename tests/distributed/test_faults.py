@@ -105,6 +105,11 @@ def test_ranks_that_do_not_connect_are_named() -> None:
         agree_on_prefix(store, 1, 3, until=time.monotonic() + 0.1)
 
 
+def test_an_empty_world_size_is_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "")
+    assert processes.__wrapped__().size == 1
+
+
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
