@@ -278,7 +278,7 @@ def _add_start_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume-if-exists",
         action="store_true",
-        help="resume the run in --run-dir, if it exists; for schedulers that restart jobs",
+        help="resume the run in --run-dir, if it exists, with the limits given here; for schedulers that restart jobs",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the plan and its cost without training")
     _add_run_options(parser)

@@ -56,7 +56,15 @@ from evogrpo.training.console import (
 )
 from evogrpo.training.display import RunDisplay
 from evogrpo.training.forecast import check_memory, gigabytes
-from evogrpo.training.launch import dry_run, new_run_dir, read_resumable, resume, start
+from evogrpo.training.launch import (
+    dry_run,
+    ignored_settings,
+    new_run_dir,
+    read_resumable,
+    resumable_overrides,
+    resume,
+    start,
+)
 from evogrpo.training.run_dir import JOURNAL
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types import TASK_TYPES, PreparedRun, task_type_of
@@ -77,8 +85,9 @@ def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
     if requested_dir and may_resume and processes().broadcast(latest_checkpoint(requested_dir) is not None):
         reason = "" if args.resume_if_exists else "Restarted by the launcher. "
         console.print(f"{reason}Resuming the run in {requested_dir}", soft_wrap=True)
-        values = {**vars(args), "run_dir": requested_dir, "overrides": [], "generations": None}
-        return resume_run(argparse.Namespace(**values, allow_changed_data=False))
+        args.run_dir, args.allow_changed_data = requested_dir, False
+        args.overrides = resumable_overrides(args.overrides)
+        return resume_run(args, config)
     # 2. Create the run directory.
     with ExitStack() as stack:
 
@@ -111,18 +120,20 @@ def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
             return _train(console, trainer, run_dir, args)
 
 
-def resume_run(args: argparse.Namespace) -> int:
-    """Resume a stored run."""
+def resume_run(args: argparse.Namespace, given: Config | None = None) -> int:
+    """Resume a stored run; settings of the configuration `given` that cannot change are ignored, with a warning."""
     # 1. Read the newest usable checkpoint.
     console = make_console()
     run_dir: Path = args.run_dir.absolute()
     overrides = list(args.overrides)
-    if args.generations is not None:
+    if getattr(args, "generations", None) is not None:  # `evogrpo replay` has no such option
         overrides.append(f"generations={args.generations}")
     resumable = read_resumable(run_dir, overrides, allow_changed_data=args.allow_changed_data)
     saved, state = resumable.saved, resumable.saved.record.run_state
     for error in saved.skipped:
         print_warning(f"Skipped an unusable checkpoint: {error}")
+    if given is not None and (ignored := ignored_settings(resumable.config, given)):
+        print_warning(f"A resumed run keeps its settings. Ignored: {', '.join(ignored)}. For them, start a new run.")
     if resumable.ended is not None:
         console.print(f"This run is finished ({resumable.ended}).", soft_wrap=True)
         if processes().is_rank_zero:

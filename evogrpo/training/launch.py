@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,8 @@ from evogrpo.warnings import warn
 
 _RESUMABLE_KEYS = ("run_dir", "model", "device", "base_parts", "sampler", "logging", "run_id")
 """Keys that may change when a run is resumed."""
+_RESUMABLE_OVERRIDES = (("model",), ("device",), ("base_parts",))
+"""Keys that an override may change when a run is resumed, besides the limits of the schedule."""
 
 
 @contextmanager
@@ -149,6 +151,12 @@ class Resumable:
     ended: str | None
 
 
+def resumable_overrides(overrides: Sequence[str]) -> list[str]:
+    """Return those overrides of a new run that `read_resumable` accepts."""
+    accepted = {*_RESUMABLE_OVERRIDES, *(("schedule", name) for name in LIMITS)}
+    return [text for text in overrides if "=" in text and parse_override(text)[0] in accepted]
+
+
 def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_changed_data: bool = False) -> Resumable:
     """Lock the directory of a run and read what `resume` needs.
 
@@ -176,7 +184,7 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
         name = keys[-1]
         if name in LIMITS and keys[:-1] in ((), ("schedule",)):
             limits[name] = value
-        elif keys in (("model",), ("device",), ("base_parts",)):
+        elif keys in _RESUMABLE_OVERRIDES:
             rest.append(text)
         elif counterpart(name, LIMITS) is not None:
             raise ValueError(f"unknown limit {name!r}. Use {counterpart(name, LIMITS)}.")
@@ -190,11 +198,11 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
     saved = open_run(run_dir, writable=True)
     _check_unchanged(saved, config, path, allow_changed_data=allow_changed_data)
     schedule, run_state = dataclasses.replace(saved.record.schedule, **limits), saved.record.run_state
-    # 3. Check if the run is finished: complete, and at a limit, overrides included. A complete run has ended, after its
-    # test if it has one. `Limits` decides about runs that stopped within a generation or before the end of the first.
+    # 3. A run is finished if it has ended, was tested (unless test_questions is 0), and has reached a limit. Overrides
+    # count. `Limits` decides about runs that stopped within a generation or before the end of the first.
     ended = None
-    is_complete = run_state.ended is not None and (run_state.tested is not None or schedule.test_questions == 0)
-    if is_complete and run_state.generation > 0 and run_state.step_in_generation == 0:
+    was_tested = run_state.tested is not None or schedule.test_questions == 0
+    if run_state.ended is not None and was_tested and run_state.generation > 0 and run_state.step_in_generation == 0:
         ended = run_state.reached_limit(schedule)
     return Resumable(saved=saved, config=config, schedule=schedule, ended=ended)
 
@@ -215,20 +223,30 @@ def _check_unchanged(saved: StoredRun, config: Config, path: Path, *, allow_chan
         raise ValueError(f"{path} is the configuration of another run. Restore the file of this run.")
     if saved.record.config is None:
         return
-    # The stored configuration was JSON, in which tuples become lists.
-    old, new = flat(saved.record.config), flat(json.loads(json.dumps(config.to_json())))
-    refused = [
-        f"{name} {old.get(name)!r} -> {new.get(name)!r}"[:200]
-        for name in {**old, **new}
-        if old.get(name) != new.get(name)
-        and name.split(".")[0] not in _RESUMABLE_KEYS
-        and not (allow_changed_data and name.startswith("task."))
-    ]
+    refused = _differences(saved.record.config, config, "task." if allow_changed_data else ())
     if refused:
         raise ValueError(
             f"{path} was changed since the run began: {', '.join(refused)}. Restore these values, or start a new run "
             "with `evogrpo train`. Pass new limits to `evogrpo resume`."
         )
+
+
+def _differences(stored: Mapping[str, Any], config: Config, ignored: str | tuple[str, ...]) -> list[str]:
+    """Return the settings that differ and must not, as text, except for names that start with a prefix in `ignored`."""
+    # The stored configuration was JSON, in which tuples become lists.
+    old, new = flat(stored), flat(json.loads(json.dumps(config.to_json())))
+    return [
+        f"{name} {old.get(name)!r} -> {new.get(name)!r}"[:200]
+        for name in {**old, **new}
+        if old.get(name) != new.get(name) and name.split(".")[0] not in _RESUMABLE_KEYS and not name.startswith(ignored)
+    ]
+
+
+def ignored_settings(stored: Config, config: Config) -> list[str]:
+    """Return the settings of `config` that a resumed run does not adopt, as text: "name stored -> given"."""
+    precision = ("precision",) if config.precision == "auto" else ()  # the stored one was chosen
+    limits = tuple(f"schedule.{name}" for name in LIMITS)
+    return _differences(json.loads(json.dumps(stored.to_json())), config, (*limits, *precision))
 
 
 def resume(prepared: PreparedRun, resumable: Resumable, run_dir: Path, *, allow_changed_data: bool = False) -> Trainer:

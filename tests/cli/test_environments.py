@@ -133,7 +133,7 @@ def printed_command(label, output):
 @pytest.mark.parametrize("error", [RuntimeError, ValueError])
 def test_the_printed_command_resumes_after_a_faulty_environment_is_fixed(workdir, capsys, error):
     class Faulty(CartPoleEnv):
-        steps_left = 500
+        steps_left: int
 
         def step(self, action):
             Faulty.steps_left -= 1
@@ -147,9 +147,11 @@ def test_the_printed_command_resumes_after_a_faulty_environment_is_fixed(workdir
     words = ["--env", "Faulty-v0", *SHORT]
     try:
         gymnasium.register("Faulty-v0", entry_point=Faulty, max_episode_steps=10)
-        with pytest.raises(error) if error is not ValueError else nullcontext():
-            assert main(["train", *words]) == 1
-        output = capsys.readouterr().out
+        for more in ([], ["--run-dir", "runs/Faulty-v0", "--resume-if-exists"]):
+            Faulty.steps_left = 400 if more else 500  # reached in training
+            with pytest.raises(error) if error is not ValueError else nullcontext():
+                assert main(["train", *words, *more]) == 1
+            output = capsys.readouterr().out
         assert "go on" not in output
         gymnasium.registry.pop("Faulty-v0")
         gymnasium.register("Faulty-v0", entry_point=Mended, max_episode_steps=10)
@@ -157,6 +159,16 @@ def test_the_printed_command_resumes_after_a_faulty_environment_is_fixed(workdir
     finally:
         gymnasium.registry.pop("Faulty-v0", None)
     assert "Finished: " in capsys.readouterr().out
+
+
+def test_a_job_that_is_submitted_again_takes_new_limits_and_ignores_other_settings(workdir, capsys):
+    words = ["train", "--env", "CartPole-v1", *SHORT, "--run-dir", "run", "--resume-if-exists"]
+    assert main([*words, "--generations", "1"]) == 0
+    assert "warning" not in capsys.readouterr().err
+    assert main([*words, "--seed", "7"]) == 0  # two generations
+    errors = one_line(capsys.readouterr().err)
+    assert "Ignored: seed 0 -> 7. " in errors
+    assert sum(event["event"] == "generation" for event in read_journal(Path("run/journal.jsonl"))) == 2
 
 
 def test_videos_show_the_return_of_each_agent(workdir, capsys):
