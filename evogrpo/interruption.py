@@ -152,7 +152,7 @@ def stopping_on_signals(stop: Stop, announce: Callable[[], None] = lambda: None)
         announce: Called at the first signal.
 
     Raises:
-        KeyboardInterrupt: At the second Ctrl-C.
+        KeyboardInterrupt: At a Ctrl-C after the first signal.
     """
     received: list[int] = []
     interrupting, over = threading.Event(), threading.Event()

@@ -249,7 +249,7 @@ class Optimizer:
             raise ValueError(f"total_steps must be above warmup_steps ({self.warmup_steps}), got {self.total_steps}.")
 
     def check_calibration(self, target_kl: float | None, evolving: Container[str]) -> None:
-        """Raise ValueError if a learning rate would be calibrated in the first step of a warm-up, which changes nothing.
+        """Raise ValueError if a learning rate would be calibrated in a warm-up, whose first step changes nothing.
 
         Args:
             target_kl: Hyperparameter of the member.

@@ -261,7 +261,7 @@ def _batch(trl: SettingsReader) -> tuple[int, int]:
 
 
 def _loss(trl: SettingsReader) -> tuple[str, str | None]:
-    """Return the loss type, and the aggregation where it is not the loss type's own."""
+    """Return the loss type and the aggregation; None = the default aggregation of the loss type."""
     loss: str = trl["loss_type"]
     if trl["importance_sampling_level"] == "token":
         if loss == "luspo":

@@ -177,20 +177,20 @@ def check_parents(parents: Sequence[int | None], size: int) -> None:
 
 
 def check_train_state(
-    state: Mapping[str, Tensor], expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]], same: str
+    state: Mapping[str, Tensor], expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]], settings: str
 ) -> None:
     """Raise ValueError unless a train state has the expected names, shapes and types.
 
     Args:
         state: The train state.
         expected: Shape and type of each tensor.
-        same: Settings that the message names; they must equal those of the saved state.
+        settings: Settings that must equal those of the saved state; named in the message.
     """
     given = {name: (tuple(values.shape), values.dtype) for name, values in state.items()}
     for name in {**expected, **given}:
         if given.get(name) != expected.get(name):
             raise ValueError(
-                f"Train state {name!r} must be {expected.get(name)}, got {given.get(name)}. Use the {same} and "
+                f"Train state {name!r} must be {expected.get(name)}, got {given.get(name)}. Use the {settings} and "
                 "reference ('base' or 'snapshot') it was saved with."
             )
     if state["step"] < 0:

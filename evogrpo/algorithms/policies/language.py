@@ -455,7 +455,7 @@ class LanguagePolicySet:
     # ---- checkpoints
 
     def checkpoint_record(self) -> dict[str, Any]:
-        """Return the source and fingerprint of the base, and the adapters' settings, if members are adapters."""
+        """Return source and fingerprint of the base model, LoRA settings (None without adapters), micro-batch size."""
         return {
             "lora_config": lora_to_json(self.bank.lora_config),
             "source": self.source,

@@ -112,9 +112,9 @@ def _rotate_into(x: Tensor, cos: Tensor, sin: Tensor, sign: float, out: Tensor) 
 
 
 class _Rotate(torch.autograd.Function):
-    """Applies rotary position embeddings `[n, t, d / 2]`, with any factor on the result; transposes to heads first.
+    """Rotary position embeddings. `cos` and `sin` are `[n, t, d / 2]` and may include a constant factor.
 
-    Maps all heads of each token, `[n * t, kv * rep * d]`, to `[kv, n, rep * t, d]`.
+    The head dimension moves to the front: `[n * t, kv * rep * d]` becomes `[kv, n, rep * t, d]`.
 
     Source: RoFormer (arXiv:2104.09864); the two halves of a head are paired, as in Llama.
     """

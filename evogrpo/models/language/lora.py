@@ -554,7 +554,10 @@ def read_adapter(folder: str | Path) -> StoredAdapter:
 
 
 def _config(record: dict[str, Any]) -> LoraConfig:
-    """Return the LoraConfig of adapter_config.json, with the default fields of training."""
+    """Return the LoraConfig of adapter_config.json.
+
+    Fields that matter only for training are reset; see `TRAINING_FIELDS`.
+    """
     if record.get("peft_type") != "LORA":
         raise ValueError(f"peft_type must be 'LORA', got {record.get('peft_type')!r}.")
     values = {name: value for name, value in (record | TRAINING_FIELDS).items() if name not in NOT_ARGUMENTS}

@@ -98,6 +98,9 @@ def lay_out(rows: IntArray) -> list[Layout]:
 class Stack:
     """Weights and optimizer state of all members with one architecture, as matrices with one row per member.
 
+    Shapes have q members, w observations of each, and o outputs of the network with the free parameters of its
+    distribution.
+
     Args:
         network: The network.
         distribution: Action distribution of its outputs.
@@ -154,8 +157,8 @@ class Stack:
             gradients = self._gradients if all_members else split(flat, self.shapes)
             grad_outputs, grad_free = grad.tensor_split([outputs.shape[2]], 2)
             add_gradients(grad_outputs, gradients)
-            # 2. Free parameters are the last columns, the same for every observation: sum over observations. The
-            #    rounding of a product does not depend on the number of members, that of a sum does.
+            # 2. Free parameters are the last columns, the same for every observation: sum over observations. Sum by a
+            #    matrix product: unlike `sum`, its rounding does not depend on the number of members.
             ones = grad.new_ones(len(grad), 1, grad.shape[1])
             widths = [math.prod(self.shapes[name]) for name in self._free_names]
             for name, part in zip(self._free_names, grad_free.split(widths, 2), strict=True):
