@@ -31,6 +31,7 @@ __all__ = [
     "LrSchedule",
     "Optimizer",
     "Value",
+    "check_calibration",
     "is_categorical",
     "is_integer",
 ]
@@ -248,19 +249,6 @@ class Optimizer:
         elif self.total_steps is None or self.total_steps <= self.warmup_steps:
             raise ValueError(f"total_steps must be above warmup_steps ({self.warmup_steps}), got {self.total_steps}.")
 
-    def check_calibration(self, target_kl: float | None, evolving: Container[str]) -> None:
-        """Raise ValueError if a learning rate would be calibrated in a warm-up, whose first step changes nothing.
-
-        Args:
-            target_kl: Hyperparameter of the member.
-            evolving: Names of the hyperparameters that evolve.
-        """
-        if self.warmup_steps > 0 and (target_kl is not None or "target_kl" in evolving):
-            raise ValueError(
-                f"warmup_steps must be 0 with a calibrated learning rate (target_kl), got {self.warmup_steps}. Give lr "
-                "a number without target_kl, or remove warmup_steps."
-            )
-
     def factor(self, step: int) -> float:
         """Return the fraction of the learning rate at optimizer step `step`, counted from 0.
 
@@ -284,3 +272,19 @@ class Optimizer:
         """
         decay = self.betas[0] ** (step + 1)
         return sqrt((1.0 - decay) / (1.0 + decay))
+
+
+def check_calibration(optimizer: Optimizer, target_kl: float | None, evolving: Container[str]) -> None:
+    """Raise ValueError if a learning rate would be calibrated in a warm-up, whose first step changes nothing.
+
+    Args:
+        optimizer: AdamW settings.
+        target_kl: Hyperparameter of the member.
+        evolving: Names of the hyperparameters that evolve.
+    """
+    warmup = optimizer.warmup_steps
+    if warmup > 0 and (target_kl is not None or "target_kl" in evolving):
+        raise ValueError(
+            f"warmup_steps must be 0 with a calibrated learning rate (target_kl), got {warmup}. Give lr a number "
+            "without target_kl, or remove warmup_steps."
+        )

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import BeforeValidator, Field, InstanceOf
 
-from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
+from evogrpo.config.hyperparameters import Hyperparameters, Optimizer, check_calibration
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import SamplingOptions
@@ -68,11 +68,11 @@ def check_hyperparameters(
         per_action: True if members learn from single actions, as small networks do.
 
     Raises:
-        ValueError: See `Objective.check_member`, `Optimizer.check_calibration` and `check_action_objective`.
+        ValueError: See `Objective.check_member`, `check_calibration` and `check_action_objective`.
     """
     objective = settings.objective
     objective.check_member(hyperparameters, space)
-    settings.optimizer.check_calibration(hyperparameters.target_kl, space or ())
+    check_calibration(settings.optimizer, hyperparameters.target_kl, space or ())
     if per_action:
         for name in ("loss_type", "advantage"):
             for kind in (getattr(hyperparameters, name), *(space[name].names if space and name in space else ())):

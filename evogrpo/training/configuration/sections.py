@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
-from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.hyperparameters import Hyperparameters, check_calibration
 from evogrpo.config.search_space import MAX_MEMBERS, HyperparameterConfig, check_group_size
 from evogrpo.models.devices import Precision
 from evogrpo.training.schedule import Schedule
@@ -199,7 +199,7 @@ class Config:
         except ValueError as error:
             raise ValueError(f"agent.objective: {error}") from error
         try:
-            self.agent.optimizer.check_calibration(self.hyperparameters.target_kl, self.search_space)
+            check_calibration(self.agent.optimizer, self.hyperparameters.target_kl, self.search_space)
         except ValueError as error:
             raise ValueError(f"agent.optimizer: {error}") from error
 
