@@ -1,10 +1,13 @@
 """Single environments: actions, observations, masks, ids, failures, step limits, wrappers."""
 
 import functools
+import os
 import sys
+import threading
 import types
 import warnings
 
+import cloudpickle
 import gymnasium
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from gymnasium.wrappers import FlattenObservation, TimeAwareObservation, TimeLim
 
 from evogrpo.envs.control.conversion import legal_actions, to_environment
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
+from evogrpo.envs.control.vector_env import EnvProcess
 from evogrpo.testing.environments import PseudoRandomActor
 from evogrpo.training.configuration.environment_tasks import reward_threshold
 from tests.envs import probes
@@ -245,6 +249,34 @@ def test_a_dead_worker_process_is_reported_and_others_end():
         with pytest.raises(RuntimeError, match="num_envs"):
             play_each(env, rows=2)
         assert env._vector_env is None
+
+
+def test_environments_in_processes_are_closed(tmp_path):
+    class Closes(Odd):
+        def close(self):
+            (tmp_path / str(os.getpid())).touch()
+
+    with GymnasiumGroups(Closes, vectorization="processes", num_envs=2) as env:
+        play_each(env, rows=2)
+    assert len({path.name for path in tmp_path.iterdir()} - {str(os.getpid())}) == 2
+
+
+class Unreadable:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [(Unreadable(), "invalid literal"), (lambda: Odd(reset=lambda *_: (threading.Lock(), {})), "cannot pickle")],
+)
+def test_errors_of_pickling_in_processes_are_reported(make, message):
+    process = EnvProcess(cloudpickle.dumps((make, False)))
+    process.send("reset", 0)
+    with pytest.raises(RuntimeError, match=message):
+        process.receive()
+    process.end()
+    process.close()
 
 
 class IgnoresSeed(Odd):

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import signal
+import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from evogrpo.randomness import generator
 from evogrpo.spaces import flatten, leaf_spaces
 
 MakeEnv = Callable[[], Any]
+CLOSE_SECONDS = 1.0  # between telling processes to end and terminating them
 
 
 class PolicyInput(NamedTuple):
@@ -68,7 +70,8 @@ class VectorEnv(ABC):
     """Parallel episodes, addressed by position. Positions change with `add` and `select` only.
 
     Attributes:
-        stop: Checked before each reset or step of an environment, as those of all together may take long.
+        stop: Checked before each reset or step of an environment in this process, as those of all together may take
+            long. Environments in other processes are reset or stepped all at once.
     """
 
     stop: Stop = NEVER
@@ -241,6 +244,12 @@ class ProcessVectorEnv(GymnasiumVectorEnv):
             env.send(method, value)
         return [env.receive() for env in envs]
 
+    def close(self) -> None:
+        """Close all environments and end their processes."""
+        for env in [*self._idle, *(env for env, _ in self._running)]:
+            env.end()  # all at the same time
+        super().close()
+
 
 class EnvProcess:
     """Environment in a process of its own, which ends with this one.
@@ -253,6 +262,7 @@ class EnvProcess:
         self._pipe, other = multiprocessing.Pipe()
         self._process = multiprocessing.Process(target=_serve, args=(pickled, other, self._pipe), daemon=True)
         self._process.start()
+        self._deadline = 0.0
         other.close()
 
     def send(self, method: Method, value: Any) -> None:
@@ -268,33 +278,43 @@ class EnvProcess:
             raise RuntimeError(f"An environment failed in its process:\n{result}")
         return result
 
+    def end(self) -> None:
+        """Let the process close its environment and end."""
+        self._deadline = time.monotonic() + CLOSE_SECONDS
+        with suppress(OSError):  # it has died
+            self._pipe.send(None)
+
     def close(self) -> None:
-        """End the process."""
+        """Terminate the process if it does not end by itself within `CLOSE_SECONDS` of `end`."""
+        self._process.join(max(0.0, self._deadline - time.monotonic()))
         self._process.terminate()
         self._process.join()
         self._pipe.close()
 
 
 def _serve(pickled: bytes, pipe: Connection, parent_end: Connection) -> None:
-    """Make the calls that arrive in a pipe, until the other end is closed."""
+    """Make the calls that arrive in a pipe. Close the environment when None arrives or the other end is closed."""
     parent_end.close()  # inherited by fork
     # The inherited handlers would stop a run. Processes end on SIGTERM and leave Ctrl-C to the parent.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    make, recreate_env = cloudpickle.loads(pickled)
+    make: MakeEnv | None = None
     env: gymnasium.Env[Any, Any] | None = None
-    with suppress(EOFError):
-        while True:
-            method, value = pipe.recv()
+    with suppress(EOFError, BrokenPipeError):
+        while (call := pipe.recv()) is not None:
+            method, value = call
             try:
+                if make is None:
+                    make, recreate_env = cloudpickle.loads(pickled)
                 if env is None or (recreate_env and method == "reset"):
                     if env is not None:
                         env.close()
                     env = make()
-                result: EnvResult | str = _call_env(env, method, value)
+                pipe.send(_call_env(env, method, value))
             except Exception:  # noqa: BLE001 (raised again by the parent)
-                result = traceback.format_exc()
-            pipe.send(result)
+                pipe.send(traceback.format_exc())
+    if env is not None:
+        env.close()
 
 
 @contextmanager
