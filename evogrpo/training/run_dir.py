@@ -178,6 +178,7 @@ class RunDir:
         run_id: Identity of its run; a new one by default.
         config: Configuration of the run as plain values, stored in its checkpoints; None if it has none.
         saved: Length of the journal at the newest checkpoint.
+        steps: Number of learning steps at the newest checkpoint.
 
     Attributes:
         path: As given, as an absolute path.
@@ -194,12 +195,13 @@ class RunDir:
         run_id: str | None = None,
         config: Mapping[str, Any] | None = None,
         saved: int = 0,
+        steps: int = 0,
     ) -> None:
         if not isinstance(path, str | PathLike):
             raise ValueError(f"run_dir must be the path of a folder, got {path!r:.80} ({type(path).__name__}).")
         self.path = Path(path).absolute()  # the program may change its working directory
         self.run_id = run_id or uuid.uuid4().hex
-        self._lock, self._config, self._saved = lock, config, saved
+        self._lock, self._config, self._saved, self._steps = lock, config, saved, steps
         self.logging = logging or LoggingConfig()
         self._journal: Journal | None = None
         self._exported: Best | None = None
@@ -208,7 +210,9 @@ class RunDir:
 
     def reopened(self) -> Self:
         """Return this directory for the continuation of a closed run; the first write locks it again."""
-        return type(self)(self.path, self.logging, run_id=self.run_id, config=self._config, saved=self._saved)
+        return type(self)(
+            self.path, self.logging, run_id=self.run_id, config=self._config, saved=self._saved, steps=self._steps
+        )
 
     def check_unused(self) -> None:
         """Check that the directory can hold a new run.
@@ -293,7 +297,7 @@ class RunDir:
             left = latest_checkpoint(self.path)
             note = "Nothing was saved yet" if left is None else f"The run can be resumed from generation {left}"
             raise OSError(error.errno, f"{error.strerror or error}. {note}", str(folder)) from error
-        self._saved = journal.size
+        self._saved, self._steps = journal.size, run_state.step
         prune(self.path, number, keep=self.logging.keep_checkpoints)
         self.export_best(population, run_state.best)
 
@@ -342,7 +346,8 @@ class RunDir:
             if self._writer is None:
                 from torch.utils.tensorboard import SummaryWriter
 
-                self._writer = SummaryWriter(str(self.path / "tensorboard"), purge_step=step)
+                # Scalars of steps after the checkpoint, which are repeated, are hidden.
+                self._writer = SummaryWriter(str(self.path / "tensorboard"), purge_step=self._steps)
                 charts: dict[str, list[object]] = {name: ["Multiline", [f"^{name}/"]] for name in POPULATION_METRICS}
                 self._writer.add_custom_scalars({"population": charts})
             for tag, value in values.items():
@@ -384,9 +389,9 @@ class StoredRun:
     def check_data(self, env: GroupEnvironment, *, allowed: bool) -> tuple[str, ...]:
         """Return the differences from the environment the run began in; see `check_fingerprint`.
 
-        Empty if nothing was measured yet.
+        Empty if nothing was measured and no step was taken yet.
         """
-        if self.record.run_state.baseline is None:
+        if not self.record.run_state.begun:
             return ()
         return check_fingerprint(self.record.data, env, allowed=allowed)
 
@@ -404,6 +409,7 @@ class StoredRun:
             run_id=self.record.run_id,
             config=self.record.config,
             saved=self.record.journal.bytes,
+            steps=self.record.run_state.step,
         )
 
     def restore(
@@ -442,6 +448,7 @@ def open_run(path: str | Path, *, writable: bool = False, members_only: bool = F
         CheckpointError: If there is no run, or no such checkpoint.
         ValueError: If another process has locked the directory.
     """
+    assert not (writable and members_only), "a run that starts from its members is only read"
     path = Path(path).absolute()
     group, found = processes(), []
     if not writable or group.size == 1:
@@ -465,7 +472,9 @@ def _open(folder: Path, *, writable: bool = False, members_only: bool = False) -
         for path in (folder, folder / COMPLETIONS):
             remove_temporary_files(path)
     # 2. Take the newest checkpoint that can be used.
-    journal = None if members_only else read_bytes(folder / JOURNAL) if (folder / JOURNAL).is_file() else b""
+    journal: bytes | None = None
+    if not members_only:
+        journal = read_bytes(folder / JOURNAL) if (folder / JOURNAL).is_file() else b""
     skipped: list[CheckpointError] = []
     for generation in stored_generations(folder):
         try:

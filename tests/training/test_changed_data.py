@@ -11,7 +11,7 @@ from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.run_dir import open_run
 from tests.tiny_models import tiny_model
-from tests.tiny_steps import cart_pole
+from tests.tiny_steps import cart_pole, step_run
 from tests.tiny_training import QUESTIONS, QUICK, shared_tokenizer, tiny_env, tiny_population
 
 
@@ -89,3 +89,11 @@ def test_changed_environment_arguments_are_refused(stored_network_run, tmp_path)
     with pytest.raises(ValueError, match="max_episode_steps: 40 -> 11"):
         resume(folder, cart_pole(max_episode_steps=11))
     resume(folder, cart_pole(num_envs=3), generations=9)
+
+
+def test_changes_are_refused_without_a_baseline(tmp_path):
+    options = {"generations": 1, "steps_per_generation": 4, "samples_per_step": 4, "options": {"hp_config": None}}
+    list(step_run(tmp_path, size=1, fitness="rollouts", **options))
+    assert open_run(tmp_path).record.run_state.baseline is None  # one episode start in the first step
+    with pytest.raises(ValueError, match="max_episode_steps: 40 -> 11"):
+        resume(tmp_path, cart_pole(max_episode_steps=11))

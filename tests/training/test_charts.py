@@ -76,14 +76,17 @@ def test_a_resumed_run_continues_the_curves_of_the_journal(run):
     assert b"^fitness/" in first.tensor_proto.string_val[0]  # fitness curves share one chart
 
 
-def test_steps_after_the_checkpoint_of_a_killed_run_are_replaced(tmp_path):
+@pytest.mark.parametrize("reports_before", [2, 4])
+def test_steps_after_the_checkpoint_of_a_killed_run_are_replaced(tmp_path, reports_before):
     env, population = cart_pole(), step_population(2, cart_pole(), hp_config=EVOLVING)
     folder = tmp_path / "run"
     schedule = Schedule(**QUICK)
     killed = Trainer(population, env, schedule=schedule, strategy=Tournament(), run_dir=RunDir(folder))
     reports = killed.reports()
-    for _ in range(4):  # two steps and their generation, and one step more
+    for _ in range(reports_before):  # two steps; with 4 also their generation and a third step
         next(reports)
+    if reports_before == 2:
+        killed.run_dir.save(killed)  # as if stopped during the evaluation
     killed.run_dir._writer.flush()
     killed.run_dir.close()
     for _ in resume(folder, cart_pole(), generations=2):
