@@ -59,6 +59,18 @@ def test_only_the_leader_samples_and_the_run_resumes_equal(tmp_path):
     assert runs[0].trainer.run_state.timesteps < runs[0].trainer.run_state.tokens / 3
 
 
+def test_a_run_continues_after_its_leader_failed():
+    env = cart_pole()
+    population = step_population(3, env, hp_config=STEP_SPACE, update_epochs=2)
+    run = evolve(population, env, strategy="leader", **QUICK)
+    reports = run.trainer.reports()
+    next(reports)
+    population[0].failed = "no finite gradient"
+    second, *_ = reports
+    assert list(second.learned) == [1, 2]
+    assert run.result.complete
+
+
 def test_members_that_share_experience_act_from_different_starts():
     env = cart_pole()
     population = step_population(3, env, hp_config=STEP_SPACE)
