@@ -81,7 +81,7 @@ def test_a_step_begins_only_if_a_step_an_evaluation_and_the_test_still_fit(clock
 @pytest.mark.parametrize(
     ("fitness", "evaluation"), [("rollouts", 0.0), ({"by": "both", "candidates": 2, "z": 99.0}, 8.0)]
 )
-def test_the_test_fits_whatever_measures_fitness(clock, fitness, evaluation):
+def test_the_test_fits_with_every_measure_of_fitness(clock, fitness, evaluation):
     # As above; without validation, the test is expected to cost as much per episode as a step.
     finished, _ = run(costly(clock, validation_size=16, test_size=32), max_seconds=60.0, fitness=fitness)
     assert finished.result.test is not None
