@@ -267,10 +267,8 @@ def on_all_questions(fitness: Fitness, leader: Fitness) -> Fitness:
     """
     if len(fitness.scores) == len(leader.scores):
         return fitness
-    difference, standard_error = paired_difference(fitness, leader)
-    return replace(
-        fitness, mean=leader.mean + difference, standard_error=math.hypot(leader.standard_error, standard_error)
-    )
+    lag, standard_error = paired_difference(fitness, leader)
+    return replace(fitness, mean=leader.mean + lag, standard_error=math.hypot(leader.standard_error, standard_error))
 
 
 def is_ahead(fitness: Fitness, rival: Fitness) -> bool:
