@@ -20,7 +20,7 @@
 # - how to test that the tool, and not the training, makes the difference.
 #
 # **It needs** the installation described in [all tutorials](README.md), which
-# includes the model, one CPU core, about 6 minutes and 3 GB of memory.
+# includes the model, one CPU core, about 7 minutes and 3 GB of memory.
 #
 # **To run it:** open this notebook in Jupyter, or run `make tutorials ARGS=09`
 # in the repository. The file `09_tools.py` holds the same content as text.
