@@ -180,7 +180,7 @@ WITHOUT_LR = ("selection only", "narrowing shared", "PBT shared", "leader")
 """Arms that run only if everything is unknown."""
 OF_LANGUAGE = {
     "lr": ("calibrated",),
-    "all": ("calibrated", "random search", "narrowing shared", "PBT shared", "leader"),
+    "all": ("calibrated", "random search", "tournament", "narrowing shared", "PBT shared", "leader"),
 }
 """Arms of language models; the others would take too much processor time."""
 
