@@ -271,14 +271,6 @@ def on_all_questions(fitness: Fitness, leader: Fitness) -> Fitness:
     return replace(fitness, mean=leader.mean + lag, standard_error=math.hypot(leader.standard_error, standard_error))
 
 
-def is_ahead(fitness: Fitness, rival: Fitness) -> bool:
-    """Return True if a member is better than a rival. If their questions differ, the common ones decide."""
-    questions, rival_questions = fitness.by_key.keys(), rival.by_key.keys()
-    if questions != rival_questions and len(questions & rival_questions) >= 2:
-        return paired_difference(fitness, rival)[0] > 0
-    return fitness.mean > rival.mean
-
-
 def t_quantile(probability: float, degrees: int) -> float:
     """Return a quantile of Student's t, accurate to a thousandth for 7 degrees of freedom or more.
 

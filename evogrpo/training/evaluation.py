@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from evogrpo.algorithms.evaluation import evaluate_states, measure_fitness
 from evogrpo.data import LearnReport
-from evogrpo.evolution.fitness import GREEDY, ROLLOUTS, Fitness, difference, is_ahead, paired_difference
+from evogrpo.evolution.fitness import GREEDY, ROLLOUTS, Fitness, difference, paired_difference
 from evogrpo.reporting.records import (
     BaselineReport,
     Estimate,
@@ -167,7 +167,7 @@ def update_best(run: RunParts, measured: Mapping[int, Measured]) -> int:
         fitness=fitness[slot],
         state=population.members.banks.snapshot([slot])[slot],
     )
-    if run_state.best is None or is_ahead(best.fitness, run_state.best.fitness):
+    if run_state.best is None or difference(best.fitness, run_state.best.fitness)[0] > 0:
         run_state.best = best
     return slot
 

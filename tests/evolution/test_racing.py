@@ -8,7 +8,7 @@ import pytest
 from evogrpo.evolution import Fitness, paired_difference
 from evogrpo.evolution.fitness import (
     FIRST_ROUND,
-    is_ahead,
+    difference,
     on_all_questions,
     rounds,
     still_racing,
@@ -85,6 +85,7 @@ def test_fitness_of_eliminated_members_is_relative_to_the_same_questions():
     assert estimated.mean == pytest.approx(leader.mean - 1)
     assert paired_difference(leader, estimated) == paired_difference(leader, early)
     assert on_all_questions(leader, leader) is leader
-    assert is_ahead(leader, estimated)
-    assert not is_ahead(estimated, leader)
-    assert is_ahead(Fitness.from_scores([2, 3], keys=[7, 8]), Fitness.from_scores([1, 1, 1, 2]))  # no common questions
+    assert difference(leader, estimated)[0] > 0
+    assert difference(estimated, leader)[0] < 0
+    unlike = difference(Fitness.from_scores([2, 3], keys=[7, 8]), Fitness.from_scores([1, 1, 1, 2]))
+    assert unlike[0] == 1.25  # no common questions
