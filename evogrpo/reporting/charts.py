@@ -346,7 +346,7 @@ def _hyperparameter_chart(
         lines=styles.lines(stretches),
         births=styles.lines(births),
         log=log,
-        ticks=tuple(ticks) if 2 <= len(ticks) <= 10 else (),
+        ticks=tuple(ticks) if names or 2 <= len(ticks) <= 10 else (),
         names=tuple(names),
     )
 

@@ -131,9 +131,9 @@ def draw_chart(axes: "Axes", chart: Chart, run: RunCharts) -> None:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     else:
         axes.yaxis.set_major_locator(MaxNLocator(8 if chart is run.fitness else 5, steps=[1, 2, 2.5, 5, 10]))
-    names = chart.names
+    names = dict(enumerate(chart.names))
     axes.yaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: names[round(value)] if names else number_text(float(value)))
+        FuncFormatter(lambda value, _: names.get(round(value), "") if names else number_text(float(value)))
     )
     axes.yaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_locator(MaxNLocator(12 if chart is run.fitness else 5, integer=True, min_n_ticks=1))

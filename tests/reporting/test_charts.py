@@ -64,6 +64,13 @@ def test_hyperparameters_are_constant_between_births(tmp_path, fake_run, name, l
     assert all(low < getattr(result.hyperparameters, name) < high for result in results_of(run))
 
 
+@pytest.mark.parametrize("size", [1, 6])
+def test_every_name_has_a_tick(tmp_path, fake_run, size):
+    chart = chart_of(charts_of(fake_run(tmp_path, size=size, evolve=("loss_type",))), "loss_type")
+    assert (len(chart.names) == 1) is (size == 1)
+    assert chart.ticks == tuple(range(len(chart.names)))
+
+
 def test_every_member_is_in_its_slot_of_the_lineage(tmp_path, fake_run):
     run = charts_of(fake_run(tmp_path, size=4, generations=6, seed=2))
     births = {line.index: line.points[0][:2] for line in run.lineage.births}

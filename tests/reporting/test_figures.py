@@ -6,8 +6,10 @@ import matplotlib
 import numpy as np
 import pytest
 from matplotlib.image import imread
+from rich.console import Console
 
 from evogrpo import report
+from evogrpo.cli.running import show_files
 
 
 @pytest.mark.parametrize(
@@ -15,6 +17,7 @@ from evogrpo import report
     [
         {"size": 1, "generations": 6, "evolve": ()},
         {"size": 8, "generations": 3, "evolve": ("lr", "group_size", "loss_type", "beta"), "failures": [(2, 3)]},
+        {"size": 1, "generations": 2, "evolve": ("loss_type",)},  # an axis with one name
         {"size": 3, "generations": 0, "test": False},
         {"size": 3, "generations": 0, "test": False, "by": "both"},  # nothing to put into the legend
         {"size": 2, "generations": 2, "failures": [(1, 0), (1, 1), (2, 0), (2, 1)], "test": False},
@@ -52,3 +55,13 @@ def test_a_report_displays_itself_and_writes_nothing_until_asked(tmp_path, fake_
     assert shown.write() == folder / "report.html"
     assert dict(matplotlib.rcParams) == settings
     assert (folder / "report.png").exists()
+
+
+def broken(*_, **__):
+    raise IndexError("tuple index out of range")
+
+
+def test_an_error_in_the_report_does_not_fail_the_run(tmp_path, fake_run, monkeypatch, capsys):
+    monkeypatch.setattr("matplotlib.figure.Figure", broken)
+    show_files(Console(width=200), fake_run(tmp_path), "language")
+    assert "not written: tuple index out of range" in capsys.readouterr().out
