@@ -31,7 +31,7 @@ class MemberRecord:
         slot: Storage place in the bank.
         index: Identity, never reused.
         parent: Index of the member whose train state it took; None for a founder.
-        born: Generation whose plan created it; 0 for a first population.
+        born: Generation whose plan created it, in the run of its birth; 0 for a first population.
         hyperparameters: Its hyperparameters.
         changes: Differences from its parent's hyperparameters, by name: (old, new).
         reason: Reason for its birth, as text.

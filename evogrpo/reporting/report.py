@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from evogrpo.extras import install_hint
 from evogrpo.reporting.charts import BASE, BEST, Chart, Line, RunCharts, run_charts
 from evogrpo.reporting.figure import figure_png, run_figure
-from evogrpo.reporting.lineage import ancestors, best_member, fitness_estimate
+from evogrpo.reporting.lineage import ancestors, best_member, fitness_estimate, reports_by_member
 from evogrpo.reporting.records import Estimate, Example, GenerationReport, MemberReport, processed, verdict
 from evogrpo.reporting.summary import METRICS, RunSummary, changed_budgets, read_summary, retired_members
 from evogrpo.storage.atomic_files import replace_file
@@ -148,8 +148,11 @@ def _charts(summary: RunSummary) -> tuple[str, list[str]]:
 
     # 1. Make the figures by element id: in full width, and small ones side by side.
     run = run_charts(summary)
-    results = [result for history in run.histories for result in history.results]
-    details = {(result.index, result.generation): _hover_text(result, summary) for result in results}
+    details = {
+        (result.index, result.generation): _hover_text(result, history.results[0].generation, summary)
+        for history in run.histories
+        for result in history.results
+    }
     whole = {"fitness": _fitness_figure(run, details), "lineage": _lineage_figure(run, details)}
     small = {
         title: {f"{title.split()[0]}-{number}": _chart_figure(chart, run, {}) for number, chart in enumerate(charts)}
@@ -172,13 +175,20 @@ def _charts(summary: RunSummary) -> tuple[str, list[str]]:
     return "\n".join([without, *parts]), [get_plotlyjs(), _DRAW]
 
 
-def _hover_text(result: MemberReport, summary: RunSummary) -> str:
-    """Return the hover text of a result, which has numbers and names of hyperparameters but no untrusted text."""
+def _hover_text(result: MemberReport, first: int, summary: RunSummary) -> str:
+    """Return the hover text of a result, which has numbers and names of hyperparameters but no untrusted text.
+
+    Args:
+        result: The result.
+        first: First generation of the member in this run. `born` may be a generation of an earlier run.
+        summary: The run.
+    """
     values = result.hyperparameters.to_json()
+    birth = f", born after generation {first - 1}" if first > 1 else ""
     lines = [
         f"fitness {score_text(result.fitness, result.standard_error)}",
         *(f"{name} {number_text(values[name])}" for name in summary.evolvable),
-        "founder" if result.parent is None else f"child of #{result.parent}, born after generation {result.born}",
+        "founder" if result.parent is None else f"child of #{result.parent}{birth}",
         f"slot {result.slot}, {count_text(result.tokens)} {summary.terms.tokens}, {duration_text(result.seconds)}",
     ]
     return "<br>".join(lines)
@@ -421,9 +431,11 @@ def _ancestry(summary: RunSummary) -> str:
     best = best_member(summary.generations)
     if best is None:
         return ""
+    reports = reports_by_member(summary.generations)
     rows = [
         ("best" if ancestor.index == best.index else "",
-         [f"#{ancestor.index}", _parent_text(ancestor.parent), f"{ancestor.born + 1} to {ancestor.generation}",
+         [f"#{ancestor.index}", _parent_text(ancestor.parent),
+          f"{reports[ancestor.index][0].generation} to {ancestor.generation}",
           changes_text(ancestor.changes) or "–", *_values(ancestor, summary),
           score_text(ancestor.fitness, ancestor.standard_error), ancestor.reason])
         for ancestor in ancestors(summary, best)

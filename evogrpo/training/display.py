@@ -1,7 +1,7 @@
 """Display of a run: a live progress bar on a terminal, plain lines in a log, and the tables of a generation."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
@@ -143,7 +143,10 @@ class RunDisplay(Callback):
         evolving = list(population.space) or (step_size, "clip_coef", "group_size")
         best = self._trainer.run_state.best
         best_so_far = best is None or best.generation == report.generation
-        shown.append(generation_table(report, evolving, width, self.terms, best_so_far=best_so_far))
+        # `born` does not tell new members: it may be a generation of an earlier run of this population.
+        before = [slot.member for each in self._trainer.run_state.history[-2:-1] for slot in each.slots if slot.member]
+        new = {each.index for each in report.members} - {each.index for each in before} if before else set()
+        shown.append(generation_table(report, evolving, width, self.terms, best_so_far=best_so_far, new=new))
         if best is not None and not best_so_far:
             score = score_text(best.fitness.mean, best.fitness.standard_error)
             shown.append(f"★ best so far: #{best.index} of generation {best.generation}, fitness {score}")
@@ -336,7 +339,13 @@ def rewards_text(report: StepReport) -> Text:
 
 
 def generation_table(
-    report: GenerationReport, evolving: Sequence[str], width: int, terms: Terms, *, best_so_far: bool = True
+    report: GenerationReport,
+    evolving: Sequence[str],
+    width: int,
+    terms: Terms,
+    *,
+    best_so_far: bool = True,
+    new: Collection[int] = (),
 ) -> Table:
     """Return the table of a generation, one row per member.
 
@@ -346,6 +355,7 @@ def generation_table(
         width: Columns of the terminal.
         terms: Terms of the task type.
         best_so_far: The best member of this generation is the best of the run so far.
+        new: Indices of the members that were born in the plan before this generation.
     """
     # 1. Choose the columns for the width.
     wide = width >= WIDE
@@ -372,12 +382,12 @@ def generation_table(
         ]
         seconds = f"{member.seconds:.0f} s" if member.seconds < 100 else duration_text(member.seconds)
         costs = [_short_count(member.tokens), *([seconds] if wide else [])]
-        note = member_note(member, report, short=short, best_so_far=best_so_far)
+        note = member_note(member, report, short=short, best_so_far=best_so_far, new=member.index in new)
         table.add_row(*row, *costs, note, style="bold green" if best else "")
     return table
 
 
-def member_note(member: MemberReport, report: GenerationReport, *, short: bool, best_so_far: bool = True) -> Text:
+def member_note(member: MemberReport, report: GenerationReport, *, short: bool, best_so_far: bool, new: bool) -> Text:
     """Return notes on a member: failed, new, best (with a star if it is the best so far), no learning signal."""
     if member.failed is not None:
         return Text(printable(member.failed), "red")
@@ -385,7 +395,7 @@ def member_note(member: MemberReport, report: GenerationReport, *, short: bool, 
     if member.index == report.best.index:
         note = "★ best so far" if best_so_far else "best of this generation"
         notes.append(note.split(maxsplit=1)[0] if short else note)
-    if member.parent is not None and member.born == report.generation - 1:
+    if new and member.parent is not None:
         moves = ", ".join(
             f"{name} {'↑' if new > old else '↓'}"
             if isinstance(old, int | float) and isinstance(new, int | float)

@@ -165,6 +165,19 @@ def test_the_page_shows_the_run(tmp_path, fake_run):
     assert "256" in page.pieces
 
 
+def test_births_in_an_earlier_run_are_not_dated_in_this_run():
+    """A population that has evolved before begins with children of generations of the earlier run."""
+    begin = {"event": "run", "evolvable": {}}
+    old, child = journals.member(0, 6, parent=4, born=3), journals.member(0, 7, parent=6, born=1)
+    events = [begin, journals.generation(1, old, best=6), journals.generation(2, child, best=7)]
+    page = Page(html_page(summarise(events)))
+    assert {"1 to 1", "2 to 2"} <= set(page.pieces)
+    charts = page.scripts[0]
+    assert "child of #6, born after generation 1" in charts
+    assert "child of #4" in charts
+    assert "after generation 3" not in charts
+
+
 def test_hostile_text_is_escaped(hostile_run):
     content = markup_of(hostile_run).encode("utf-8").decode("utf-8")
     page = Page(content)  # balanced tags: text stayed inside its element

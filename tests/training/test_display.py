@@ -12,7 +12,9 @@ from evogrpo.reporting.records import LANGUAGE, GenerationReport
 from evogrpo.training.display import RunDisplay, generation_table
 from tests.cli.project import CONTROL, Terminal
 from tests.tiny_models import tiny_model
-from tests.tiny_training import QUICK, SPACE, tiny_env, tiny_population, tiny_run
+from tests.tiny_steps import QUICK as SHORT
+from tests.tiny_steps import STEP_SPACE, cart_pole, start_run, step_population
+from tests.tiny_training import QUICK, SPACE, finish, tiny_env, tiny_population, tiny_run
 
 
 def on_a_terminal(monkeypatch):
@@ -163,6 +165,20 @@ def test_the_star_marks_the_best_member():
     for table in tables[1:]:
         assert "best of this generation" in table
         assert f"★ best so far: #{run.run_state.best.index} of generation 1" in table
+
+
+def test_new_members_are_those_born_in_this_run():
+    """The second run of a population begins with members that were born in the first one."""
+    population, env = step_population(3, hp_config=STEP_SPACE), cart_pole()
+    finish(start_run(population, env, None, **SHORT))
+    console = Console(file=io.StringIO(), width=160)
+    run = start_run(population, env, None, **SHORT)
+    run.callbacks.append(RunDisplay(console, run))
+    generations = [report for report in finish(run) if isinstance(report, GenerationReport)]
+    tables = console.file.getvalue().split("Generation ")[1:]
+    noted = [sum("clone of" in line and "selection:" not in line for line in table.split("\n")) for table in tables]
+    assert any(member.born == 2 for member in generations[0].members)
+    assert noted == [0, *(len(report.plan.children) for report in generations[:-1])]
 
 
 @pytest.mark.parametrize(("width", "label"), [(140, "no learning signal"), (80, "no signal")])
