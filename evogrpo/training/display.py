@@ -4,6 +4,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Self
 
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -257,7 +258,7 @@ def outcome_lines(report: TestOutcome, terms: Terms) -> list[Text]:
 MAX_COMPLETIONS = 3
 """Maximum number of completions in the table."""
 _COLUMN_GAP = 2  # spaces between columns
-_MIN_TEXT_WIDTH = 12  # characters of a question or a completion
+_MIN_TEXT_WIDTH = 12  # columns of a question or a completion
 
 
 def completions_table(examples: Sequence[Example], best: int, width: int) -> Table | None:
@@ -280,29 +281,31 @@ def completions_table(examples: Sequence[Example], best: int, width: int) -> Tab
     shown = [*first, *others][:MAX_COMPLETIONS]
     # 2. Format the numbers. With a single reward function its values are the rewards, unless it has a weight.
     names = list(shown[0].rewards) if len(shown[0].rewards) > 1 else []
-    numbers = {name: [number_text(each.rewards.get(name)) for each in shown] for name in names}
-    numbers |= {"reward": [number_text(each.reward) for each in shown]}
     advantages = [each.advantage for each in shown]
-    numbers |= {"advantage": [f"{value:+.3g}" if value else number_text(value) for value in advantages]}
+    numbers = [  # as pairs, because a reward function may be called `reward` or `advantage` too
+        *((printable(name), [number_text(each.rewards.get(name)) for each in shown]) for name in names),
+        ("reward", [number_text(each.reward) for each in shown]),
+        ("advantage", [f"{value:+.3g}" if value else number_text(value) for value in advantages]),
+    ]
     members = [f"#{each.index}" for each in shown]
     head = f"step {shown[0].step + 1}"
-    columns = {head: members, **numbers}
     # 3. Divide the width that the other columns leave; the question gets at most half of it.
-    number_width = sum(max(map(len, (name, *values))) + _COLUMN_GAP for name, values in columns.items())
+    columns = [(head, members), *numbers]
+    number_width = sum(max(map(cell_len, (name, *values))) + _COLUMN_GAP for name, values in columns)
     text_width = max(width - number_width - 2 * _COLUMN_GAP, 2 * _MIN_TEXT_WIDTH)
     questions = [one_line(each.prompt) for each in shown]
-    question_width = max(min(max(map(len, questions)), text_width // 2), _MIN_TEXT_WIDTH)
+    question_width = max(min(max(map(cell_len, questions)), text_width // 2), _MIN_TEXT_WIDTH)
     # 4. Build the table.
     table = Table(box=None, padding=(0, _COLUMN_GAP, 0, 0), header_style="dim", pad_edge=False)
     table.add_column(head, style="dim", no_wrap=True)
     table.add_column("question", style="dim", no_wrap=True)
     table.add_column("completion", style="italic", no_wrap=True)
-    for name in numbers:
-        table.add_column(Text(printable(name)), justify="right", no_wrap=True)
+    for name, _ in numbers:
+        table.add_column(Text(name), justify="right", no_wrap=True)
     for row, each in enumerate(shown):
         question = Text(shortened(questions[row], question_width))
         completion = Text(shortened(one_line(each.completion), text_width - question_width) or "(nothing)")
-        table.add_row(members[row], question, completion, *(values[row] for values in numbers.values()))
+        table.add_row(members[row], question, completion, *(values[row] for _, values in numbers))
     return table
 
 
@@ -313,11 +316,16 @@ def one_line(text: str) -> str:
 
 
 def shortened(text: str, limit: int) -> str:
-    """Cut the middle out of a text longer than `limit` characters."""
-    if len(text) <= limit:
+    """Cut the middle out of a text wider than `limit` cells of a terminal; a Chinese character takes two."""
+    if cell_len(text) <= limit:
         return text
     tail = max(limit // 3, 4)
-    return f"{text[: limit - tail - 1]}…{text[-tail:]}"
+    first, last = text[: limit - tail - 1], text[-tail:]
+    while cell_len(first) > limit - tail - 1:
+        first = first[:-1]
+    while cell_len(last) > tail:
+        last = last[1:]
+    return f"{first}…{last}"
 
 
 WIDE = 100  # characters; a narrower terminal gets a table with fewer columns

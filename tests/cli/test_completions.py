@@ -4,6 +4,7 @@ import io
 import re
 
 import pytest
+from rich.cells import cell_len
 
 from evogrpo.reporting.records import Example
 from evogrpo.training.console import make_console
@@ -54,6 +55,20 @@ def test_long_texts_are_cut_in_the_middle(width):
     assert re.search(r"First .*….*so 42", lines[1])
     short = drawn([example(0, "3+4=", answer)], width=width)
     assert "3+4=" in short[1]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_east_asian_texts_leave_room_for_the_numbers(width):
+    texts = "请把下面的句子翻译成英文。" * 9, "a好" * 60 + "完"
+    head, row = drawn([example(0, *texts, advantage=-1.25)], width=width)
+    assert max(cell_len(head), cell_len(row)) <= width
+    assert re.search(r"请.*….*。 .*a好.*….*完 +1 +-1\.25$", row)
+
+
+def test_a_reward_function_may_be_called_reward_or_advantage():
+    head, row = drawn([example(rewards={"reward": 0.25, "advantage": 0.5}, advantage=0.75)])
+    assert head.split()[-4:] == ["reward", "advantage", "reward", "advantage"]
+    assert row.split()[-4:] == ["0.25", "0.5", "1", "+0.75"]
 
 
 def test_untrusted_text_is_escaped():
