@@ -390,7 +390,7 @@ def show_files(console: Console, run_dir: Path, kind: object) -> None:
     try:
         page = report(run_dir).write()
         rows += [("figure", install_hint("report.png", "matplotlib") or run_dir / "report.png"), ("report page", page)]
-    except Exception as error:  # a failed report must not fail the run
+    except Exception as error:  # noqa: BLE001 - a failed report must not fail the run
         rows.append(("report", f"not written: {error}"))
     for name, value in rows:
         console.print(Text.assemble((f"{name:<14} ", "dim"), printable(str(value))), soft_wrap=True)
