@@ -160,6 +160,43 @@ def test_user_module_gets_composite_observations():
     assert float(seen_by_module[-1]["camera"].max()) > 1, "values are not rescaled"
 
 
+class Scaled(nn.Module):
+    """A layer whose outputs are multiplied by a parameter without dimensions, then changed by a function."""
+
+    def __init__(self, change=lambda outputs, calls: outputs):
+        super().__init__()
+        self.layer, self.scale, self.change = nn.Linear(3, 4), nn.Parameter(torch.tensor(2.0)), change
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, observations):
+        return self.change(self.layer(observations) * self.scale, self.calls)
+
+
+def test_user_module_may_have_a_parameter_without_dimensions():
+    bank = StackedBank(VECTOR, spaces.Discrete(4), size=2, network=Scaled())
+    state = bank.state(1)
+    bank.load_state(1, state | {"weights": state["weights"].clone().index_fill_(0, torch.tensor(0), 6.0)})
+    seen = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(bank.outputs(1, seen), 3 * bank.outputs(0, seen))
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("differentiable", lambda outputs, calls: outputs.detach()),
+        ("buffers", lambda outputs, calls: outputs + 0 * calls.add_(1)),
+        ("randomness", lambda outputs, calls: outputs + torch.rand_like(outputs)),
+        ("one observation", lambda outputs, calls: outputs - outputs.mean(0)),
+        (r"\[batch, 4\]", lambda outputs, calls: outputs.mean(0, keepdim=True)),
+    ],
+)
+@pytest.mark.parametrize("space", [VECTOR, spaces.MultiBinary(3), spaces.Discrete(3, start=5)])
+def test_modules_whose_rows_are_not_functions_of_one_observation_are_rejected(space, message, change):
+    ModuleNetwork(Scaled(), space, 4)
+    with pytest.raises(ValueError, match=message):
+        ModuleNetwork(Scaled(change), space, 4)
+
+
 def test_unsuitable_modules_are_rejected():
     with pytest.raises(ValueError, match="actor_network"):
         StackedBank(VECTOR, spaces.Discrete(3), size=1, network=nn.Identity())

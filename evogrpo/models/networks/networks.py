@@ -153,14 +153,14 @@ def split(flat: Tensor, shapes: Shapes) -> Parameters:
     parameters, start = {}, 0
     for name, shape in shapes.items():
         count = math.prod(shape)
-        parameters[name] = flat[..., start : start + count].unflatten(-1, shape)
+        parameters[name] = flat[..., start : start + count].view((*flat.shape[:-1], *shape))
         start += count
     return parameters
 
 
 def join(parameters: Mapping[str, Tensor], shapes: Shapes) -> Tensor:
-    """Return parameters `[..., *shape]` as flat vectors `[..., k]`, the inverse of `split`."""
-    return torch.cat([parameters[name].flatten(-len(shape)) for name, shape in shapes.items()], dim=-1)
+    """Return one member's parameters as a flat vector `[k]`, the inverse of `split`."""
+    return torch.cat([parameters[name].flatten() for name in shapes])
 
 
 class DefaultNetwork:
@@ -338,13 +338,14 @@ class ModuleNetwork:
     by all members. Members start from the module's weights.
 
     Args:
-        module: Function of observations from `evogrpo.spaces.preprocess_observation` that returns `[batch, outputs]`.
+        module: Differentiable function of observations from `evogrpo.spaces.preprocess_observation` that returns
+            `[batch, outputs]`. It computes each row from one observation, without randomness, and keeps its buffers.
         space: Observation space.
         outputs: Required number of outputs.
         device: Device of the copy.
 
     Raises:
-        ValueError: If the space is not supported, the module has no parameters, or its output has another shape.
+        ValueError: If the space is not supported, or the module has no parameters or is not such a function.
     """
 
     values_per_observation = 1 << 14  # unknown; this guess allows a few thousand observations per pass
@@ -364,25 +365,49 @@ class ModuleNetwork:
                 "requires_grad_() on it, or add layers."
             )
         self.shapes: Shapes = {name: tuple(value.shape) for name, value in self._initial.items()}
-        # 2. Run it once: on zeros, or the first value of discrete spaces.
-        observation = [
-            np.full((1, *(leaf.shape or ())), getattr(leaf, "start", 0), leaf.dtype) for leaf in leaf_spaces(space)
-        ]
+        # 2. Run it on two observations (zeros and ones, or the first values of discrete spaces), then on the first one
+        #    twice: outputs of the same observation must be equal.
+        parts = []
+        for leaf in leaf_spaces(space):
+            first = np.full(leaf.shape or (), getattr(leaf, "start", 0), leaf.dtype)
+            counts = getattr(leaf, "nvec", leaf.n if isinstance(leaf, spaces.Discrete) else 2)
+            parts.append(np.stack([first, first + (np.asarray(counts) > 1)]).astype(leaf.dtype))
+        buffers = {name: value.clone() for name, value in self._module.named_buffers()}
         try:
-            with torch.no_grad():
-                output = self._member(self._initial, unflatten(space, observation))
+            with torch.enable_grad():
+                weights = {name: value.clone().requires_grad_() for name, value in self._initial.items()}
+                output = self._member(weights, unflatten(space, parts))
+                again = self._member(weights, unflatten(space, [part[[0, 0]] for part in parts]))
         except Exception as error:
             kind = f"{type(space).__name__}{space.shape or ''}"
             raise ValueError(
                 f"actor_network must accept a batch of observations of {kind}, but {self.name} raised: {error}. Match "
                 "its first layer to evogrpo.spaces.observation_dim(observation_space)."
             ) from error
-        # 3. Check its output.
-        if tuple(output.shape) != (1, outputs):
+        # 3. Check its outputs and buffers.
+        if tuple(output.shape) != (2, outputs):
             raise ValueError(
                 f"actor_network must return [batch, {outputs}] for this action space, but {self.name} returned "
-                f"{list(output.shape)} for one observation. Match its last layer."
+                f"{list(output.shape)} for 2 observations. Match its last layer."
             )
+        if not output.requires_grad:
+            raise ValueError(
+                f"actor_network must be differentiable, but the output of {self.name} requires no gradient. Remove "
+                "no_grad and detach from its forward."
+            )
+        after = dict(self._module.named_buffers())
+        changed = [name for name, value in buffers.items() if not torch.equal(value, after[name])]
+        if changed:
+            raise ValueError(
+                f"actor_network must not change its buffers, as all members share them, but {self.name} changed "
+                f"{changed}. Remove the change from its forward."
+            )
+        if not torch.allclose(output[0], again[0], rtol=1e-4, atol=1e-6, equal_nan=True):
+            raise ValueError(
+                "actor_network must compute each row from one observation, without randomness, but two outputs of "
+                f"{self.name} for the same observation differ. Change its forward."
+            )
+        output = output.detach()[0]
         if outputs > 1 and bool((output >= 0).all()) and math.isclose(float(output.sum()), 1.0, abs_tol=1e-5):
             warn(
                 f"{self.name} returns probabilities, but its outputs are used as logits. Remove the softmax at its end."
