@@ -66,7 +66,7 @@ class Agent(HyperparameterAttributes):
         self.training = True
         self.steps = 0
         self._prediction_count = 0  # names the random stream of the next prediction
-        self._evaluated_network = "actor"  # the network that `test`, `predict` and `get_policy` use
+        self._evaluated_network = "actor"  # see `register_network_group`
 
     def __repr__(self) -> str:
         defaults, record = Hyperparameters().to_json(), self.hyperparameters.to_json()

@@ -47,7 +47,7 @@ from evogrpo.evolution.founders import spread_founders, warm_start_founders
 from evogrpo.randomness import generator
 from evogrpo.spaces import action_dim, observation_dim, preprocess_observation
 from evogrpo.synonyms import unknown_name_error
-from evogrpo.validation import flag, lists_options, names_unknown, refuse_unknown, whole_between
+from evogrpo.validation import flag, instance, lists_options, names_unknown, refuse_unknown, whole_between
 from evogrpo.warnings import warn
 
 if TYPE_CHECKING:
@@ -206,7 +206,8 @@ class EvolvableAlgorithm(Agent):
         Args:
             states: For a language model, prompts `{"input_ids": [1, P], "attention_mask": [1, P]}`, as `HuggingFaceGym`
                 returns them; for a small network, one observation or a batch along a leading axis; for several agents,
-                observations by agent, as the environment returns them.
+                observations by agent, as the environment returns them. Agents whose mask allows no action
+                wait and get none.
             training: True samples `group_size` completions per prompt, or one action per observation; False takes the
                 most likely one. None = the agent's training mode.
             action_mask: Legal values of Discrete and MultiDiscrete actions, as environments return them in `info`, or
@@ -258,6 +259,7 @@ class EvolvableAlgorithm(Agent):
             deterministic=deterministic,
             calls=self._prediction_count,
             action_masks=action_masks,
+            base=self._evaluated_network == "base",
         )
         self._prediction_count += 1
         return actions, state
@@ -323,9 +325,10 @@ class EvolvableAlgorithm(Agent):
         """
         self.check_single_rank("learn")
         learner = self.learner()
-        experience = self.members.experience(learner, experiences)
+        experience, observed = self.members.experience(learner, experiences)
         self.members.banks.changed.add(self.slot)  # before the change, which may raise half-way
         report = self.learn_together(self.members, [learner], experience)[self.slot]
+        self.members.update_statistics(observed)
         self.steps += 1
         self.failed = report.failed
         return report
@@ -478,11 +481,12 @@ class EvolvableAlgorithm(Agent):
         return {**arguments, **{name: getattr(agent, name) for name in state}}
 
     def register_network_group(self, group: NetworkGroup) -> None:
-        """Set the network that `get_policy` returns and `test` evaluates. Learning is not affected.
+        """Set the network of `get_policy`, `predict`, `generate` and `test`. `get_action` and learning do not use it.
 
         Raises:
             ValueError: If the agent has no network of that name.
         """
+        instance("group", group, NetworkGroup, "NetworkGroup('actor')")
         if group.eval_network not in _NETWORKS:
             raise unknown_name_error("network", group.eval_network, _NETWORKS)
         self._evaluated_network = group.eval_network

@@ -203,6 +203,21 @@ def test_actions_in_a_manual_loop_are_legal(beside):
             assert agent.predict(seen, deterministic=deterministic, action_masks=legal)[0] == {"red_1": only}
 
 
+def test_waiting_agents_get_no_action_and_invalid_observations_raise():
+    env, probe = groups(lambda: joint_probes.Masked(beside=True)), joint_probes.Masked(beside=True)
+    agent = population_for(env, 1)[0]
+    seen, infos = probe.reset(seed=1)
+    waiting = seen | {"red_0": {**seen["red_0"], "action_mask": np.zeros(3, np.int8)}}
+    assert agent.get_action(waiting).keys() == agent.predict(waiting)[0].keys() == {"red_1", "blue_0"}
+    nan = {"red_1": {**seen["red_1"], "observation": np.full(3, np.nan, np.float32)}}
+    for wrong, rule in (((seen, infos), "dict by agent"), (nan, "finite"), ({"red_1": np.zeros(3)}, "keys")):
+        for choose in (agent.get_action, agent.predict):
+            with pytest.raises(ValueError, match=rule):
+                choose(wrong)
+    with pytest.raises(ValueError, match="action masks must be"):
+        agent.predict(seen, action_masks=np.ones(3))
+
+
 def test_architectures_of_policies_evolve_one_at_a_time():
     env = groups()
     limits = ArchitectureLimits(min_units=8, unit_steps=(8,), probability=1.0)

@@ -9,6 +9,7 @@ import torch
 from gymnasium import spaces
 
 from evogrpo import GRPO, HyperparameterConfig, Objective, RLParameter, evolve
+from evogrpo.algorithms.grpo import NetworkGroup
 from evogrpo.algorithms.policies.networks import space_from_json, space_to_json
 from evogrpo.algorithms.policies.settings import NETWORK_DEFAULTS, STEPWISE
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
@@ -79,12 +80,33 @@ def test_observations_may_be_single_batched_tensors_or_composite():
     for wrong in (np.zeros(3), np.zeros((2, 5)), np.zeros((2, 2, 4)), np.zeros((0, 4)), {"x": 1}, "text"):
         with pytest.raises(ValueError):  # noqa: PT011  # several rules
             agent.get_action(wrong)
+    agent.register_network_group(NetworkGroup("base"))
+    agent.load_state(agent.state() | {"weights": -agent.state()["weights"]})
+    assert greedy == agent.predict(seen, deterministic=True)[0].tolist() == agent.get_policy()(seen).argmax(1).tolist()
     agent = step_agent(GymnasiumGroups(MatchDict))
     one = {"which": 1, "number": np.array([0.5], np.float32)}
     many = {"which": np.array([1, 0]), "number": np.array([[0.5], [-0.5]], np.float32)}
     assert agent.get_action(many, training=False)[0] == agent.get_action(one, training=False)
     with pytest.raises(ValueError, match="same batch size"):
         agent.get_action(many | {"which": np.array([1, 0, 1])})
+
+
+@pytest.mark.parametrize(
+    ("space", "wrong"),
+    [
+        (spaces.Box(0, 255, (2,), np.uint8), [0.5, 0.5]),
+        (spaces.Box(0, 255, (2,), np.uint8), [-1, 0]),
+        (spaces.Discrete(5), 1.7),
+        (spaces.Discrete(5), np.nan),
+        (spaces.Discrete(5), None),
+        (spaces.Box(-1, 1, (2,), np.float32), [1e39, 0.0]),
+        (spaces.Box(-1, 1, (2,), np.float32), ["a", "b"]),
+        (spaces.Box(-1, 1, (2,), np.float16), [1e5, 0.0]),
+    ],
+)
+def test_observations_that_their_space_cannot_represent_raise(space, wrong):
+    with pytest.raises(ValueError, match="observation"):
+        step_agent(observation_space=space).predict(wrong)
 
 
 @pytest.mark.parametrize("make", [lambda: MatchDiscrete(start=5), MatchMultiDiscrete])
@@ -130,7 +152,9 @@ def test_a_manual_loop_equals_collect():
     clone.steps = agent.steps
     seen, policy = experiences[0].reshape(-1, 4), agent.members.policies["default"]
     shown = policy.normalise(seen, np.zeros(96, np.int64))  # with the statistics before these observations
-    batch = agent.members.experience(agent.learner(), experiences)["default"]
+    experience, observed = agent.members.experience(agent.learner(), experiences)
+    agent.members.update_statistics(observed)
+    batch = experience["default"]
     assert np.allclose(batch.inputs.observations.numpy().reshape(-1, 4), shown)
     assert batch.rewards.tolist() == experiences[3].sum(2).ravel().tolist()
     assert batch.group_ids.tolist() == [0] * 4 + [1] * 4
@@ -159,6 +183,23 @@ def test_invalid_experiences_raise(number, change, rule):
         agent.learn(tuple(parts[:3]))
 
 
+def test_invalid_experiences_leave_observation_statistics_unchanged():
+    agent = step_agent(normalise_observations=True)
+    parts = played(agent, starts=1, size=2, steps=3)
+    agent.learn(parts)
+    before = agent.state()
+    for number, value, rule in ((0, np.nan, "finite"), (0, np.inf, "finite"), (3, np.inf, "rewards")):
+        wrong = [part.copy() for part in parts]
+        wrong[number][0, 0, 0] = value
+        with pytest.raises(ValueError, match=rule):
+            agent.learn(tuple(wrong))
+        assert equal_states(agent.state(), before)
+    parts[2][0, 0, 1:] = False  # steps that were not taken may have any observations
+    parts[0][0, 0, 1:] = np.nan
+    assert agent.learn(parts).failed is None
+    assert agent.state()["running_stats"].isfinite().all()
+
+
 def test_action_masks_are_used_in_learning():
     rng = generator(0, "test")
     agent, masks = step_agent(GymnasiumGroups(Masked)), np.ones((2, 4, 3), bool)
@@ -170,7 +211,7 @@ def test_action_masks_are_used_in_learning():
         shaped = seen.reshape(2, 4, 3, 4), actions.reshape(2, 4, 3), masks, rng.random((2, 4, 3))
         return *shaped, legal.reshape(2, 4, 3, -1)
 
-    batch = agent.members.experience(agent.learner(), experiences(taken, legal))["default"]
+    batch = agent.members.experience(agent.learner(), experiences(taken, legal))[0]["default"]
     scored = agent.members.banks["default"].log_probs(batch)[batch.action_mask]
     logits = agent.get_policy()(seen).masked_fill(~torch.from_numpy(legal), -torch.inf)
     torch.testing.assert_close(scored, torch.log_softmax(logits, 1)[torch.arange(24), torch.from_numpy(taken)])

@@ -185,7 +185,7 @@ def test_the_optimizer_steps_of_a_script_are_reproduced():
     agent = step_agent(actor_network=actor, objective=objective, beta=beta, **options)
     observations, actions, masks, rewards = experiences = played(agent, starts=1, size=8)
     learner = agent.learner()
-    rows = agent.members.experience(learner, experiences)["default"].flatten_actions()
+    rows = agent.members.experience(learner, experiences)[0]["default"].flatten_actions()
     report = agent.learn(experiences)
 
     states, taken = torch.from_numpy(observations[masks]), torch.from_numpy(actions[masks])

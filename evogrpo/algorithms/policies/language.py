@@ -372,7 +372,7 @@ class LanguagePolicySet:
         return as_completions(rows.prompts, self._synced_sampler().sample(rows), self.settings.pad_token_id)
 
     def predict(
-        self, learner: Learner, observation: Any, *, deterministic: bool, calls: int, action_masks: Any
+        self, learner: Learner, observation: Any, *, deterministic: bool, calls: int, action_masks: Any, base: bool
     ) -> NDArray[Any]:
         """Raise ValueError: language models have no observations."""
         raise ValueError("predict is for small networks. Use generate or get_action.")
@@ -427,13 +427,13 @@ class LanguagePolicySet:
     def _tokenizer(self) -> Any:
         return load_tokenizer(self.bank.base.model)
 
-    def experience(self, learner: Learner, experiences: Experiences) -> Experience:
-        """Convert `(completion_ids, action_masks, rewards)` to a batch."""
+    def experience(self, learner: Learner, experiences: Experiences) -> tuple[Experience, tuple[()]]:
+        """Convert `(completion_ids, action_masks, rewards)` to a batch; the second value is for small networks."""
         hyperparameters, shortest = learner.hyperparameters, self.settings.min_output_tokens
         batch = as_batch(experiences, learner.slot, hyperparameters, shortest, self.device)
         tokens = [int(batch.actions.max()), int(batch.actions.min())]
         check_token_ids(self.bank.base.model, tokens, "completion_ids")
-        return {DEFAULT_POLICY: batch}
+        return {DEFAULT_POLICY: batch}, ()
 
     # ---- the network
 

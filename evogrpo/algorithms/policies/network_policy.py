@@ -16,6 +16,7 @@ from evogrpo.algorithms.policies.settings import JointSettings, NetworkSettings
 from evogrpo.data import Batch, ObservationInputs, SampledActions
 from evogrpo.envs.control.conversion import (
     ObservationStatistics,
+    check_representable,
     episode_statistics,
     legal_actions,
     mask_sizes,
@@ -247,11 +248,7 @@ def check_observations(space: spaces.Space[Any], observation: Any) -> tuple[Any,
             )
         single = array.shape == shape
         counts.add(None if single else len(array))
-        if array.dtype.kind == "f" and not fits_float32(array).all():
-            raise ValueError(
-                f"An observation must be of finite numbers that float32 holds, got {array.tolist()!r:.80}."
-            )
-        leaves.append((array[None] if single else array).astype(leaf.dtype, copy=False))
+        leaves.append(_converted(leaf, array[None] if single else array))
     # 3. Check that all arrays have the same batch size.
     if len(counts) != 1:
         raise ValueError(
@@ -263,6 +260,26 @@ def check_observations(space: spaces.Space[Any], observation: Any) -> tuple[Any,
     return unflatten(space, leaves), count
 
 
+def _converted(leaf: spaces.Space[Any], array: NDArray[Any], rows: Any = ...) -> NDArray[Any]:
+    """Return observations in the dtype of their space.
+
+    Raises:
+        ValueError: If a value in `rows` is no finite number, or one that the dtype cannot represent.
+    """
+    try:
+        with np.errstate(all="ignore"):  # checked below
+            converted = array.astype(leaf.dtype, copy=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"An observation must be of numbers, got {array.tolist()!r:.80}.") from error
+    counted = converted[rows]
+    if counted.dtype.kind != "f":
+        check_representable(leaf, array[rows], counted)
+    elif not fits_float32(counted).all():
+        wrong = array[rows][~fits_float32(counted)][0]
+        raise ValueError(f"An observation must be of finite numbers that float32 holds, got {wrong}.")
+    return converted
+
+
 def _array(value: Any) -> NDArray[Any]:
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
@@ -270,8 +287,10 @@ def _array(value: Any) -> NDArray[Any]:
     return np.asarray(value)
 
 
-def as_step_batch(experiences: StepExperiences, learner: Learner, networks: StackedPolicy) -> Batch:
-    """Convert the experiences of a user's own loop to a batch, and update the running observation statistics.
+def as_step_batch(
+    experiences: StepExperiences, learner: Learner, networks: StackedPolicy
+) -> tuple[Batch, ObservationStatistics | None]:
+    """Convert the experiences of a user's own loop to a batch, and return the statistics of its raw observations.
 
     Args:
         experiences: `(observations, actions, action_masks, rewards)`, optionally with masks of legal actions; see
@@ -319,7 +338,7 @@ def as_step_batch(experiences: StepExperiences, learner: Learner, networks: Stac
             raise ValueError(
                 f"observations must have the shape {present.shape} followed by the shape of {leaf}, got {array.shape}."
             )
-        leaves.append(array.reshape(*lead, *array.shape[3:]).astype(leaf.dtype, copy=False))
+        leaves.append(_converted(leaf, array, present).reshape(*lead, *array.shape[3:]))
     # 4. Build the batch.
     n, rewards = starts * size, np.where(present, earned, 0.0).reshape(lead)
     episodes = PolicyEpisodes(
@@ -338,9 +357,7 @@ def as_step_batch(experiences: StepExperiences, learner: Learner, networks: Stac
     )
     temperature = np.full(n, learner.hyperparameters.temperature, dtype=np.float32)
     batch, observed = networks.batch(episodes, np.full(n, learner.slot), temperature)
-    if observed is not None:
-        networks.update_statistics(observed)
-    return replace(batch, sampler_log_probs=None, truncated=None)
+    return replace(batch, sampler_log_probs=None, truncated=None), observed
 
 
 def _legal(masks: Any, chosen: NDArray[Any], present: NDArray[np.bool_], space: spaces.Space[Any]) -> NDArray[np.bool_]:

@@ -28,7 +28,7 @@ from evogrpo.algorithms.policies.settings import JointSettings, NetworkSettings
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import DEFAULT_POLICY, Batch, Experience
 from evogrpo.distributed import Processes
-from evogrpo.envs.control.conversion import ActionNoise, ObservationStatistics, legal_actions, to_environment
+from evogrpo.envs.control.conversion import ActionNoise, ObservationStatistics, can_act, legal_actions, to_environment
 from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies, single_agent
 from evogrpo.envs.control.rollout import Episodes
 from evogrpo.envs.protocol import Scores
@@ -249,51 +249,82 @@ class NetworkPolicySet:
         """Choose actions; see `GRPO.get_action` and `MultiAgentGRPO.get_action`."""
         rng = generator(self.settings.seed, "get_action", learner.step, learner.index) if training else None
         if not self._single:
-            return self._choose_for_team(learner, observations, rng, action_mask or {})
+            return self._choose_for_team(learner, observations, rng, action_mask)
         actions, batched = self._choose(learner, observations, rng, action_mask)
         if isinstance(self.action_space, spaces.Discrete | spaces.MultiDiscrete):
             actions = actions + self.action_space.start  # a policy counts values from 0, the space from `start`
         return actions if batched else actions[0]
 
-    def predict(self, learner: Learner, observation: Any, *, deterministic: bool, calls: int, action_masks: Any) -> Any:
-        """Choose actions in the environment's format; see `GRPO.predict`."""
+    def predict(
+        self, learner: Learner, observation: Any, *, deterministic: bool, calls: int, action_masks: Any, base: bool
+    ) -> Any:
+        """Choose actions in the environment's format; see `GRPO.predict`. `base` uses the untrained network."""
         rng = None if deterministic else generator(self.settings.seed, "predict", calls, learner.index)
         if not self._single:
-            return self._choose_for_team(learner, observation, rng, action_masks or {})
-        actions, batched = self._choose(learner, observation, rng, action_masks)
+            return self._choose_for_team(learner, observation, rng, action_masks, base=base)
+        actions, batched = self._choose(learner, observation, rng, action_masks, base=base)
         assert self.action_space is not None
         actions = to_environment(self.action_space, actions)
         return actions if batched else actions[0]  # a scalar for Discrete: some environments use it as a key
 
     def _choose(
-        self, learner: Learner, observations: Any, rng: np.random.Generator | None, action_mask: Any
+        self,
+        learner: Learner,
+        observations: Any,
+        rng: np.random.Generator | None,
+        action_mask: Any,
+        *,
+        base: bool = False,
     ) -> tuple[NDArray[Any], bool]:
         """Return a single agent's actions for one observation or a batch, and True if it was a batch."""
         arrays, count = check_observations(self.mapping.specs[DEFAULT_POLICY].observation_space, observations)
         masks: list[Any] = [None] * (count or 1)
         if action_mask is not None:
             masks = [action_mask] if count is None else _rows_of(action_mask, count)
-        return self._actions(DEFAULT_POLICY, learner, arrays, rng, masks), count is not None
+        return self._actions(DEFAULT_POLICY, learner, arrays, rng, masks, base), count is not None
 
     def _choose_for_team(
-        self, learner: Learner, observations: dict[Any, Any], rng: np.random.Generator | None, masks: Mapping[Any, Any]
+        self,
+        learner: Learner,
+        observations: Any,
+        rng: np.random.Generator | None,
+        action_masks: Any,
+        *,
+        base: bool = False,
     ) -> dict[Any, Any]:
-        """Return the actions of all active agents, in the environment's format."""
-        agents_of: dict[str, list[Any]] = {}
-        for agent in observations:
-            agents_of.setdefault(self.mapping.policy_of(str(agent)), []).append(agent)
+        """Return the actions of all agents that can act, in the environment's format."""
+        # 1. Check the observations, and leave out agents whose mask allows no action: they wait.
+        for name, values in (("observations", observations), ("action masks", action_masks)):
+            if not isinstance(values, Mapping) and (values is not None or name == "observations"):
+                raise ValueError(
+                    f"{name} must be a dict by agent, got {type(values).__name__}. Unpack what reset and step return."
+                )
+        masks_of: dict[str, dict[Any, Any]] = {}
+        for agent, observation in observations.items():
+            policy = self.mapping.policy_of(str(agent))
+            mask = self.mapping.specs[policy].mask(observation)  # part of the observation
+            if mask is None and action_masks is not None:
+                mask = action_masks.get(agent)
+            if can_act(mask):
+                masks_of.setdefault(policy, {})[agent] = mask
+        # 2. Act with each policy.
         chosen: dict[Any, Any] = {}
-        for policy, agents in agents_of.items():
+        for policy, masks in masks_of.items():
             spec = self.mapping.specs[policy]
-            in_space = [spec.mask(observations[agent]) for agent in agents]  # masks that are part of observations
-            given = [masks.get(agent) if mask is None else mask for agent, mask in zip(agents, in_space, strict=True)]
-            leaves = spec.stack([observations[agent] for agent in agents], [str(agent) for agent in agents])
-            actions = self._actions(policy, learner, unflatten(spec.observation_space, leaves), rng, given)
-            chosen |= dict(zip(agents, to_environment(spec.action_space, actions), strict=True))
+            leaves = spec.stack([observations[agent] for agent in masks], [str(agent) for agent in masks])
+            inputs, _ = check_observations(spec.observation_space, unflatten(spec.observation_space, leaves))
+            actions = self._actions(policy, learner, inputs, rng, list(masks.values()), base)
+            chosen |= dict(zip(masks, to_environment(spec.action_space, actions), strict=True))
         return chosen
 
     def _actions(
-        self, name: str, learner: Learner, observations: Any, rng: np.random.Generator | None, masks: list[Any]
+        self,
+        name: str,
+        learner: Learner,
+        observations: Any,
+        rng: np.random.Generator | None,
+        masks: list[Any],
+        base: bool,
     ) -> NDArray[Any]:
         """Return one policy's actions `[m, ...]` for observations `[m, ...]`; no `rng` = the most likely ones."""
         policy, m = self.policies[name], len(masks)
@@ -304,6 +335,7 @@ class NetworkPolicySet:
             uniforms=None if rng is None else rng.random((m, width), dtype=np.float32),
             temperature=np.full(m, learner.hyperparameters.temperature, dtype=np.float32),
             action_mask=legal_actions(policy.action_space, masks),
+            base=base,
         )
         return acted.actions
 
@@ -311,17 +343,22 @@ class NetworkPolicySet:
         """Raise ValueError: small networks have no text."""
         raise ValueError("generate is for language models. Use predict for small networks.")
 
-    def experience(self, learner: Learner, experiences: Any) -> Experience:
+    def experience(self, learner: Learner, experiences: Any) -> tuple[Experience, tuple[ObservedStatistics, ...]]:
         """Return the experience of `collect` unchanged, or read that of a user's own loop; see `as_step_batch`.
+
+        Returns:
+            The experience, and statistics of its raw observations to be passed to `update_statistics`; none for
+            `collect`, which has passed them.
 
         Raises:
             ValueError: If it is anything else.
         """
         if isinstance(experiences, Mapping) and all(isinstance(each, Batch) for each in experiences.values()):
-            return experiences
+            return experiences, ()
         if not self._single:
             raise ValueError(f"learn needs the experience of collect(...), got {type(experiences).__name__}.")
-        return {DEFAULT_POLICY: as_step_batch(experiences, learner, self.policies[DEFAULT_POLICY])}
+        batch, observed = as_step_batch(experiences, learner, self.policies[DEFAULT_POLICY])
+        return {DEFAULT_POLICY: batch}, () if observed is None else ({DEFAULT_POLICY: observed},)
 
     # ---- the networks
 

@@ -123,6 +123,13 @@ def mask_sizes(space: spaces.Space[Any]) -> tuple[int, ...]:
     return ()
 
 
+def can_act(mask: Any) -> bool:
+    """Return False if an agent's action mask allows no action, as for agents that wait in a turn-based game."""
+    if isinstance(mask, tuple | list):
+        return any(np.any(part) for part in mask)
+    return mask is None or bool(np.any(mask))
+
+
 def legal_actions(space: spaces.Space[Any], masks: list[Any]) -> Array | None:
     """Stack the masks of `info["action_mask"]`, one row per environment.
 
@@ -181,13 +188,19 @@ def stack(parts: list[spaces.Space[Any]], observations: list[list[Any]]) -> Leav
                 raise ValueError(f"observation must have shape {shape} as in observation_space, got {np.shape(value)}.")
             array[row] = value
             if array.dtype.kind != "f":
-                given = np.asarray(value)
-                # Floats from 0 to 1 would all become 0 in a space of uint8 images.
-                if given.dtype != array.dtype and not np.array_equal(given, array[row]):
-                    changed = given[given != array[row]].ravel()[0]
-                    raise ValueError(f"{space} cannot represent the {given.dtype} observation, e.g. {changed}")
+                check_representable(space, np.asarray(value), array[row])
         stacked.append(array)
     return stacked
+
+
+def check_representable(space: spaces.Space[Any], given: Array, converted: Array) -> None:
+    """Raise ValueError if values differ after their conversion to the integers of a space.
+
+    Floats from 0 to 1 would all become 0 in a space of uint8 images.
+    """
+    if given.dtype != converted.dtype and not np.array_equal(given, converted):
+        changed = given[given != converted].ravel()[0]
+        raise ValueError(f"{space} cannot represent the {given.dtype} observation, e.g. {changed}")
 
 
 def scalars(values: Sequence[Any], dtype: type[np.generic], name: str) -> Array:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evogrpo.data import Actor
-from evogrpo.envs.control.conversion import legal_actions, scalars, to_environment
+from evogrpo.envs.control.conversion import can_act, legal_actions, scalars, to_environment
 from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies, prefix_of
 from evogrpo.envs.control.random_play import check_determinism
 from evogrpo.envs.control.rollout import EpisodeRequest, Episodes
@@ -57,13 +57,6 @@ class JointStep:
         if isinstance(observation, Mapping) and set(observation) == {"observation", "action_mask"}:
             return observation["action_mask"]
         return self.infos[agent].get("action_mask")
-
-    def can_act(self, agent: str) -> bool:
-        """Return False if an agent's mask allows no action, as for agents that wait in a turn-based game."""
-        mask = self.mask(agent)
-        if isinstance(mask, tuple | list):
-            return any(np.any(part) for part in mask)
-        return mask is None or bool(np.any(mask))
 
 
 class JointEnv:
@@ -179,7 +172,7 @@ class JointVectorEnv(SerialVectorEnv):
         self._acting = {}
         for position, (_, latest) in enumerate(self._running):
             for agent in latest.observations:
-                if latest.can_act(agent):
+                if can_act(latest.mask(agent)):
                     self._acting.setdefault(mapping.policy_of(agent), []).append((position, agent))
         result = {}
         for policy, acting in self._acting.items():
@@ -261,7 +254,7 @@ class JointGymEnv(gymnasium.Env[AgentDict, AgentDict]):
         self._env.env.close()
 
     def _inputs(self, latest: JointStep) -> tuple[AgentDict, AgentDict]:
-        acting = {agent: latest.mask(agent) for agent in latest.observations if latest.can_act(agent)}
+        acting = {agent: mask for agent in latest.observations if can_act(mask := latest.mask(agent))}
         masks = {agent: mask for agent, mask in acting.items() if mask is not None}
         infos = {"action_mask": masks, AGENT_REWARDS: latest.rewards}
         return {agent: latest.observations[agent] for agent in acting}, infos

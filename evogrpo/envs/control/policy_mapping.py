@@ -60,8 +60,16 @@ class PolicySpec:
         return spaces.Tuple((space, spaces.Box(0.0, 1.0, (flags,), np.float32)))
 
     def mask(self, observation: Any) -> Any:
-        """Return the action mask in an agent's observation; None if its space has none."""
-        return None if self.agent_space is self.env_space else observation["action_mask"]
+        """Return the action mask in an agent's observation; None if its space has none.
+
+        Raises:
+            ValueError: If the space has one, but not the observation.
+        """
+        if self.agent_space is self.env_space:
+            return None
+        if not isinstance(observation, Mapping) or set(observation) != {"observation", "action_mask"}:
+            raise ValueError(f"observation must have the keys observation and action_mask, got {observation!r:.80}.")
+        return observation["action_mask"]
 
     def stack(self, observations: Sequence[Any], agents: Sequence[str]) -> Leaves:
         """Stack the observations of agents `[m]` to the leaves `[m, ...]` of the policy's observation space.
