@@ -582,7 +582,7 @@ class LearnReport:
         gains: Under shared experience, the estimated gain of the member's policy, before the learning step, over that
             of each slot whose samples it learns from, in units of advantages.
         loss: Mean loss over the optimizer steps.
-        kl: Mean estimate of KL(policy || reference) per action in nats; NaN if beta is 0.
+        kl: Mean estimate of KL(policy || reference) per action in nats; NaN if none was measured, as with beta 0.
         grad_norm: Mean gradient norm before clipping.
         lr: Learning rate of the last optimizer step, schedule included.
         clip_ratio: Fraction of actions whose gradient was clipped to 0.

@@ -150,6 +150,26 @@ def test_a_member_without_signal_takes_no_step():
     assert not torch.equal(before[0]["adapter"], population[0].state()["adapter"])
 
 
+@pytest.mark.parametrize("lr", [1e8, 1e30])  # a KL far above the limit, and weights that are not finite
+def test_a_step_that_is_left_out_reports_no_updates(lr):
+    population, env = tiny_population(1, group_size=4, update_epochs=2, target_kl=TARGET), tiny_env()
+    step_of(population, env)
+    population[0].lr, before = lr, weights(population, 0)
+    report = step_of(population, env, 4)[0]
+    assert equal_states(before, weights(population, 0))
+    assert (report.optimizer_steps, report.failed, report.metrics["step_kl"]) == (0, None, 0.0)
+    assert not {"loss", "grad_norm", "learning_rate", "entropy"} & set(report.metrics)
+
+
+def test_a_step_without_measured_kl_keeps_the_kl_factor():
+    objective = Objective(kl_target=0.01, kl_horizon=16)
+    population = tiny_population(1, group_size=4, target_kl=TARGET, beta=0.1, objective=objective)
+    report = step_of(population, tiny_env(reward_fn=lambda completion, answer, question: 1.0))[0]
+    assert "kl" not in report.metrics
+    assert report.metrics["kl_coef"] == 0.1
+    assert float(population.members.bank.running_stats[0, 0]) == 1.0
+
+
 def test_each_policy_of_a_team_has_its_own_step_size():
     population = team_population(1, policies="independent", hp_config=None, lr=1e-6, group_size=4, target_kl=TARGET)
     step_of(population, team_env())
@@ -171,6 +191,11 @@ BESIDE = {
         "loss_type": "dapo",
         "beta": 0.1,
         "objective": Objective(kl_target=1e-3),
+    },
+    "completions are clipped, by bounds far below the ratios of single actions": {
+        "loss_type": "gspo",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
     },
 }
 

@@ -206,7 +206,9 @@ class _LearningStep:
         self._has_gradient = (((row_advantages != 0) | without_advantage) & self._rows.action_mask).any(1)
         # Sums before the first update, such as KL in rewards; members that repeat their updates start from them.
         self._first_sums = self._sums.clone()
-        self.step_sizes = StepSizes(self._bank, training_rows, learners, row_advantages, self._has_gradient)
+        self.step_sizes = StepSizes(
+            self._bank, training_rows, learners, self._objectives, row_advantages, self._has_gradient
+        )
 
     def schedule_updates(self) -> list[dict[int, Tensor]]:
         """Compute the old log-probabilities that later steps need; return the rows of each optimizer step, by slot."""
@@ -299,7 +301,7 @@ class _LearningStep:
     def repeat(self, slots: Collection[int]) -> set[int]:
         """Return the members among `slots` that repeat all of their updates, with their train states restored."""
         repeated = self.step_sizes.repeat({slot: self._updates[slot] for slot in slots if self._updates[slot]})
-        for slot in repeated:
+        for slot in repeated | self.step_sizes.undone:
             self._updates[slot], self._sums[slot], self._action_counts[slot] = [], self._first_sums[slot], 0.0
         return repeated
 
@@ -341,7 +343,7 @@ class _LearningStep:
         if h.beta > 0:
             in_reward = self._objective.kl_placement == "reward"
             actions = float(episodes.action_mask.sum()) if in_reward else sums["actions"]
-            metrics["kl"] = sums["kl"] / max(actions, 1.0)
+            metrics["kl"] = sums["kl"] / (actions or math.nan)  # NaN = not measured
             if self._objective.kl_target is not None:
                 metrics["kl_coef"] = h.beta * float(self._bank.running_stats[slot, 0])
 

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from evogrpo.algorithms.learning.training_rows import Learner, TrainingRows
 from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL
+from evogrpo.config.objective import Objective
 from evogrpo.data import UpdateReport
+from evogrpo.functional.loss_types import LOSS_TYPES
 from evogrpo.models.bank import RUNNING_STATS, PolicyBank
 
 MAX_SEARCH_PASSES = 7
@@ -23,7 +25,10 @@ MAX_SEARCH_PASSES = 7
 MAX_REPEATS = 3
 """Maximum number of times that a later step is repeated before it is left out."""
 MAX_CLIP_FRACTION = 0.1
-"""Maximum fraction of actions outside the clip range in the search. A clipped ratio saturates the KL."""
+"""Maximum fraction of actions outside the clip range in the search. A clipped ratio saturates the KL.
+
+Losses that clip the mean ratio of a completion have no such limit.
+"""
 FULL_SIGNAL_ACTIONS = 1000
 """Effective number of actions from which on a small network may take a step of the whole target."""
 MEASURED_STEPS = 4
@@ -173,12 +178,14 @@ class StepSizes:
         bank: The policies, before the learning step.
         training_rows: Training rows and their old log-probabilities.
         learners: The members that learn, by slot.
+        objectives: Their objectives, by slot.
         advantages: `[n, t]` of the training rows.
         has_gradient: `[n]` True for rows whose old log-probabilities are known after the first pass.
 
     Attributes:
         idle: Slots of members whose advantages are all 0. They take no optimizer step, as AdamW would move their
             weights by momentum alone.
+        undone: Slots of members whose learning step was left out, with their train states restored.
         hyperparameters: Hyperparameters by slot, with the learning rate that the next pass uses.
         metrics: Metrics of the members that were measured, by slot.
     """
@@ -188,11 +195,13 @@ class StepSizes:
         bank: PolicyBank,
         training_rows: TrainingRows,
         learners: Mapping[int, Learner],
+        objectives: Mapping[int, Objective],
         advantages: Tensor,
         has_gradient: Tensor,
     ) -> None:
         self._bank, self._training_rows, self._learners = bank, training_rows, learners
-        self.idle, self.metrics = set[int](), dict[int, dict[str, float]]()
+        self._objectives = objectives
+        self.idle, self.undone, self.metrics = set[int](), set[int](), dict[int, dict[str, float]]()
         self.hyperparameters = {slot: learner.hyperparameters for slot, learner in learners.items()}
         self._controls = dict[int, StepControl]()
         self._rows, self._before = dict[int, Tensor](), dict[int, Tensor]()
@@ -255,12 +264,17 @@ class StepSizes:
             kl, clipped = measured_step(before, log_probs, mask, *self._learners[slot].hyperparameters.clip_bounds)
             if not all(math.isfinite(report.grad_norm) for report in updates[slot]):
                 kl = math.inf
+            # The bounds of a completion's mean ratio are no bounds for ratios of single actions, which vary far more.
+            if LOSS_TYPES[self._objectives[slot].loss_type].ratio == "completion":
+                clipped = 0.0
             # 3. Set the next learning rate. A pass that is repeated or left out is undone.
             lr = self.hyperparameters[slot].lr
             repeated = control.update(kl, clipped)
             self._set_factor(slot, control.factor)
             if repeated or control.undone:
                 self._bank.load_state(slot, self._states[slot])
+            if control.undone:
+                self.undone.add(slot)
             # 4. Repeat the pass, or store the step size and report.
             if repeated:
                 again.add(slot)
