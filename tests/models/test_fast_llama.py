@@ -161,6 +161,15 @@ def test_bfloat16_is_as_accurate_as_transformers(fast_and_slow):
         assert 1e-4 < off("fast", what) < 1.5 * off("slow", what)
 
 
+def test_members_keep_their_adapters_where_padding_is_as_long_as_the_tokens():
+    bank = different_members(built(SUPPORTED["qwen2"]).to(torch.bfloat16), 2)
+    rows = make_rows((0, 1), tokens=2, min_new_tokens=2, prompts=((5,),))
+    batch = as_batch(rows, bank.sample(rows))
+    one_each = batch.select(torch.tensor([int((batch.member_ids == slot).nonzero()[0]) for slot in (0, 1)]))
+    alone = [bank.log_probs(one_each.select(torch.tensor([number]))) for number in (0, 1)]
+    torch.testing.assert_close(bank.log_probs(one_each), torch.cat(alone), rtol=0.02, atol=0.02)
+
+
 def custom_layer(model):
     class Odd(torch.nn.Linear):
         pass

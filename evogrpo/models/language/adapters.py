@@ -128,7 +128,7 @@ class LoraHook:
 
         Args:
             modules: Names of modules with the same input.
-            tokens: Number of tokens of all rows.
+            tokens: Number of tokens of all rows; with a hook of `by_token`, padding may follow them.
             dtype: Dtype of the products.
             transposed: Lay matrices out for products with their transposes. Otherwise they may be views of the
                 weights, valid until the next optimizer step.
@@ -147,7 +147,8 @@ class LoraHook:
             a, b = a.mT.contiguous().mT, [matrices.mT.contiguous().mT for matrices in b]
         rank = acting[0][1].rank
         # 2. One product for each run of segments with equally many tokens. The segments are the slots' tokens.
-        per_row = tokens // self._all_rows
+        # Rows of `by_token` are tokens, which may be followed by more padding tokens than there are rows.
+        per_row = 1 if self._later else tokens // self._all_rows
         first, later = ([per_row * count for count in counts] for counts in (self._rows, self._later))
         stacked = list[StackedAdapters]()
         for segment, places, _ in runs_of(first) + runs_of(later, sum(first)):
