@@ -67,8 +67,9 @@ class Objective:
         min_group_reward: Only groups with a mean reward above this are in the loss; others are too hard. They still
             count in statistics of rewards. None = no bound.
         max_group_reward: Only groups with a mean reward below this are in the loss; others are too easy.
-        whiten_advantages: Standardise advantages over all valid actions of a member's batch. Groups whose rewards are
-            all equal then get an advantage that is not 0, and long completions shift the mean.
+        whiten_advantages: Standardise advantages over all actions of a member's batch that are in the loss and have a
+            reward. Groups whose rewards are all equal then get an advantage that is not 0, and long completions shift
+            the mean.
         aggregation: Reduction of the loss; None = the loss type's own. "seq-mean-token-sum-norm" divides by the
             maximum completion length.
         kl_estimator: With d = log-probability minus the reference's: "k1" is d (in rewards only: as a loss its

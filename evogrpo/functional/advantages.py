@@ -30,6 +30,7 @@ def advantages(
     kl_penalty: Tensor | None = None,
     reward_clip: float | None = None,
     whiten_advantages: bool = False,
+    in_loss: Tensor | None = None,
     advantage_clip: Coefficient | None = None,
 ) -> Tensor:
     """Return the advantage of every action, by the estimator named `kind`.
@@ -54,7 +55,9 @@ def advantages(
         eps: Added to every standard deviation, in reward units.
         kl_penalty: `[n, t]` beta times an estimate of the KL divergence to the reference, without gradient.
         reward_clip: Bound on the absolute value of a (normalised) reward.
-        whiten_advantages: Standardise over all of a member's actions; gives groups of equal rewards an advantage.
+        whiten_advantages: Standardise over all actions of a member that are in the loss and have a reward; gives groups
+            of equal rewards an advantage.
+        in_loss: `[n, t]` booleans, True = is in the loss, a part of `mask`; None = `mask`. Read by `whiten_advantages`.
         advantage_clip: Bound on the absolute value of advantages; a float or `[n, 1]`.
 
     Returns:
@@ -103,7 +106,7 @@ def advantages(
         result = returns_to_go(steps, mask, gamma)
     # 4. Whiten, clip and mask the advantages.
     if whiten_advantages:
-        result = whiten(result, mask, member_ids)
+        result = whiten(result, (mask if in_loss is None else in_loss) & applies[:, None], member_ids)
     if advantage_clip is not None:
         result = result.clamp(min=-advantage_clip).clamp(max=advantage_clip)
     return torch.where(mask & applies[:, None], result, 0.0).to(rewards.dtype)

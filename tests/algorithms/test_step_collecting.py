@@ -110,6 +110,15 @@ def test_idle_groups_are_resampled_and_truncated_episodes_masked():
     assert not agent.state()["exp_avg"].any()
 
 
+def test_whitened_advantages_have_mean_0_over_the_actions_in_the_loss():
+    env = cart_pole(max_episode_steps=11)
+    agent = step_agent(env, group_size=2, objective=replace(STEPWISE, whiten_advantages=True, mask_truncated=True))
+    batch = collect_alone(agent, env).experience["default"]
+    assert 0 < int(batch.truncated.sum()) < 16
+    of_samples = torch.tensor(learn_from(agent, batch).advantages, dtype=torch.float64)
+    assert float(of_samples @ batch.action_mask.sum(1).double()) == pytest.approx(0, abs=1e-4)
+
+
 def test_statistics_cover_all_observations_and_are_frozen_within_a_step():
     env = GymnasiumGroups(NoisyWalk)
     agent, blind = step_agent(env, normalise_observations=True), step_agent(env)

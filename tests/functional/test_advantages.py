@@ -178,6 +178,19 @@ def test_completions_without_reward_get_zero_even_with_a_kl_penalty(kind):
     assert bool(actual.isfinite().all())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_whitening_is_over_the_actions_in_the_loss_that_have_a_reward(kind):
+    work = random_work(3)
+    in_loss = work["mask"].clone()
+    in_loss[int((~work["rewards"].isnan()).nonzero()[0])] = False
+    actual, plain = advantages(kind, whiten_advantages=True, in_loss=in_loss, **work), advantages(kind, **work)
+    for member in range(2):
+        used = in_loss & ((work["member_ids"] == member) & ~work["rewards"].isnan())[:, None]
+        values = plain[used].double()
+        expected = (values - values.mean()) / (values.var() + 1e-8).sqrt()
+        torch.testing.assert_close(actual[used], expected.float(), rtol=1e-4, atol=1e-5)
+
+
 @given(st.sampled_from(KINDS), st.integers(0, 500), st.booleans())
 def test_members_are_independent(kind, seed, whitened):
     work = random_work(seed, members=3)

@@ -429,6 +429,7 @@ def compute_advantages(
             kl_penalty=None if kl_penalty is None else kl_penalty[rows],
             reward_clip=objective.reward_clip,
             whiten_advantages=objective.whiten_advantages,
+            in_loss=part.action_mask,
             advantage_clip=bound if bool(bound.isfinite().any()) else None,
         )
     return torch.where(batch.action_mask, result, 0.0)
