@@ -32,7 +32,7 @@ NAMES: Mapping[str, str] = {
     "these members; missing if not measured, as the next two",
     "shared_outside": "fraction of these actions whose initial ratio to the behaviour policy is outside the clip range",
     "shared_share": "fraction of other members' samples that passed the filter",
-    "kl": "mean KL(policy || reference) per action by kl_estimator, in nats; missing if beta is 0 or nothing was measured",
+    "kl": "mean KL(policy || reference) per action by kl_estimator, in nats; missing if none was measured (beta 0)",
     "kl_coef": "beta times the factor of adaptive KL; missing unless kl_target is set",
     "entropy": "mean entropy of the action distributions, in nats, over the actions that needed a forward pass",
     "sampling/sampling_logp_difference/mean": "mean of |trainer - sampler| log-probability at sampling time, in nats",
