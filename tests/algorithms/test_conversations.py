@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from evogrpo import Objective
+from evogrpo import MultiTurnGym, Objective
+from evogrpo.algorithms.evaluation import evaluate
 from evogrpo.algorithms.policies.language_sampling import PENALTY
 from evogrpo.data import positions_in_turn
 from tests.oracles.objective_by_hand import ByHand
 from tests.policy_banks import assert_gradients_agree
-from tests.tiny_models import EOS
+from tests.tiny_models import EOS, VOCABULARY
 from tests.tiny_training import (
     collect_alone,
     flat_gradient,
@@ -95,6 +96,29 @@ def test_conversations_do_not_depend_on_other_members():
         turns = [[turns_of(each, row) for row in range(len(each))] for each in (rows, separate)]
         # Other batch shapes round differently, so a uniform on the boundary between two tokens may select either.
         assert sum(one == other for one, other in zip(*turns, strict=True)) >= 15
+
+
+def test_the_room_for_turns_depends_on_the_own_prompt_only():
+    def asked(*lengths):
+        return [{"prompt": [{"role": "user", "content": "x" * length}]} for length in lengths]
+
+    def turns(completions, **columns):
+        return [sum(message["role"] == "assistant" for message in messages) for messages in completions]
+
+    env = MultiTurnGym(
+        asked(*range(3, 9)),
+        asked(20),
+        shared_tokenizer(),
+        validation_dataset=asked(10, 100),  # in a context of 128 tokens
+        reply=lambda row, messages: "go on",
+        max_turns=6,
+        reward_funcs=turns,
+    )
+    members = tiny_population(
+        1, max_output_tokens=3, eos_token_ids=range(VOCABULARY)
+    ).members  # every token ends a turn
+    alone, beside = (evaluate(members, [0], env, "validation", questions=count) for count in (1, 2))
+    assert (alone[0].tolist(), beside[0].tolist()) == ([6.0], [6.0, 2.0])
 
 
 def test_replies_have_no_gradient_but_are_context():

@@ -328,18 +328,14 @@ class LanguagePolicySet:
             options=self.settings.sampling_options,
             stop=stop,
         )
-        # 2. Limit the tokens after a prompt: by the settings, and by the room that the longest prompt leaves.
-        limits = [self.settings.max_episode_tokens]
-        if self.bank.base.context is not None:
-            limits.append(self.bank.base.context - max(map(len, prompts.prompts)))
-        max_tokens = min((limit for limit in limits if limit is not None), default=None)
-        # 3. Sample all turns.
+        # 2. Sample all turns.
         rollout, conversations = sample_conversations(
             self._synced_sampler(),
             prompts,
             rows,
             uniforms=uniforms,
-            max_tokens=max_tokens,
+            max_tokens=self.settings.max_episode_tokens,
+            context=self.bank.base.context,
             device=self.device,
             base=base,
         )

@@ -1,5 +1,6 @@
 """Sampling of language models: rows to sample, conversations with an environment, and batches to learn from."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -262,6 +263,7 @@ def sample_conversations(
     *,
     uniforms: Callable[[int], Tensor],
     max_tokens: int | None,
+    context: int | None,
     device: torch.device,
     base: bool = False,
 ) -> tuple[Rollout, tuple[Conversation, ...]]:
@@ -277,6 +279,7 @@ def sample_conversations(
         rows: The first turn.
         uniforms: Returns the uniforms `[n, t]` of all rows for a further turn, from 1.
         max_tokens: Maximum tokens after a prompt, replies included; None = no limit.
+        context: Maximum tokens of a prompt and all tokens after it; None = no limit.
         device: Device of the result.
         base: Sample from the untrained base model.
 
@@ -308,8 +311,11 @@ def sample_conversations(
     exact = sampled.exact
     _append(states, active, sampled)
 
-    # 3. Further turns of the conversations that got a reply and have room.
-    room = None if max_tokens is None else max_tokens - rows.max_new_tokens
+    # 3. Further turns of the conversations that got a reply and have room: the limit of a row depends on its own prompt
+    #    only.
+    after_prompt = math.inf if max_tokens is None else max_tokens
+    whole = math.inf if context is None else context
+    room = [min(after_prompt, whole - len(rows.prompts[start])) - rows.max_new_tokens for start in starts]
     for turn in range(1, batch.max_turns):
         waiting = {row: states[row].conversation(row, starts[row]) for row in active if not states[row].truncated}
         histories = _reply(batch, states, list(waiting.values()), room)
@@ -369,9 +375,12 @@ def _append(states: Sequence[_State], active: Sequence[int], sampled: Rollout) -
 
 
 def _reply(
-    batch: PromptBatch, states: Sequence[_State], waiting: Sequence[Conversation], room: int | None
+    batch: PromptBatch, states: Sequence[_State], waiting: Sequence[Conversation], room: Sequence[float]
 ) -> dict[int, tuple[int, ...]]:
-    """Append the environment's replies; return all tokens after the prompt, for each row that continues."""
+    """Append the environment's replies; return all tokens after the prompt, for each row that continues.
+
+    A row continues if these tokens are at most its `room`.
+    """
     replies = batch.respond(waiting) if waiting else []
     if len(replies) != len(waiting):
         raise ValueError(f"respond must return one entry per conversation, got {len(replies)} for {len(waiting)}.")
@@ -384,7 +393,7 @@ def _reply(
         state = states[conversation.row]
         state.replies.append([int(token) for token in reply])
         history = (*conversation.tokens, *state.replies[-1])
-        if room is not None and len(history) > room:
+        if len(history) > room[conversation.row]:
             state.truncated = True
         else:
             histories[conversation.row] = history
