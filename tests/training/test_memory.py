@@ -7,9 +7,12 @@ import pytest
 from evogrpo import GRPO, GymnasiumGroups, NetworkConfig, evolve
 from evogrpo.evolution.shared_experience import shared_experience
 from evogrpo.models.devices import process_memory
+from evogrpo.training.configuration.question_tasks import LanguageAgent
 from evogrpo.training.forecast import MemoryNeed, check_memory
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types import TASK_TYPES
+from evogrpo.training.task_types.language import peak_memory
+from tests.tiny_models import tiny_model
 
 GIGABYTE = 10**9
 
@@ -61,6 +64,17 @@ def test_too_much_memory_is_refused_unless_allowed():
     with pytest.raises(ValueError, match=r"needs about 1,152,921,505 GB, .* Lower population.size, or set --so"):
         check_memory(large, remedy="--so")
     assert check_memory(large, allowed=True) == check_memory(small)
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_kept_caches_are_limited(turns):
+    """Prompts of 56 tokens and 72 after them: 256 rows are sampled at once. Between turns, as many caches are kept."""
+    sizes = {"members": 2, "validation": 1, "weights": 10, "precision": 4, "base": 0, "device": "cuda:0"}
+    agent = LanguageAgent(max_output_tokens=72, max_episode_tokens=72)
+    for samples, rows in ((64, 128), (10**6, 256)):
+        memory = peak_memory(tiny_model(), agent=agent, samples=samples, turns=turns, longest_prompt=56, **sizes)
+        bytes_per_token = 2 * 2 * (2 * 8) * 4  # layers, keys and values, their width, float32
+        assert memory.sampling == (1 if turns == 1 else 3) * rows * 128 * bytes_per_token
 
 
 class Pictures(gymnasium.Env):

@@ -29,7 +29,7 @@ from evogrpo.models.language.loading import (
     load_outline,
 )
 from evogrpo.models.language.lora import LoraTargets, lora_from_json, read_adapter
-from evogrpo.models.language.sampling import rows_at_once
+from evogrpo.models.language.sampling import CACHED_TOKENS, rows_at_once
 from evogrpo.models.language.sizing import (
     FLOAT,
     base_bytes,
@@ -80,7 +80,8 @@ class Memory:
         members: Train states of all members and of the best one so far, the initial weights, one gradient, and the
             larger of the copies before a learning step and those made while the best member is exported.
         learning: Activations and logits of one micro-batch.
-        sampling: KV caches, with the copy that is made when they grow. All conversations keep theirs between turns.
+        sampling: KV caches of the rows that are sampled at once. Conversations also keep some between turns: those of
+            one turn are replaced when those of the next one are complete.
     """
 
     base: int
@@ -145,7 +146,7 @@ class PreparedLanguage:
         fewest, most = min(optimizer_steps), max(optimizer_steps)
         batch = env.open("train", range(env.size("train")))
         longest, turns = max(map(len, batch.prompts)), batch.max_turns
-        row = max_row_tokens(config.agent, turns, longest, context_of(outline))
+        row = max_row_tokens(config.agent, turns, min(map(len, batch.prompts)), context_of(outline))
         groups = schedule.samples_per_step // min(possible_values(config, "group_size"))
         per_step, in_all = members * _member_tokens(config, groups, longest, row), ""
         if schedule.generations is not None:
@@ -246,9 +247,7 @@ class PreparedLanguage:
         return f", {layout}" + (f" ({requested} do not divide {processes().size})" if parts != requested else "")
 
 
-def max_row_tokens(
-    agent: LanguageAgent | LanguageSettings, turns: int, longest_prompt: int, context: int | None
-) -> int:
+def max_row_tokens(agent: LanguageAgent | LanguageSettings, turns: int, prompt: int, context: int | None) -> int:
     """Return the maximum number of tokens of a completion or conversation, without its prompt.
 
     Without a limit on a conversation, its replies are assumed to be as long as its completions.
@@ -256,13 +255,13 @@ def max_row_tokens(
     Args:
         agent: Settings of the members.
         turns: Maximum number of completions of a conversation.
-        longest_prompt: Tokens of the longest prompt.
+        prompt: Tokens of the prompt; shorter ones leave more room in the context.
         context: The model's context in tokens; None = no limit.
     """
     if turns == 1:
         return agent.max_output_tokens
     tokens = agent.max_episode_tokens or (2 * turns - 1) * agent.max_output_tokens  # a reply between two completions
-    return tokens if context is None else max(agent.max_output_tokens, min(tokens, context - longest_prompt))
+    return tokens if context is None else max(agent.max_output_tokens, min(tokens, context - prompt))
 
 
 def _member_tokens(config: Config, groups: int, longest_prompt: int, row_tokens: int) -> int:
@@ -326,8 +325,9 @@ def peak_memory(
     # Tokens of the longest row, and rows of all members together.
     width = longest_prompt + max_row_tokens(agent, turns, longest_prompt, context_of(model))
     rows = members * max(samples, validation)
-    # Conversations keep the caches of all rows while those of the next turn are computed.
-    cached = width * (2 * rows if turns > 1 else min(rows, rows_at_once(width, device.partition(":")[0])))
+    cached = width * min(rows, rows_at_once(width, device.partition(":")[0]))
+    if turns > 1:  # the caches kept from the last turn, and those kept for the next one
+        cached += 2 * min(width * rows, CACHED_TOKENS)
     vectors = members * (3 + (agent.objective.reference == "snapshot"))  # weights, two moments and a reference
     return Memory(
         base=base,
