@@ -115,6 +115,9 @@ def first_of(batch, position=0):
         (call("add", amount=10), "10 is too much"),
         ('<tool_call>{"name": "add", "argum</tool_call>', "malformed tool call"),
         ("<tool_call>[1]</tool_call>", "malformed tool call"),
+        (call(r"\ud800"), "malformed tool call"),
+        (call("add", amount=float("nan")).replace("nan", "NaN"), "malformed tool call"),
+        ('<tool_call>{"name": "add", "arguments": {"amount": -1e999}}</tool_call>', "malformed tool call"),
     ],
 )
 def test_the_model_reads_errors_of_its_calls(completion, error):
@@ -124,6 +127,25 @@ def test_the_model_reads_errors_of_its_calls(completion, error):
     scores = batch.score([conversation])
     assert scores.rewards.tolist() == [first_of(batch)]
     assert scores.metrics["tools/failure_frequency"] == 1.0
+
+
+@pytest.mark.parametrize("name", ["show", "", "s", r"\n", "<eos>"])
+@pytest.mark.parametrize("marker", ["<eos>", "<s>"])
+def test_results_follow_the_end_of_the_turn(name, marker):
+    said = []
+
+    def reward(completions, **columns):
+        said.extend(messages[-1]["content"] for messages in completions)
+        return [1.0] * len(completions)
+
+    closing = "\n{% endif %}{% endfor %}"
+    template = CHAT.replace(f"<eos>{closing}", f"{marker}{closing}")  # the end of the assistant's turns
+    batch = gym(template, reward_funcs=reward).open("train", [0])
+    conversation = converse(batch, call(name) + marker, f"done{marker}")
+    (reply,) = conversation.replies
+    assert batch.tokenizer.decode(reply).startswith("\n<u>=")
+    batch.score([conversation])
+    assert said == ["done"]
 
 
 def test_reward_functions_get_messages_and_environments():

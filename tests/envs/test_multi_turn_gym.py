@@ -1,5 +1,7 @@
 """MultiTurnGym: rendering of replies, arguments of user functions, positions of rewards."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -57,9 +59,9 @@ SAID = [
 ]
 
 
-@pytest.mark.parametrize("ending", ["<eos>", ""])
-def test_tokens_match_the_chat_template(ending):
-    env = gym()
+@pytest.mark.parametrize(("marker", "ending"), [("<eos>", "<eos>"), ("<eos>", ""), ("<s>", "<s>"), ("<s>", "")])
+def test_tokens_match_the_chat_template(marker, ending):
+    env = gym(CLOSED.replace("<eos>", marker))  # some models end their turns with another token than EOS
     batch, conversation = converse(env, f"x{ending}", f"yy{ending}")
     messages = [*batch.rows[0]["prompt"], *SAID]
     rendered = env.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -112,6 +114,19 @@ def test_rewards_get_messages_and_all_tokens():
     assert seen == [([row["prompt"]], [SAID], [list(conversation.tokens)], [row["digit"]])]
     shown = "x\n>>> no: x is not it\n>>> after 2\nyy\n>>> no: yy is not it\n>>> after 4\n"
     assert scores.completions == (shown,)
+
+
+def test_replies_with_equal_tokens_keep_their_texts():
+    def accented(row, messages):
+        return "é" if row["digit"] % 2 else "ü"  # both are unknown to the tokenizer
+
+    env = gym(reply=accented)
+    batch, completions = env.open("train", range(8)), (encoded(env, "x<eos>"),)
+    asked = [Conversation(row=number, start=number, completions=completions) for number in range(8)]
+    replies = batch.respond(asked)
+    assert len(set(replies)) == 1
+    replied = [replace(each, replies=(reply,)) for each, reply in zip(asked, replies, strict=True)]
+    assert batch.score(replied).completions == tuple(f"x\n>>> {accented(row, [])}\n" for row in batch.rows)
 
 
 def test_rewards_at_a_reply_belong_to_the_last_sampled_token():

@@ -30,7 +30,7 @@ from evogrpo.envs.text.reward_functions import (
     make_rewards,
     timeout_error,
 )
-from evogrpo.envs.text.templates import Message, Options, Tokenizer, check_messages, numbered, row_options
+from evogrpo.envs.text.templates import Message, Options, Tokenizer, check_messages, numbered, reply_tokens, row_options
 from evogrpo.envs.text.tools import (
     UNKNOWN_TOOL,
     Schema,
@@ -40,8 +40,8 @@ from evogrpo.envs.text.tools import (
     check_tool_template,
     finished,
     parse_completion,
-    result_tokens,
     run_calls,
+    tool_call,
     tool_methods,
     tool_schema,
 )
@@ -279,8 +279,9 @@ class EnvironmentBatch(SingleTurnBatch):
                 continue
             results, failures = outcome
             options = {**self.options, **row_options(self.rows[conversation.start])}
-            ended = conversation.completions[-1][-1:] == (self.tokenizer.eos_token_id,)
-            replies[conversation.row] = result_tokens(results, self.tokenizer, options, ended=ended)
+            replies[conversation.row] = reply_tokens(
+                tool_call(results[0]["name"]), results, self.tokenizer, options, conversation.completions[-1]
+            )
             episode.results.append(results)
             episode.replies.append(replies[conversation.row])
             episode.failures += failures

@@ -15,39 +15,12 @@ from evogrpo.envs.text.reward_functions import (
     as_messages,
     make_rewards,
 )
-from evogrpo.envs.text.templates import Message, Options, Tokenizer, check_messages, render_reply, row_options
+from evogrpo.envs.text.templates import ANSWER, Message, Options, Tokenizer, check_messages, reply_tokens, row_options
 from evogrpo.text import escaped_prints
 from evogrpo.validation import lists_options, names_unknown, whole_between
 
 Reply = Callable[[Mapping[str, Any], list[Message]], str | None]
 """(dataset row, conversation so far) -> next user message, or None to end the conversation."""
-
-
-def reply_tokens(reply: str, tokenizer: Tokenizer, options: Options, *, ended: bool) -> tuple[int, ...]:
-    """Return the tokens between two completions: the reply with the markers of the chat template around it.
-
-    Only this new text is rendered and tokenized; sampled tokens stay as they are.
-
-    Args:
-        reply: Text of the user message.
-        tokenizer: A transformers tokenizer with a chat template.
-        options: Keyword arguments of the template.
-        ended: True if the completion ended with an EOS, which the markers then leave out.
-
-    Raises:
-        ValueError: If there is no template, or it renders earlier turns differently once another turn follows.
-    """
-    answer = "This is answered."
-    messages = [{"role": "user", "content": "What is asked?"}, {"role": "assistant", "content": answer}]
-    before, after = render_reply(messages, [{"role": "user", "content": reply}], tokenizer, options)
-    if answer not in before:
-        raise ValueError(
-            f"chat_template must render the text of assistant messages, got {before!r}. Set another template."
-        )
-    between = after[before.rfind(answer) + len(answer) :]
-    if ended:
-        between = between.removeprefix(str(tokenizer.decode([tokenizer.eos_token_id])))
-    return tuple(tokenizer([between], add_special_tokens=False)["input_ids"][0])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,7 +34,8 @@ class MultiTurnBatch(SingleTurnBatch):
 
     reply: Reply
     options: Options
-    _replies: dict[tuple[int, ...], str] = field(default_factory=dict, init=False)
+    # Texts of replies by row, number of the turn and tokens: different texts may have the same tokens.
+    _replies: dict[tuple[int, int, tuple[int, ...]], str] = field(default_factory=dict, init=False)
 
     def respond(self, conversations: Sequence[Conversation]) -> list[tuple[int, ...] | None]:
         """Call the user's function; see `PromptBatch.respond`.
@@ -83,9 +57,10 @@ class MultiTurnBatch(SingleTurnBatch):
                 continue
             if not isinstance(text, str):
                 raise ValueError(f"reply must return text, or None to end the conversation, got {text!r:.200}.")
-            ended = conversation.completions[-1][-1:] == (self.tokenizer.eos_token_id,)
-            tokens = reply_tokens(text, self.tokenizer, {**self.options, **row_options(row)}, ended=ended)
-            self._replies[tokens] = text
+            options, completion = {**self.options, **row_options(row)}, conversation.completions[-1]
+            message = {"role": "user", "content": text}
+            tokens = reply_tokens(ANSWER, [message], self.tokenizer, options, completion)
+            self._replies[conversation.row, len(conversation.turns), tokens] = text
             replies.append(tokens)
         return replies
 
@@ -93,9 +68,10 @@ class MultiTurnBatch(SingleTurnBatch):
         """Return the texts of completions and replies in order, without the markers of replies."""
         texts = []
         for number, part in enumerate(conversation.turns):
-            if number % 2 and part not in self._replies:
+            text = self._replies.get((conversation.row, number, part)) if number % 2 else self._text(list(part))
+            if text is None:
                 raise ValueError("replies of conversations must come from `respond` of the same batch.")
-            texts.append(self._replies[part] if number % 2 else self._text(list(part)))
+            texts.append(text)
         return texts
 
 
@@ -153,7 +129,8 @@ class MultiTurnGym(PromptEnvironment):
         rewards = make_rewards(None, reward_funcs, reward_weights)
         super().__init__(train_dataset, test_dataset, tokenizer, rewards=rewards, **options)
         self._reply, self._max_turns = reply, max_turns
-        reply_tokens("Go on.", self.tokenizer, self._options, ended=True)  # raises if the template is not suitable
+        # Raises if the template is not suitable.
+        reply_tokens(ANSWER, [{"role": "user", "content": "Go on."}], self.tokenizer, self._options, ())
 
     def fingerprint(self) -> dict[str, str]:
         """Return hashes of the questions, prompts, reward functions and reply; see `SupportsFingerprint`."""

@@ -19,6 +19,9 @@ TEMPLATE_OPTIONS = "chat_template_kwargs"
 RESERVED_OPTIONS = {
     "conversation", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict",
 }  # fmt: skip
+QUESTION: Message = {"role": "user", "content": "What is asked?"}
+ANSWER: Message = {"role": "assistant", "content": "This is answered."}
+"""Messages that stand for turns before a reply, of which only the markers matter."""
 
 _FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
 _CHUNK = 1024  # prompts per call of the tokenizer
@@ -135,6 +138,38 @@ def render_reply(
             "Set another tokenizer.chat_template; TRL has some (get_training_chat_template)."
         )
     return before, after
+
+
+def reply_tokens(
+    assistant: Message, reply: Sequence[Message], tokenizer: Tokenizer, options: Options, completion: Sequence[int]
+) -> tuple[int, ...]:
+    """Return the tokens between two completions: a reply with the markers of the chat template around it.
+
+    Only this new text is rendered and tokenized; sampled tokens stay as they are.
+
+    Args:
+        assistant: Message that stands for the completion before the reply.
+        reply: Messages of the user or of tools.
+        tokenizer: A transformers tokenizer with a chat template.
+        options: Keyword arguments of the template.
+        completion: Token ids of the completion before the reply. The markers leave out its last token, which has ended
+            it, if they begin with it.
+
+    Raises:
+        ValueError: If there is no template, or it renders earlier turns differently once another turn follows.
+    """
+    before, after = render_reply([QUESTION, assistant], reply, tokenizer, options)
+    # 1. Find the markers that end a turn of the assistant: they follow the text of a plain answer.
+    plain, answer = str(tokenizer.apply_chat_template([QUESTION, ANSWER], **options, tokenize=False)), ANSWER["content"]
+    if answer not in plain:
+        raise ValueError(
+            f"chat_template must render the text of assistant messages, got {plain!r}. Set another template."
+        )
+    closing = plain[plain.rfind(answer) + len(answer) :]
+    # 2. Some templates end a turn with tool calls differently; then only what follows it is rendered.
+    between = (closing if before.endswith(closing) else "") + after[len(before) :]
+    between = between.removeprefix(str(tokenizer.decode(list(completion[-1:]))))
+    return tuple(tokenizer([between], add_special_tokens=False)["input_ids"][0])
 
 
 def numbered(number: int, where: str) -> str:

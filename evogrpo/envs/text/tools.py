@@ -1,7 +1,8 @@
-"""Tools of language models: schemas, parsing and making of calls, and rendering of results."""
+"""Tools of language models: schemas, parsing and making of calls, and checks of chat templates."""
 
 import asyncio
 import inspect
+import json
 import math
 import re
 import threading
@@ -16,7 +17,7 @@ from typing import Any
 
 from evogrpo.envs.text.prompt_batch import POLL_SECONDS
 from evogrpo.envs.text.reward_functions import call_sync, timeout_error
-from evogrpo.envs.text.templates import Message, Options, Tokenizer, render_reply
+from evogrpo.envs.text.templates import QUESTION, Message, Options, Tokenizer, render_reply
 from evogrpo.interruption import NEVER, Stop
 
 Tool = Callable[..., Any]
@@ -117,51 +118,39 @@ def parse_completion(
     except Exception as error:  # noqa: BLE001 (sampled text may break a parser in any way)
         return ToolTurn(message=plain, error=f"malformed tool call: {error}")
     # 2. Check the form of the calls, whose names and arguments are sampled text.
-    content = parsed.get("content")
-    message = {**parsed, "content": content.removesuffix(tokenizer.eos_token or "") if content else ""}
+    content, last = parsed.get("content") or "", list(completion[-1:])
+    if not tokenizer.decode(last, skip_special_tokens=True):  # a special token that ended the completion
+        content = content.removesuffix(str(tokenizer.decode(last)))
+    message = {**parsed, "content": content}
     calls = []
     for call in message.get("tool_calls") or ():
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             return ToolTurn(message=plain, error="malformed tool call: it must be an object with name and arguments")
+        if not _is_json(function):
+            return ToolTurn(message=plain, error="malformed tool call: it must have valid text and finite numbers")
         if function.get("arguments") is None:
             function["arguments"] = {}
         calls.append((function["name"], function["arguments"]))
     return ToolTurn(message=message, calls=tuple(calls))
 
 
-# ---- rendering
+def _is_json(value: Any) -> bool:
+    """Return True if a value of a sampled call can be written as JSON in UTF-8, which has no NaN and infinity."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
-def result_tokens(
-    results: Sequence[Message], tokenizer: Tokenizer, options: Options, *, ended: bool
-) -> tuple[int, ...]:
-    """Return the tokens between two completions: tool results with the markers of the chat template around them.
-
-    Only this new text is rendered and tokenized; sampled tokens stay as they are.
-
-    Args:
-        results: Messages with the role "tool".
-        tokenizer: A transformers tokenizer with a chat template.
-        options: Keyword arguments of the template.
-        ended: True if the completion ended with an EOS, which the markers then leave out.
-    """
-    name = str(results[0]["name"])
-    before, after = render_reply(_tool_call(name), results, tokenizer, options)
-    # The turn of the call ends with an EOS, or with other markers, after which the results follow.
-    eos = str(tokenizer.eos_token)
-    end = before.rfind(eos, before.rfind(name))
-    end = len(before) if end < 0 else end + len(eos) * ended
-    return tuple(tokenizer([after[end:]], add_special_tokens=False)["input_ids"][0])
+# ---- chat templates
 
 
-def _tool_call(name: str) -> list[Message]:
-    """Return a conversation that ends with the call of a tool."""
+def tool_call(name: str) -> Message:
+    """Return a message of the assistant that calls a tool."""
     call = {"type": "function", "function": {"name": name, "arguments": {}}}
-    return [
-        {"role": "user", "content": "What is asked?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-    ]
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def check_tool_template(tokenizer: Tokenizer, options: Options, schemas: Sequence[Schema]) -> None:
@@ -174,10 +163,10 @@ def check_tool_template(tokenizer: Tokenizer, options: Options, schemas: Sequenc
     """
     # 1. The template must show tools, calls and results, and leave earlier turns unchanged once a result follows.
     name, content = "name_of_a_tool", "result_of_a_tool"
-    messages = _tool_call(name)
-    before, after = render_reply(messages, [{"role": "tool", "name": name, "content": content}], tokenizer, options)
+    result = {"role": "tool", "name": name, "content": content}
+    before, after = render_reply([QUESTION, tool_call(name)], [result], tokenizer, options)
     shown = {  # one text if the template ignores tools
-        tokenizer.apply_chat_template(messages[:1], **options, tools=tools, tokenize=False)
+        tokenizer.apply_chat_template([QUESTION], **options, tools=tools, tokenize=False)
         for tools in (None, schemas or None)
     }
     if name not in before or content not in after or len(shown) == 1:
