@@ -263,7 +263,7 @@ class SingleEnvironment:
     """Group environment around an existing Gymnasium environment, which stays open.
 
     Starts are the reset seeds 0, 1, 2, ..., the same for every split. Episodes without a time limit are truncated after
-    1,000 steps.
+    1,000 steps, or after the limit in the environment's attributes if that is larger.
 
     Args:
         env: The environment.
@@ -277,10 +277,14 @@ class SingleEnvironment:
 
     def __init__(self, env: "gymnasium.Env[Any, Any]", episodes: int) -> None:
         self.observation_space, self.action_space = env.observation_space, env.action_space
-        limits = (time_limit(env), None if env.spec is None else env.spec.max_episode_steps, declared_limit(env))
-        known = next((limit for limit in limits if limit is not None), None)
-        self._env = _KeepOpen(env if known is not None else TimeLimit(env, DEFAULT_MAX_EPISODE_STEPS))
-        self.max_episode_steps, self._episodes = known or DEFAULT_MAX_EPISODE_STEPS, episodes
+        limits = (time_limit(env), env.spec and env.spec.max_episode_steps)
+        limit = next((each for each in limits if each is not None), None)
+        if limit is None:
+            # As in GymnasiumGroups: environments with a limit of their own end their episodes themselves.
+            limit = declared_limit(env.unwrapped)
+            env = TimeLimit(env, max(DEFAULT_MAX_EPISODE_STEPS, limit or 0))
+        self._env, self._episodes = _KeepOpen(env), episodes
+        self.max_episode_steps = limit or DEFAULT_MAX_EPISODE_STEPS
 
     def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
         """Return the first `count` starts."""

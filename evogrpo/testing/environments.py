@@ -16,7 +16,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from evogrpo.data import Conversation, SampledActions
-from evogrpo.envs.control.conversion import ActionNoise
+from evogrpo.envs.control.conversion import ActionNoise, mask_sizes
 from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies, single_agent
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment, PromptBatch, Scores, Split, SupportsFingerprint
 from evogrpo.randomness import generator
@@ -301,10 +301,14 @@ class PseudoRandomActor:
         """Return the actions for numbers `[m]` in [0, 1)."""
         space: Any = self.space
         expanded = mixed.reshape(m, *[1] * len(space.shape))
-        if isinstance(self.space, spaces.Discrete) and mask is not None:
-            places = (mixed * mask.sum(1)).astype(int)
-            return np.array([np.flatnonzero(row)[place] for row, place in zip(mask, places, strict=True)])
         actions: NDArray[Any]
+        if mask is not None:  # of a Discrete or MultiDiscrete space: the flags of its components side by side
+            ends = np.cumsum(mask_sizes(self.space))[:-1]
+            actions = np.empty((m, len(ends) + 1))
+            for column, legal in enumerate(np.split(mask, ends, axis=1)):
+                places = (mixed * legal.sum(1)).astype(int)
+                actions[:, column] = [np.flatnonzero(row)[place] for row, place in zip(legal, places, strict=True)]
+            return actions.reshape(m, *space.shape).astype(space.dtype)
         if isinstance(self.space, spaces.Discrete):
             actions = mixed * space.n
         elif isinstance(self.space, spaces.MultiDiscrete):

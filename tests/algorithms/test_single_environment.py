@@ -4,6 +4,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
+from gymnasium.wrappers import OrderEnforcing
 
 from tests.tiny_steps import step_agent
 
@@ -46,6 +47,20 @@ def test_episodes_without_a_limit_are_truncated():
     env = gymnasium.make("CartPole-v1", max_episode_steps=3)
     assert step_agent(normalise_observations=True).test(env, episodes=2) == 3.0
     env.close()
+
+
+class Endless(Logged):
+    """Declares a limit that it does not keep, and pays 1 at each step."""
+
+    max_steps = 1200
+
+    def step(self, action):
+        return np.zeros(4, np.float32), 1.0, False, False, {}
+
+
+def test_a_declared_limit_is_enforced():
+    for env in (Endless(), OrderEnforcing(Endless())):
+        assert agent().test(env) == 1200
 
 
 def test_wrong_arguments_raise():

@@ -1,5 +1,8 @@
 """Environments of the package and a user-defined one pass the conformance suites."""
 
+import numpy as np
+from gymnasium.spaces import MultiDiscrete
+
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
@@ -67,6 +70,19 @@ class TestTwoTurns(ArithmeticPrompts):
         return GuessTwice(tokenizer=TOKENIZER, seed=seed)
 
 
+class MaskedPair(probes.Masked):
+    """A free action beside the masked one."""
+
+    action_space = MultiDiscrete([2, 4])
+
+    def draw(self):
+        seen, infos = super().draw()
+        return seen, {"action_mask": (np.ones(2, np.int8), infos["action_mask"])}
+
+    def step(self, action):
+        return super().step(action[1])
+
+
 def played(make, env, **options):
     """Return a suite for environments of these options."""
 
@@ -81,6 +97,7 @@ TestNative = played(GymnasiumGroups, "Pendulum-v1", num_envs=5, max_episode_step
 TestSerial = played(GymnasiumGroups, "CartPole-v1", vectorization="serial", num_envs=5, max_episode_steps=40)
 TestProcesses = played(GymnasiumGroups, "CartPole-v1", vectorization="processes", num_envs=2, max_episode_steps=15)
 TestMasked = played(GymnasiumGroups, probes.Masked)
+TestMaskedPair = played(GymnasiumGroups, MaskedPair)
 TestNoise = played(GymnasiumGroups, probes.NoisyWalk, reseed_noise=True, recreate_env=True, num_envs=7)
 TestBirthsAndEnds = played(PettingZooGroups, joint_probes.Lives, num_envs=5)
 TestJointMasks = played(PettingZooGroups, joint_probes.Masked)
