@@ -49,6 +49,24 @@ def test_illegal_actions_are_never_sampled(uniform):
         assert dist.sample(repeated([50, -50, 9, 9, 0, 1, 80], 1), uniforms, greedy, legal)[0].tolist() == [[1, 2]]
 
 
+@pytest.mark.parametrize("uniform", [None, 0.0, 0.5, 1 - 2.0**-24])
+@pytest.mark.parametrize("value", [-2e9, -3e38, 3e38, -np.inf, np.inf, np.nan])
+def test_the_only_legal_action_is_taken_for_any_logits(value, uniform):
+    dist, legal = (
+        distribution_for(spaces.MultiDiscrete([3, 4])),
+        np.eye(7, dtype=bool)[[1]] | np.eye(7, dtype=bool)[[5]],
+    )
+    uniforms = None if uniform is None else np.full((1, 2), uniform, np.float32)
+    outputs = repeated([0, value, 3e38, np.nan, 1, value, np.inf], 1)
+    with np.errstate(all="ignore"):
+        actions, log_probs = dist.sample(outputs, uniforms, None, legal)
+    assert actions.tolist() == [[1, 2]]
+    masked = torch.from_numpy(outputs).masked_fill(~torch.from_numpy(legal), MASKED_LOGIT).requires_grad_()
+    scored, entropy = dist.evaluate_actions(masked, torch.from_numpy(actions), entropy_gradient=True)
+    for each in (torch.from_numpy(log_probs), scored, entropy, dist.kl(masked, masked)):
+        assert each.item() == 0 if np.isfinite(value) else each.isnan()
+
+
 def test_bernoulli_frequencies_match_probabilities():
     logits = [0.0, 1.5, -2.0]
     dist = distribution_for(spaces.MultiBinary(3))

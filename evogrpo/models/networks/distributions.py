@@ -22,7 +22,8 @@ Floats = NDArray[np.float32]
 Legal = NDArray[np.bool_] | None
 Samples = tuple[NDArray[Any], Floats]
 
-MASKED_LOGIT = -1e9  # probability 0 in float32; -inf would make the entropy NaN
+MASKED_LOGIT = -math.inf  # probability 0 beside any finite logit
+LOWEST = torch.finfo(torch.float32).min  # instead of the logarithm of 0, as 0 * -inf is NaN
 MAX_RANGE = 1e6  # larger ranges count as unbounded
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
@@ -133,6 +134,8 @@ class Categorical(Distribution):
                 chosen = (cumulative[:-1] <= uniforms[:, number] * total).sum(0)
                 if greedy is not None:
                     chosen = np.where(greedy, scaled.argmax(0), chosen)
+            if legal is not None:  # a member that has diverged takes a legal action, so that the others can continue
+                chosen = np.where(np.isfinite(total), chosen, legal.T[part].argmax(0))
             log_probs += scaled[chosen, rows] - np.log(total)
             actions[:, number] = chosen
         return actions.reshape(len(outputs), *self.shape), log_probs
@@ -144,7 +147,7 @@ class Categorical(Distribution):
         for number, part in enumerate(self._parts):
             values = torch.log_softmax(outputs if len(self.counts) == 1 else outputs[:, part], 1)
             log_probs.append(values.gather(1, chosen[:, number, None])[:, 0])
-            values = values if entropy_gradient else values.detach()
+            values = (values if entropy_gradient else values.detach()).clamp(min=LOWEST)
             entropies.append(-(values.exp() * values).sum(1))
         return _sum(log_probs), _sum(entropies)
 
@@ -152,7 +155,7 @@ class Categorical(Distribution):
         """Return KL(first || second); see `Distribution`."""
         divergences = []
         for part in self._parts:
-            log_p, log_q = first[:, part].log_softmax(-1), second[:, part].log_softmax(-1)
+            log_p, log_q = (each[:, part].log_softmax(-1).clamp(min=LOWEST) for each in (first, second))
             divergences.append((log_p.exp() * (log_p - log_q)).sum(-1))
         return _sum(divergences)
 
