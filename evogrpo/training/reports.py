@@ -71,7 +71,7 @@ def count_step(
     tokens = {slot: collected.tokens.get(slot, 0) + report.tokens for slot, report in learned.items()}
     metrics: dict[int, dict[str, float | None]] = {}
     for slot, report in learned.items():
-        values = {**report.metrics, "optimizer_steps": report.optimizer_steps, "tokens": report.tokens}
+        values = {**report.metrics, "optimizer_steps": report.optimizer_steps, "tokens": tokens[slot]}
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         metrics[slot] = {**collected.scores.metrics, **finite}
     # With shared experience, the reward of each policy is estimated.

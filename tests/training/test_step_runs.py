@@ -60,10 +60,12 @@ def test_an_incompatible_environment_leaves_no_folder(tmp_path):
 
 def test_costs_are_environment_steps(stored_network_run):
     """Steps played and steps of learning passes."""
-    event = stored_network_run.events("step")[0]
-    for member in event["members"]:
-        assert member["num_tokens"] == round(8 * member["completions/mean_length"]) + member["tokens"]
-        assert member["tokens"] > 0
+    first, second = stored_network_run.events("step")[:2]
+    assert first["tokens"] == sum(member["tokens"] for member in first["members"])
+    for member, later in zip(first["members"], second["members"], strict=True):
+        assert member["tokens"] > round(8 * member["completions/mean_length"]) > 0
+        assert member["num_tokens"] == member["tokens"]
+        assert later["num_tokens"] == member["tokens"] + later["tokens"]
 
 
 @pytest.mark.slow
