@@ -19,6 +19,7 @@ from evogrpo.reporting.lineage import (
     birth_text,
     fitness_estimate,
     reports_by_member,
+    selection_score,
     tree_lines,
 )
 from evogrpo.reporting.records import MemberReport
@@ -39,7 +40,8 @@ def lineage(args: argparse.Namespace) -> int:
     winner, reports = best_member(summary.generations), reports_by_member(summary.generations)
     path = {report.index for report in ancestors(summary, winner)}
     for indent, birth in tree_lines(summary.births, path):
-        origin, lifetime = birth_text(birth, summary.evolvable), _lifetime(birth, reports.get(birth.index, ()), winner)
+        origin = birth_text(birth, summary.evolvable)
+        lifetime = _lifetime(birth, reports.get(birth.index, ()), winner, summary)
         on_path = birth.index in path
         line = Text.assemble(
             ("│ " * indent, "dim"),
@@ -62,11 +64,12 @@ def best(args: argparse.Namespace) -> int:
     values = member.hyperparameters.to_json()
     # 1. Facts about the member. It may have further fitness measures, such as training rewards.
     fitness, untrained = fitness_estimate(member), summary.baseline and {summary.terms.untrained: summary.baseline}
+    measure = summary.terms.fitness.replace("validation", summary.baseline_split)
     others = [f"{name} {estimate}" for name, estimate in member.measured.items() if estimate != fitness]
     rows = {
         "run": summary.title,
         "best member": f"#{member.index}, as it was after generation {member.generation}",
-        "fitness": "; ".join([f"{_fitness_score(member)}, {summary.terms.fitness}", *others]),
+        "fitness": "; ".join([f"{_fitness_score(member)}, {measure}", *others]),
         **{name: str(baseline.fitness) for name, baseline in (untrained or {}).items()},
         "test": _test_text(summary),
         "stored in": str(stored) if stored.is_dir() else "missing (no folder best)",
@@ -171,16 +174,18 @@ def _fitness_score(member: MemberReport) -> str:
     return str(fitness_estimate(member) or "–")
 
 
-def _lifetime(birth: MemberRecord, reports: Sequence[MemberReport], winner: MemberReport | None) -> str:
-    """Describe a member's generations and last fitness; for the winner of the run, its best fitness."""
+def _lifetime(
+    birth: MemberRecord, reports: Sequence[MemberReport], winner: MemberReport | None, summary: RunSummary
+) -> str:
+    """Describe a member's generations and last fitness; for the winner of the run, that with which it won."""
     if not reports:
         return "not evaluated"
     if winner is not None and winner.index == birth.index:
-        return f"{_fitness_score(winner)} in generation {winner.generation}, the best member"
+        return f"{selection_score(winner, summary)} in generation {winner.generation}, the best member"
     first, last = reports[0].generation, reports[-1].generation
     span = f"generation {first}" if first == last else f"generations {first}–{last}"
     failed = reports[-1].failed
-    return f"failed in {span}: {printable(failed)}" if failed else f"{_fitness_score(reports[-1])} after {span}"
+    return f"failed in {span}: {printable(failed)}" if failed else f"{selection_score(reports[-1], summary)} after {span}"
 
 
 def _test_text(summary: RunSummary) -> str:

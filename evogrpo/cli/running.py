@@ -25,7 +25,7 @@ from evogrpo.extras import install_hint
 from evogrpo.interruption import stopping_on_signals
 from evogrpo.models.bank import SamplerError
 from evogrpo.models.devices import single_threaded
-from evogrpo.reporting.lineage import ancestors, best_member, birth_text
+from evogrpo.reporting.lineage import ancestors, best_member, birth_text, selection_score
 from evogrpo.reporting.records import terms_of
 from evogrpo.reporting.report import report
 from evogrpo.reporting.summary import RunSummary, read_summary
@@ -38,7 +38,6 @@ from evogrpo.text import (
     pluralize,
     printable,
     relative_path,
-    score_text,
     user_line,
 )
 from evogrpo.training.configuration.reading import load_config
@@ -369,7 +368,7 @@ def show_lineage(console: Console, summary: RunSummary) -> None:
     console.print(Text(f"Lineage of member #{best.index}", "bold"))
     for ancestor in ancestors(summary, best):
         origin = birth_text(ancestor, summary.evolvable)
-        score = f"{score_text(ancestor.fitness, ancestor.standard_error)} after generation {ancestor.generation}"
+        score = f"{selection_score(ancestor, summary)} after generation {ancestor.generation}"
         head = (f"  #{ancestor.index}", "bold")
         console.print(Text.assemble(head, f" {printable(origin)}", (f"\n     {score}", "dim")))
     console.print()

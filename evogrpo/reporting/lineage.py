@@ -10,7 +10,7 @@ from evogrpo.evolution.history import NETWORK, MemberRecord
 from evogrpo.evolution.strategies import ScheduleStage
 from evogrpo.reporting.records import Estimate, GenerationReport, MemberReport
 from evogrpo.reporting.summary import RunSummary, read_summary
-from evogrpo.text import number_text, origin_text
+from evogrpo.text import number_text, origin_text, score_text
 
 
 def best_member(generations: Sequence[GenerationReport]) -> MemberReport | None:
@@ -204,6 +204,12 @@ def ancestors(summary: RunSummary, member: MemberReport | None) -> tuple[MemberR
     """
     line = () if member is None else lineage_of(summary.generations, member)
     return tuple({report.index: report for report in line}.values())
+
+
+def selection_score(member: MemberReport, summary: RunSummary) -> str:
+    """Return the fitness that selection used of a member, such as `training fitness 41.2 ± 3.0`."""
+    label = "training fitness " if summary.split == "training" else ""
+    return label + score_text(member.fitness, member.standard_error)
 
 
 def birth_text(member: MemberRecord | MemberReport, evolvable: Iterable[str]) -> str:

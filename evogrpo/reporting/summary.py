@@ -96,7 +96,7 @@ class RunSummary:
 
     @property
     def baseline_split(self) -> str:
-        """Split that the untrained base is measured on."""
+        """Split that the untrained base is measured on, and on which the run's best member is chosen."""
         return "training" if self._fitness_by == ROLLOUTS else "validation"
 
     @property

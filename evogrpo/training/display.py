@@ -147,10 +147,15 @@ class RunDisplay(Callback):
         # `born` does not tell new members: it may be a generation of an earlier run of this population.
         before = [slot.member for each in self._trainer.run_state.history[-2:-1] for slot in each.slots if slot.member]
         new = {each.index for each in report.members} - {each.index for each in before} if before else set()
-        shown.append(generation_table(report, evolving, width, self.terms, best_so_far=best_so_far, new=new))
+        by = self._trainer.fitness.by
+        measure = "fitness" if by == "validation" else "training"
+        shown.append(
+            generation_table(report, evolving, width, self.terms, best_so_far=best_so_far, new=new, measure=measure)
+        )
         if best is not None and not best_so_far:
             score = score_text(best.fitness.mean, best.fitness.standard_error)
-            shown.append(f"★ best so far: #{best.index} of generation {best.generation}, fitness {score}")
+            name = "validation fitness" if by == "both" else "fitness"
+            shown.append(f"★ best so far: #{best.index} of generation {best.generation}, {name} {score}")
         shown += plan_lines(report)
         table = completions_table(report.examples, report.best.index, width)
         if table is not None:
@@ -354,6 +359,7 @@ def generation_table(
     *,
     best_so_far: bool = True,
     new: Collection[int] = (),
+    measure: str = "fitness",
 ) -> Table:
     """Return the table of a generation, one row per member.
 
@@ -364,11 +370,12 @@ def generation_table(
         terms: Terms of the task type.
         best_so_far: The best member of this generation is the best of the run so far.
         new: Indices of the members that were born in the plan before this generation.
+        measure: Name of the fitness that selection uses, for the heading.
     """
     # 1. Choose the columns for the width.
     wide = width >= WIDE
     heads = {"slot": "right", "member": "right", "parent": "right", **dict.fromkeys(evolving, "right")}
-    heads |= {"fitness ± SE": "left", terms.tokens: "right", **({"time": "right"} if wide else {}), "": "left"}
+    heads |= {f"{measure} ± SE": "left", terms.tokens: "right", **({"time": "right"} if wide else {}), "": "left"}
     gap = 2 if wide else 1
     # If the table would be too wide, the notes in the last column are abbreviated.
     short = not wide or sum(max(len(head), 6) + gap for head in heads) + 24 > width
