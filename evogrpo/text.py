@@ -111,11 +111,13 @@ def pluralize(number: int, noun: str, plural: str = "s") -> str:
 
 
 def score_text(mean: float | None, standard_error: float | None) -> str:
-    """Format a fitness and its standard error, such as `0.412 ± 0.031` or `486.6 ± 3.7`."""
+    """Format a fitness and its standard error, such as `0.412 ± 0.031`, `486.6 ± 3.7` or `2.3e-05 ± 1e-06`."""
     if mean is None:
         return _MISSING
     digits = 3 if abs(mean) < 10 else 2 if abs(mean) < 100 else 1
-    return f"{mean:.{digits}f}" if standard_error is None else f"{mean:.{digits}f} ± {standard_error:.{digits}f}"
+    size = max(abs(mean), standard_error or 0.0)
+    form = f".{digits}f" if size == 0 or 1e-3 <= size < 1e6 else ".3g"
+    return f"{mean:{form}}" if standard_error is None else f"{mean:{form}} ± {standard_error:{form}}"
 
 
 def duration_text(seconds: float | None) -> str:

@@ -36,6 +36,8 @@ def test_numbers_scores_and_durations_are_short():
     assert [count_text(value) for value in (None, 0, 1234567)] == ["–", "0", "1,234,567"]
     assert score_text(0.41249, 0.031) == "0.412 ± 0.031"
     assert score_text(0.4, None) == "0.400"
+    assert (score_text(0.0, 0.0), score_text(-0.0004, 0.03)) == ("0.000 ± 0.000", "-0.000 ± 0.030")
+    assert (score_text(2.34e-5, 1e-6), score_text(-1.5e30, None)) == ("2.34e-05 ± 1e-06", "-1.5e+30")
     assert score_text(None, 0.1) == "–"
     seconds = {None: "–", 0.4: "0 s", 59.6: "1 min 00 s", 61: "1 min 01 s", 3600: "1 h 00 min", 7384: "2 h 03 min"}
     assert {value: duration_text(value) for value in seconds} == seconds

@@ -184,8 +184,9 @@ def _lifetime(
         return f"{selection_score(winner, summary)} in generation {winner.generation}, the best member"
     first, last = reports[0].generation, reports[-1].generation
     span = f"generation {first}" if first == last else f"generations {first}–{last}"
-    failed = reports[-1].failed
-    return f"failed in {span}: {printable(failed)}" if failed else f"{selection_score(reports[-1], summary)} after {span}"
+    if failed := reports[-1].failed:
+        return f"failed in {span}: {printable(failed)}"
+    return f"{selection_score(reports[-1], summary)} after {span}"
 
 
 def _test_text(summary: RunSummary) -> str:

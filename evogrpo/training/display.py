@@ -341,12 +341,14 @@ def rewards_text(report: StepReport) -> Text:
     """Return the mean reward of each member in a step."""
     text = Text()
     rewards = [each.reward for each in report.learned.values() if not each.failed and each.reward is not None]
+    size = max(map(abs, rewards), default=0.0)
+    form = ".2f" if size == 0 or 0.01 <= size < 1e6 else ".3g"
     for learned in report.learned.values():
         text.append(f" #{learned.index} ", "dim")
         if learned.failed:
             text.append("failed", "red")
         else:
-            reward = "nan" if learned.reward is None else f"{learned.reward:.2f}"
+            reward = "nan" if learned.reward is None else f"{learned.reward:{form}}"
             text.append(reward, "bold" if learned.reward == max(rewards, default=None) else "")
     return text
 

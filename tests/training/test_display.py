@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from evogrpo import evolve, resume
-from evogrpo.reporting.records import LANGUAGE, GenerationReport
-from evogrpo.training.display import RunDisplay, generation_table
+from evogrpo.reporting.records import LANGUAGE, GenerationReport, MemberStep, StepReport
+from evogrpo.training.display import RunDisplay, generation_table, rewards_text
 from tests.cli.project import CONTROL, Terminal
 from tests.tiny_models import tiny_model
 from tests.tiny_steps import QUICK as SHORT
@@ -181,6 +181,17 @@ def test_new_members_are_those_born_in_this_run(fitness, head):
     noted = [sum("clone of" in line and "selection:" not in line for line in table.split("\n")) for table in tables]
     assert any(member.born == 2 for member in generations[0].members)
     assert noted == [0, *(len(report.plan.children) for report in generations[:-1])]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "shown"),
+    [((0.5, 0.004), "#0 0.50 #1 0.00"), ((2e-5, 0.0), "#0 2e-05 #1 0"), ((1e30, -1.5), "#0 1e+30 #1 -1.5")],
+)
+def test_rewards_of_every_size_are_short(stored_language_run, rewards, shown):
+    report = next(each for each in stored_language_run.reports if isinstance(each, StepReport))
+    learned = {slot: MemberStep(index=slot, metrics={"reward": reward}, samples=1, failed=None)
+               for slot, reward in enumerate(rewards)}  # fmt: skip
+    assert " ".join(rewards_text(dataclasses.replace(report, learned=learned)).plain.split()) == shown
 
 
 @pytest.mark.parametrize(("width", "label"), [(140, "no learning signal"), (80, "no signal")])
