@@ -3,7 +3,6 @@
 import hashlib
 import os
 import time
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -133,7 +132,8 @@ def parse_journal(content: bytes, path: Path | str) -> list[dict[str, Any]]:
     """Return the valid events of a journal, oldest first.
 
     A resumed run continues from a checkpoint. Its `resumed` event has the length of the journal at that checkpoint.
-    Events between this offset and the `resumed` event are left out, and so is an incomplete last line.
+    Events between this offset and the `resumed` event are left out, an earlier `resumed` event with its effect
+    included. An incomplete last line is left out as well.
 
     Args:
         content: Content of the file, or any prefix of it.
@@ -159,8 +159,6 @@ def parse_journal(content: bytes, path: Path | str) -> list[dict[str, Any]]:
                 checkpoint = event.get("offset")
                 if not isinstance(checkpoint, int) or isinstance(checkpoint, bool) or not 0 <= checkpoint <= offset:
                     raise ValueError(f"offset must be a whole number up to {offset}, got {checkpoint!r:.80}")
-                # Remove the events after the checkpoint.
-                del lines[bisect_left(lines, checkpoint, key=lambda each: each[0]) :]
             lines.append((offset, event))
         except JournalError:
             raise
@@ -168,9 +166,16 @@ def parse_journal(content: bytes, path: Path | str) -> list[dict[str, Any]]:
             message = f"line {number} of {path} is not an event: {error}. Restore it from a copy, or delete that line."
             lines.append((offset, JournalError(message)))  # raised below, unless a later `resumed` event removes it
         offset += len(line) + 1
-    # 2. Raise the first error that remains.
+    # 2. Leave out what was undone, from the last line on: a `resumed` event that was undone itself undoes nothing.
+    kept, limit = [], offset
+    for start, event in reversed(lines):
+        if start < limit:
+            kept.append(event)
+            if not isinstance(event, JournalError) and event["event"] == "resumed":
+                limit = event["offset"]
+    # 3. Raise the first error that remains.
     events = []
-    for _, event in lines:
+    for event in reversed(kept):
         if isinstance(event, JournalError):
             raise event
         events.append(event)

@@ -160,6 +160,19 @@ def test_a_resumed_run_leaves_out_the_events_after_its_checkpoint(path):
     assert [event.get("generation") for event in read_journal(path)] == [0, 1, None, 7]
 
 
+def test_a_resumed_event_that_is_left_out_leaves_out_nothing(path):
+    # The run continues from checkpoint 1, as that of generation 2 is damaged; then 2 is restored from a copy.
+    sizes = []
+    with closing(Journal(path)) as journal:
+        for number in range(3):
+            journal.append("generation", generation=number)
+            sizes.append(journal.size)
+        for checkpoint, number in ((1, 7), (2, 3)):
+            journal.append("resumed", offset=sizes[checkpoint])
+            journal.append("generation", generation=number)
+    assert [event.get("generation") for event in read_journal(path)] == [0, 1, 2, None, 3]
+
+
 @pytest.mark.parametrize("offset", [None, -1, True, 1.0, 10**6])
 def test_a_resumed_event_needs_an_offset_before_itself(path, offset):
     with closing(Journal(path)) as journal:
