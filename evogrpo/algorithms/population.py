@@ -23,6 +23,8 @@ from evogrpo.evolution.strategies import Strategy
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.models.bank import Sampler
 from evogrpo.randomness import generator
+from evogrpo.safe_parsing import dump_json, load_json
+from evogrpo.validation import dump, validate, whole_between
 
 if TYPE_CHECKING:
     from evogrpo.algorithms.agent import Agent
@@ -206,7 +208,7 @@ class Population(Sequence[Any]):
             One report per member, by slot.
 
         Raises:
-            ValueError: If the experience does not fit.
+            ValueError: If the experience does not fit, or a custom algorithm returns a report with wrong types.
         """
         learners = [agent.learner(step) for agent in self.healthy]
         if shared is not None:
@@ -217,7 +219,8 @@ class Population(Sequence[Any]):
         experience = {policy: replace(batch, stop=stop) for policy, batch in experience.items()}
         # A section tells the other ranks of an error; language models divide their passes inside of it.
         with self.processes.section():
-            reports = self.algorithm.learn_together(self.members, learners, experience)
+            learned = self.algorithm.learn_together(self.members, learners, experience)
+            reports = {slot: _checked(report) for slot, report in learned.items()}
         # Scatter-add is not deterministic on a GPU, so the ranks' updates of small networks differ in rounding.
         if self.plays and self.processes.size > 1 and self.members.device.type == "cuda":
             for slot, state in self.processes.broadcast(self.members.banks.snapshot(healthy)).items():
@@ -300,6 +303,8 @@ class Population(Sequence[Any]):
         plan = strategy.plan(history, generator(seed, "plan", history.last.number))
         if not isinstance(plan, Plan):
             raise ValueError(f"Strategy.plan must return an evogrpo.evolution.Plan, got {type(plan).__name__}.")
+        # Use the plan as the journal returns it to a resumed run, which refuses values of other types.
+        plan = validate(Plan, load_json(dump_json(dump(plan), what="plan")))
         plan.check(history)
         settings, space = self.members.settings, self.members.hp_config
         for child in plan.children:
@@ -344,3 +349,12 @@ class Population(Sequence[Any]):
             self.next_index = max(self.next_index, child.index + 1)
             if child.changes:
                 agent.mutated()
+
+
+def _checked(report: LearnReport) -> LearnReport:
+    """Return a report with plain numbers; raise ValueError for types that a resumed run would refuse."""
+    if not isinstance(report.failed, str | None):
+        raise ValueError(f"LearnReport.failed must be text or None, got {report.failed!r:.80}.")
+    names = [name for name in ("optimizer_steps", "tokens", "samples") if getattr(report, name) is not None]
+    counts: dict[str, Any] = {name: whole_between(f"LearnReport.{name}", getattr(report, name), 0) for name in names}
+    return replace(report, **counts)

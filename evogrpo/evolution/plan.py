@@ -12,7 +12,7 @@ from evogrpo.config.search_space import HyperparameterConfig, check_group_size
 from evogrpo.evolution.history import History, MemberRecord, changes_between
 from evogrpo.evolution.mutation import Perturbation, Proposal, perturbation_to_json, proposals
 from evogrpo.randomness import streams
-from evogrpo.validation import Whole, plain
+from evogrpo.validation import MAX_STEPS, Whole, plain, whole_between
 
 MAX_PROPOSALS = 100
 """Maximum number of proposals for one child; after that it may equal another member."""
@@ -172,7 +172,7 @@ class Plan:
             )
         return cls(
             generation=last.number,
-            parents=tuple(choice.parent for choice in choices),
+            parents=tuple(None if choice.parent is None else int(choice.parent) for choice in choices),  # numpy's too
             children=tuple(children),
             reasons=tuple(reasons),
             samples_per_step=samples_per_step,
@@ -191,8 +191,8 @@ class Plan:
 
         Raises:
             ValueError: If slots or generation do not match the history, a parent has failed or is missing, or a child
-                has a wrong index or parent. Also if steps are below 1, samples exceed the budget, or a group size does
-                not divide them.
+                has a wrong index or parent. Also if steps are out of range, samples exceed the budget, or a group size
+                does not divide them.
         """
         # 1. Check slots, parents and indices.
         last = history.last
@@ -212,8 +212,8 @@ class Plan:
             raise ValueError(f"children must have consecutive indices from {history.next_index}, got {indices}.")
         # 2. Check samples and steps of the next generation.
         samples = last.samples_per_step if self.samples_per_step is None else self.samples_per_step
-        if self.steps_per_generation is not None and self.steps_per_generation < 1:
-            raise ValueError(f"steps_per_generation must be at least 1, got {self.steps_per_generation}.")
+        if self.steps_per_generation is not None:
+            whole_between("steps_per_generation", self.steps_per_generation, 1, MAX_STEPS)
         history.space.for_samples_per_step(samples)  # raises if the space has no valid group size
         born = {child.slot: child for child in self.children}
         budget = samples * (len(self.parents) - len(self.vacant))

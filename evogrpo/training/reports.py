@@ -67,12 +67,12 @@ def count_step(
     for example in table:
         first.setdefault(example.index, example)
     run_state.examples = tuple(first.values())
-    # 2. Count tokens, time and rewards. JSON has no infinity or NaN, so such metrics become None.
+    # 2. Count tokens, time and rewards. Metrics that the journal cannot hold, such as NaN, become None.
     tokens = {slot: collected.tokens.get(slot, 0) + report.tokens for slot, report in learned.items()}
     metrics: dict[int, dict[str, float | None]] = {}
     for slot, report in learned.items():
         values = {**report.metrics, "optimizer_steps": report.optimizer_steps, "tokens": tokens[slot]}
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        finite = {name: value if abs(value) <= 1e150 else None for name, value in values.items()}
         metrics[slot] = {**collected.scores.metrics, **finite}
     # With shared experience, the reward of each policy is estimated.
     earned: Mapping[int, Mapping[int, float]] = {slot: collected.earned.get(slot, {}) for slot in learned}

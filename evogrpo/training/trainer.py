@@ -27,6 +27,7 @@ from evogrpo.reporting.records import (
     StepReport,
     TestReport,
 )
+from evogrpo.safe_parsing import dump_json
 from evogrpo.text import pluralize
 from evogrpo.training.configuration.user_code import check_resumable, check_strategy, strategy_record
 from evogrpo.training.evaluation import (
@@ -43,7 +44,7 @@ from evogrpo.training.reports import count_step, generation_report, provenance
 from evogrpo.training.run_dir import RunDir, generation_curves, step_curves
 from evogrpo.training.run_state import Clock, Limits, RunParts, RunState, as_generation
 from evogrpo.training.schedule import Schedule, check_run
-from evogrpo.validation import dump
+from evogrpo.validation import dump, whole_between
 from evogrpo.warnings import warn
 
 
@@ -147,7 +148,8 @@ class Trainer(RunParts):
         steps = generations and generations * schedule.steps_per_generation
         self._learning_signal = LearningSignalCheck(steps, taken=self.run_state.step)
         if run_state is None and isinstance(strategy, Stateless):
-            self.run_state.samples = strategy.first_samples(len(population), schedule.samples_per_step)
+            first = strategy.first_samples(len(population), schedule.samples_per_step)
+            self.run_state.samples = None if first is None else [whole_between("first_samples", n, 0) for n in first]
             if experience is None and self.run_state.samples is not None and not all(self.run_state.samples):
                 raise ValueError(
                     f"The strategy {type(strategy).__name__} needs shared experience: some members do not sample. "
@@ -409,6 +411,8 @@ class Trainer(RunParts):
                         f"samples must be positive in every occupied slot, got {plan.samples} with 0 in slots {idle}. "
                         "Set experience='shared' to let members learn from others' samples."
                     )
+            if self.shared_run_dir is not None:
+                dump_json(self.strategy.state(), what="the state of the strategy")  # raises if it cannot be stored
         except (Exception, SystemExit) as error:
             self.strategy.load_state(strategy_state)
             name = type(self.strategy).__name__

@@ -1,8 +1,11 @@
 """A user-defined algorithm as in docs/own_algorithm.md."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -68,6 +71,33 @@ def test_clones_mutates_evolves_saves_and_resumes(tmp_path):
     assert set(member.mutate(generator(0, "test"))) == {"lr"}
     member.save_checkpoint(tmp_path / "agent")
     assert equal_states(Reinforce.load(tmp_path / "agent").state(), member.state())
+
+
+class Reports(Reinforce):
+    """Returns reports with the values in `wrong`."""
+
+    wrong: ClassVar[dict[str, object]] = {}
+
+    @classmethod
+    def learn_together(cls, members, learners, experience):
+        reports = super().learn_together(members, learners, experience)
+        return {slot: replace(report, **cls.wrong) for slot, report in reports.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("tokens", 1.5), ("tokens", torch.tensor(2)), ("optimizer_steps", -1), ("samples", "8"), ("failed", True)],
+)
+def test_reports_that_a_journal_cannot_hold_are_refused(monkeypatch, name, value):
+    env = cart_pole()
+    population = Reports.population(2, env.observation_space, env.action_space, group_size=4)
+    collected = population.collect(env, step=0, samples_per_step=8, block=2)
+    monkeypatch.setattr(Reports, "wrong", {name: value})
+    with pytest.raises(ValueError, match=f"LearnReport.{name}"):
+        population.learn(collected.experience, step=0)
+    monkeypatch.setattr(Reports, "wrong", {"tokens": 8.0, "optimizer_steps": np.int64(3)})
+    report = population.learn(collected.experience, step=0)[0]
+    assert (type(report.tokens), type(report.optimizer_steps)) == (int, int)
 
 
 def test_trains_language_models():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from typing import ClassVar
 
 import pytest
 import yaml
@@ -182,6 +183,35 @@ def test_a_failing_strategy_loses_no_training(tmp_path, monkeypatch):
     assert equal_states(final_states(tmp_path / "run"), final_states(tmp_path / "plain"))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Numpy(Fixed):
+    """Replaces the last member by a clone of a random one, and has the given value in its plan."""
+
+    reason: str | None = "drawn"
+    steps: float | None = None
+
+    def plan(self, history, rng):
+        parents = [*range(history.capacity - 1), rng.choice(history.capacity - 1)]
+        choices = [Choice(parent=parent, reason=self.reason) for parent in parents]
+        return Plan.from_choices(history, choices, steps_per_generation=self.steps)
+
+
+def test_integers_of_numpy_may_be_parents(tmp_path):
+    finish(step_run(tmp_path / "run", strategy=Numpy(), generations=2))
+    finish(resumed_run(tmp_path / "run", strategy=Numpy, generations=3))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"reason": None}, "reason must be text"), ({"steps": 2.0}, "steps_per_generation"), ({"steps": 10**7}, "steps")],
+)
+def test_plans_that_a_journal_cannot_hold_are_refused(tmp_path, wrong, message):
+    run = step_run(tmp_path / "run", strategy=Numpy(**wrong), generations=2)
+    with pytest.raises(StrategyError, match=message):
+        finish(run)
+    assert resumed_run(tmp_path / "run", strategy=Numpy).run_state.generation == 1
+
+
 class Forgetful(Fixed):
     """Its settings do not restore its arguments."""
 
@@ -197,6 +227,28 @@ class Opaque(Fixed):
 
     def state(self):
         return {"seen": {1, 2}}
+
+
+class Later(Opaque):
+    """Its state is no plain data after its first plan."""
+
+    seen: ClassVar[object] = 0
+
+    def plan(self, history, rng):
+        Later.seen = {1, 2}
+        return super().plan(history, rng)
+
+    def state(self):
+        return {"seen": Later.seen}
+
+    def load_state(self, values):
+        Later.seen = values["seen"]
+
+
+def test_a_state_that_a_checkpoint_cannot_hold_is_refused(tmp_path):
+    with pytest.raises(StrategyError, match="seen is a set"):
+        finish(step_run(tmp_path / "run", strategy=Later(), generations=2))
+    assert resumed_run(tmp_path / "run", strategy=Later).run_state.generation == 1
 
 
 class Relative(Tournament):
