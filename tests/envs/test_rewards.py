@@ -230,15 +230,16 @@ def test_exceptions_name_the_function_and_are_chained():
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-@pytest.mark.parametrize("on_error", ["raise", "exclude"])
-def test_failures_only_with_several_completions_are_raised(on_error):
+def test_failures_only_with_several_completions_exclude_none():
     def reward(completions, **_):
         if len(completions) > 1:
             raise RuntimeError("too many")
         return [1.0]
 
     with pytest.raises(RewardError, match=r"too many.* 2 completions"):
-        score_trl(reward, on_error=on_error)
+        score_trl(reward)
+    with pytest.warns(UserWarning, match=r"too many.* 2 completions"):
+        assert score_trl(reward, on_error="exclude").rewards.tolist() == [1.0, 1.0]
 
 
 def test_exclude_affects_only_failing_completions():

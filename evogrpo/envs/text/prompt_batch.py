@@ -330,10 +330,13 @@ def compute_rewards(
         values[job.name, job.rows[0]] = results[0]
     for job, error in failed_jobs:
         repeats = [values.get((job.name, row)) for row in job.rows]
-        # The function fails on the batch, but on none of its completions alone, so none of them can be excluded.
+        # The function fails on the batch, but on none of its completions alone; the cause may have been temporary.
         if not any(isinstance(value, BaseException) for value in repeats):
             note = f" (on a batch of {len(job.rows)} completions, not on single ones)"
-            raise _reward_error(job.name, error, inputs.texts[job.rows[0]], note=note)
+            failure = _reward_error(job.name, error, inputs.texts[job.rows[0]], note=note)
+            if stop_at_first:
+                raise failure
+            warn(f"Rewards of single completions are used: {failure}", rank_zero_only=False)
     # 3. Check the values.
     components: dict[str, NDArray[np.float64]] = {}
     steps: dict[str, list[StepRewards | None]] = {}
