@@ -471,6 +471,7 @@ def undocumented(number: int) -> int:
         ({"rows": 0}, "train_dataset"),
         ({"rows": 9, "environment_factory": {"one": Counter}}, "environment"),
         ({"environment_timeout": 0}, "environment_timeout"),
+        ({"reward_weights": [1.0]}, "reward_weights requires reward_funcs"),
     ],
 )
 def test_invalid_arguments_are_refused(options, message):

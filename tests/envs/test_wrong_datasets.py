@@ -100,5 +100,12 @@ def test_the_form_of_rewards_follows_from_the_columns(columns, parameters, tmp_p
     rows = [dict.fromkeys(columns, str(number)) for number in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "mine.py").write_text(f"def f({parameters}): return 1.0")
-    task = DatasetTask(dataset=DatasetFiles(train=str(tmp_path / "rows.jsonl")), reward=f"{tmp_path}/mine.py:f")
+    dataset, reward = DatasetFiles(train=str(tmp_path / "rows.jsonl")), f"{tmp_path}/mine.py:f"
+    task = DatasetTask(dataset=dataset, reward=reward)
     assert task.environment(tiny_tokenizer(), seed=0, max_prompt_length=None).size("train") > 0
+    two = DatasetTask(dataset=dataset, reward=(reward, reward))
+    if columns == ("prompt",):
+        assert two.environment(tiny_tokenizer(), seed=0, max_prompt_length=None).size("train") > 0
+    else:
+        with pytest.raises(ValueError, match="Several reward functions require the column prompt"):
+            two.environment(tiny_tokenizer(), seed=0, max_prompt_length=None)

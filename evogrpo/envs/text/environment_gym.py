@@ -558,6 +558,8 @@ class EnvironmentGym(PromptEnvironment):
             if hasattr(environment, "get_reward"):
                 self._own_rewards[name] = type(environment).__name__
         # 3. Combine the reward functions with the rewards of environments.
+        if reward_weights is not None and reward_funcs is None:
+            raise ValueError("reward_weights requires reward_funcs. Remove it: environments have weight 1.")
         rewards: tuple[Reward, ...] = ()
         if reward_funcs is not None or not self._own_rewards:
             rewards = make_rewards(None, reward_funcs, reward_weights)

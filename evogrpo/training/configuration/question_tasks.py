@@ -5,6 +5,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields
+from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -242,6 +243,9 @@ class ReasoningTask(QuestionTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse_unknown("split in sizes", self.sizes or (), SPLITS)
+        taken = signature(HuggingFaceGym.from_reasoning_gym).parameters.keys() & (self.options or {}).keys()
+        if taken:
+            raise ValueError(f"options must not contain {min(taken)}, which the section task sets. Remove it.")
 
     @property
     def label(self) -> str:
@@ -363,16 +367,20 @@ class DatasetTask(QuestionTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        has_calls = self.environment_factory is not None or bool(self.tools)
+        has_calls = bool(self.factories or self.tools)
         if has_calls and self.max_turns is None:
             raise ValueError("environment_factory and tools require max_turns, such as max_turns: 4.")
-        if not has_calls and self.max_turns is not None:
-            raise ValueError("max_turns requires environment_factory or tools. Give one of them, or remove max_turns.")
+        for_calls = ("max_turns", "environment_timeout", "environment_workers", "response_template")
+        for each in fields(self):
+            if not has_calls and each.name in for_calls and getattr(self, each.name) != each.default:
+                raise ValueError(
+                    f"{each.name} requires environment_factory or tools. Give one of them, or remove {each.name}."
+                )
         if has_calls and self.form == "agilerl":
             raise ValueError("environment_factory and tools require form: trl.")
         if self.dataset.starts is not None and not isinstance(self.environment_factory, str):
             raise ValueError("dataset.starts requires environment_factory with one class.")
-        if not self.functions and self.environment_factory is None:
+        if not self.functions and not self.factories:
             raise ValueError("reward must be given, or environment_factory with a class that has get_reward.")
         has_template = self.system_prompt is not None or self.conversation_template is not None
         if (self.form == "trl" or has_calls) and has_template:
@@ -440,6 +448,11 @@ class DatasetTask(QuestionTask):
         # 3. Single turns. Without `form`, a dataset without the column prompt has AgileRL's form.
         first: Any = next(iter(tables["train"] or []), {})
         agilerl = self.form == "agilerl" or (self.form is None and "prompt" not in first)
+        if agilerl and len(functions) > 1:
+            raise ValueError(
+                f"Several reward functions require the column prompt (form: trl), got the columns {list(first)}. "
+                "Rename a column, or give one function."
+            )
         return HuggingFaceGym(
             tables["train"],
             tables["test"],
