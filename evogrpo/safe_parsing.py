@@ -61,11 +61,16 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
+class _Dumper(yaml.SafeDumper):
+    """Safe YAML dumper that quotes text which `_Loader` would read as a number."""
+
+
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 # YAML 1.1 reads 1e-4 and 1.5e3 as text, because it requires a dot and a signed exponent.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )
 
 
 def load_yaml(text: str, where: str) -> Any:
@@ -89,6 +94,17 @@ def load_yaml(text: str, where: str) -> Any:
         raise ValueError(
             f"{where}: a value cannot be read as its YAML type ({error!s:.200}). Quote it to keep it as text."
         ) from error
+
+
+def dump_yaml(value: Any, **style: Any) -> str:
+    """Write plain values as ASCII YAML, which `load_yaml` reads back; keys keep their order.
+
+    Args:
+        value: Plain values.
+        style: Options of `yaml.dump`, such as `width`.
+    """
+    # Not `allow_unicode`: YAML reads some of these characters, such as U+0085, as the end of a line.
+    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, **style))
 
 
 def read_yaml_file(path: Path) -> dict[str, Any]:

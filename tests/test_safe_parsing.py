@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from evogrpo.safe_parsing import dump_json, load_json, load_yaml
+from evogrpo.safe_parsing import dump_json, dump_yaml, load_json, load_yaml
 from evogrpo.training.configuration.question_tasks import read_rows
 from evogrpo.training.configuration.reading import parse_override
 
@@ -37,6 +37,11 @@ def test_ordinary_aliases_are_read():
     text = "base: &base {lr: 1e-3, sizes: [1, 2]}\none: *base\nother: *base"
     values = load_yaml(text, "f.yaml")
     assert values["one"] == values["other"] == {"lr": 1e-3, "sizes": [1, 2]}
+
+
+@pytest.mark.parametrize("text", ["1e5", "7e12345", "1.e+3", "0x1f", "1:30", "yes", "~", "\x85", "a\u2028b", "\ufeffa", "é"])
+def test_written_text_is_read_back_as_text(text):
+    assert load_yaml(dump_yaml({"a": [text, 1e5]}), "f.yaml") == {"a": [text, 1e5]}
 
 
 NUMBERS = {"decimal": "9" * 5000, "negative": "-" + "9" * 5000, "hex": "0x" + "f" * 5000, "base 60": "1" + ":59" * 3000}

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 import evogrpo
 from evogrpo.config.objective import without_effect
 from evogrpo.distributed import processes
 from evogrpo.envs.fingerprint import fingerprint_of
-from evogrpo.safe_parsing import read_yaml_file
+from evogrpo.safe_parsing import dump_yaml, read_yaml_file
 from evogrpo.storage.atomic_files import replace_file
 from evogrpo.synonyms import counterpart
 from evogrpo.training.configuration.reading import override, parse_config, parse_override
@@ -130,8 +128,7 @@ def start(prepared: PreparedRun, run_dir: Path) -> Trainer:
 def write_config(config: Config, run_dir: Path) -> None:
     """Write a resolved configuration to a run directory, atomically."""
     head = f"{CONFIG_HEAD} {evogrpo.__version__} for `evogrpo resume`.\n"
-    text = yaml.safe_dump(config.to_json(), sort_keys=False, allow_unicode=True)
-    replace_file(run_dir / CONFIG_FILE, (head + text).encode("utf-8"))
+    replace_file(run_dir / CONFIG_FILE, (head + dump_yaml(config.to_json())).encode("utf-8"))
 
 
 @dataclass(frozen=True, kw_only=True)

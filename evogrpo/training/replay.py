@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import Field
 
 import evogrpo
@@ -15,7 +14,7 @@ from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.strategies import Replay, ScheduleStage
 from evogrpo.reporting.lineage import best_schedule, fitness_estimate
 from evogrpo.reporting.summary import read_summary
-from evogrpo.safe_parsing import read_yaml_file
+from evogrpo.safe_parsing import dump_yaml, read_yaml_file
 from evogrpo.storage.atomic_files import make_folder, write_synced
 from evogrpo.training.configuration.reading import override, parse_config
 from evogrpo.training.configuration.sections import CONFIG_FILE, Config
@@ -129,7 +128,7 @@ class HyperparameterSchedule:
             "name": ascii(path.name),
         }
         text = _HEAD.format(**names, version=evogrpo.__version__)
-        text += yaml.safe_dump(dump(self), sort_keys=False, allow_unicode=True, width=120, default_flow_style=None)
+        text += dump_yaml(dump(self), width=120, default_flow_style=None)
         make_folder(path.absolute().parent)
         write_synced(path, text.encode("utf-8"))
 
