@@ -1,6 +1,7 @@
 """Configuration files: strict reading, complete writing, overrides, datasets."""
 
 import json
+from importlib.resources import files
 
 import pytest
 import yaml
@@ -187,3 +188,16 @@ def test_the_schema_names_every_key():
     assert schema["required"] == ["task"]
     assert {"const": "auto"} in schema["$defs"]["Hyperparameters"]["properties"]["lr"]["anyOf"]
     json.dumps(schema, allow_nan=False)
+
+
+def test_the_schema_accepts_what_is_read(tmp_path):
+    accepts = pytest.importorskip("jsonschema").Draft202012Validator(configuration_schema()).is_valid
+    write_config(parse_config(MINIMAL), tmp_path)
+    for packaged in (tmp_path / CONFIG_FILE, files("evogrpo.training.configuration") / "demo.yaml"):
+        assert accepts(read_yaml_file(packaged))
+    task = {"task": {"env": "CartPole-v1"}}
+    for section in set(Config.__dataclass_fields__) - {"task"}:
+        assert accepts({**task, section: None})
+    for values in ({"fitness": "both"}, {"experience": "shared"}, {"search_space": {"lr": "auto"}}):
+        assert accepts({**task, **values})
+        assert not accepts({**task, next(iter(values)): "other"})

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, Union, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, create_model
 
@@ -128,16 +128,27 @@ def _sections_model(task: Any = Any, agent: Any = Any, *, evolution: bool = True
 
 def configuration_schema() -> dict[str, Any]:
     """Return the JSON schema of configuration files, for editors."""
+    from evogrpo.evolution.fitness import FitnessBy
     from evogrpo.evolution.strategies import BUILT_IN
     from evogrpo.training.task_types import TASK_TYPES
 
     types = TASK_TYPES.values()
     tasks, agents = [task for each in types for task in each.tasks], {each.agent: None for each in types}
     schema = json_schema(_sections_model(Union[tuple(tasks)], Union[tuple(agents)]))  # noqa: UP007 (of a sequence)
-    schema["properties"]["strategy"]["anyOf"][0]["examples"] = list(BUILT_IN)
+    sections, ranges = schema["properties"], schema["properties"][SEARCH_SPACE]
+    sections["strategy"]["anyOf"][0]["examples"] = list(BUILT_IN)
+    # Values that are replaced before the sections are built: names, `auto`, and null for the defaults.
     hyperparameters = schema["$defs"]["Hyperparameters"]["properties"]
-    for properties, names in ((hyperparameters, HYPERPARAMETER_NAMES), (schema["properties"], (SEARCH_SPACE,))):
-        properties |= {name: {"anyOf": [properties[name], {"const": AUTO}]} for name in names}
+    others: list[tuple[dict[str, Any], Sequence[str], dict[str, Any]]] = [
+        (hyperparameters, HYPERPARAMETER_NAMES, {"const": AUTO}),
+        (ranges, ("additionalProperties",), {"const": AUTO}),
+        (sections, (SEARCH_SPACE,), {"const": AUTO}),
+        (sections, ("experience",), {"enum": ["own", "shared"]}),
+        (sections, ("fitness",), {"enum": list(get_args(FitnessBy))}),
+        (sections, [name for name in sections if name not in schema["required"]], {"type": "null"}),
+    ]
+    for properties, names, other in others:
+        properties |= {name: {"anyOf": [properties[name], other]} for name in names}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
