@@ -176,7 +176,8 @@ def _vllm_commands(prepared: PreparedRun) -> list[str]:
 
     assert isinstance(prepared, PreparedLanguage)
     size, precision = prepared.config.population.size, prepared.config.precision
-    urls = (prepared.config.sampler or {}).get("url", "http://127.0.0.1:8000")
+    sampler = prepared.config.sampler
+    urls = sampler["url"] if sampler and sampler["name"] == VLLM else "http://127.0.0.1:8000"
     urls = [urls] if isinstance(urls, str) else list(urls)
     return [
         vllm_command(

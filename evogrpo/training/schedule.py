@@ -1,11 +1,12 @@
 """Schedule: length and limits of a run."""
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from evogrpo.config.search_space import MAX_SAMPLES, check_group_size
+from evogrpo.config.search_space import MAX_SAMPLES, HyperparameterConfig, check_group_size
 from evogrpo.text import pluralize
 from evogrpo.validation import (
     MAX_COUNT,
@@ -17,6 +18,7 @@ from evogrpo.validation import (
     PositiveFloat,
     PositiveInt,
     settings,
+    whole_between,
 )
 from evogrpo.warnings import warn
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:  # a configuration is checked before torch and numpy are impor
     from evogrpo.envs.protocol import GroupEnvironment, Split
     from evogrpo.evolution.fitness import FitnessConfig
     from evogrpo.evolution.shared_experience import SharedExperience
+    from evogrpo.evolution.strategies import Strategy
 
 LIMITS = ("generations", "max_timesteps", "max_tokens", "max_seconds", "target_fitness", "test_questions")
 """Fields of `Schedule` that a resumed run may change."""
@@ -207,8 +210,6 @@ def check_run(
     experience: "SharedExperience | None",
 ) -> None:
     """Raise ValueError if the parts of a run do not fit together."""
-    from evogrpo.evolution.fitness import ROLLOUTS
-
     # 1. Members, environment and schedule.
     population.check(env)
     schedule.check_held_out(env)
@@ -219,6 +220,28 @@ def check_run(
         if (reason := why_not_shared(population)) is not None:
             raise ValueError(reason)
     # 3. Training rewards, if selection uses them.
+    sizes = [agent.hyperparameters.group_size for agent in population.agents if not agent.retired]
+    check_training_rewards(schedule, fitness, experience, sizes, population.space)
+
+
+def check_training_rewards(
+    schedule: Schedule,
+    fitness: "FitnessConfig",
+    experience: "SharedExperience | None",
+    group_sizes: Sequence[int],
+    space: HyperparameterConfig,
+) -> None:
+    """Raise ValueError if selection uses training rewards and a generation gives too few of them.
+
+    Args:
+        schedule: Schedule of the run.
+        fitness: Measure of fitness.
+        experience: Rule for learning from samples of other members; None = each from its own.
+        group_sizes: Group sizes of the members.
+        space: Search space, by which they may evolve.
+    """
+    from evogrpo.evolution.fitness import ROLLOUTS
+
     if fitness.selection_measure != ROLLOUTS:
         return
     if experience is not None:
@@ -231,11 +254,32 @@ def check_run(
             )
         return
     # Each group gives one score. Larger groups give fewer scores, so the largest size that may occur counts.
-    space = population.space.for_samples_per_step(schedule.samples_per_step)
-    sizes = [agent.hyperparameters.group_size for agent in population.agents if not agent.retired]
+    space, largest = space.for_samples_per_step(schedule.samples_per_step), max(group_sizes)
     if "group_size" in space:
-        sizes.append(int(space["group_size"].bounds[1]))
+        largest = max(largest, int(space["group_size"].bounds[1]))
     # Fitness uses the training rewards of a generation's last steps; see `RunState.training_fitness`.
-    starts = schedule.samples_per_step // max(sizes) * math.ceil(schedule.steps_per_generation / 2)
+    starts = schedule.samples_per_step // largest * math.ceil(schedule.steps_per_generation / 2)
     if starts < 2:
-        raise ValueError(f"{TOO_FEW}, got {starts} with group_size {max(sizes)}. {REMEDY}")
+        raise ValueError(f"{TOO_FEW}, got {starts} with group_size {largest}. {REMEDY}")
+
+
+def first_samples(
+    strategy: "Strategy", schedule: Schedule, members: int, experience: "SharedExperience | None"
+) -> list[int] | None:
+    """Return the samples of each slot per learning step in the first generation; None = `samples_per_step` each.
+
+    Raises:
+        ValueError: If a number is invalid, or some members do not sample, and do not learn from samples of others either.
+    """
+    from evogrpo.evolution.plan import Stateless
+
+    if not isinstance(strategy, Stateless):
+        return None
+    first = strategy.first_samples(members, schedule.samples_per_step)
+    samples = None if first is None else [whole_between("first_samples", number, 0) for number in first]
+    if experience is None and samples is not None and not all(samples):
+        raise ValueError(
+            f"The strategy {type(strategy).__name__} needs shared experience: some members do not sample. Set "
+            "experience='shared'."
+        )
+    return samples

@@ -14,7 +14,7 @@ from evogrpo.distributed import RunStop
 from evogrpo.envs.fingerprint import fingerprint_of
 from evogrpo.envs.protocol import GroupEnvironment, SupportsProgress
 from evogrpo.evolution.fitness import FitnessConfig
-from evogrpo.evolution.plan import Plan, Stateless
+from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.interruption import STOPPED, Interrupted
@@ -43,8 +43,8 @@ from evogrpo.training.evaluation import (
 from evogrpo.training.reports import count_step, generation_report, provenance
 from evogrpo.training.run_dir import RunDir, generation_curves, step_curves
 from evogrpo.training.run_state import Clock, Limits, RunParts, RunState, as_generation
-from evogrpo.training.schedule import Schedule, check_run
-from evogrpo.validation import dump, whole_between
+from evogrpo.training.schedule import Schedule, check_run, first_samples
+from evogrpo.validation import dump
 from evogrpo.warnings import warn
 
 
@@ -147,14 +147,8 @@ class Trainer(RunParts):
         generations = schedule.generations
         steps = generations and generations * schedule.steps_per_generation
         self._learning_signal = LearningSignalCheck(steps, taken=self.run_state.step)
-        if run_state is None and isinstance(strategy, Stateless):
-            first = strategy.first_samples(len(population), schedule.samples_per_step)
-            self.run_state.samples = None if first is None else [whole_between("first_samples", n, 0) for n in first]
-            if experience is None and self.run_state.samples is not None and not all(self.run_state.samples):
-                raise ValueError(
-                    f"The strategy {type(strategy).__name__} needs shared experience: some members do not sample. "
-                    "Set experience='shared'."
-                )
+        if run_state is None:
+            self.run_state.samples = first_samples(strategy, schedule, len(population), experience)
         self._set_budgets(None, None)
         # 3. State of the loop itself.
         self._ended: str | None = None

@@ -48,6 +48,8 @@ questions   | population.like=nowhere                  | population.like: ; nowh
 questions   | strategy=turnament                       | unknown strategy 'turnament': did you mean 'tournament'?
 questions   | strategy.z=-1                            | strategy: z must be at least 0, got -1
 questions   | fitness={by: rollouts, racing: true}     | fitness: racing needs validation questions; by='rollouts'
+questions   | fitness=rollouts schedule.samples_per_step=8 hyperparameters.group_size=8 schedule.steps_per_generation=2 | got 1
+questions   | strategy=leader experience=own population.size=2 | Leader needs shared experience
 questions   | experience=shared                        | at least 2 members, got 1
 questions   | search_space.lr={min: 1, max: 0.1}       | search_space.lr: min must be below max
 questions   | search_space.lr={min: 0.1, max: 1, mim: 1} | unknown key in search_space.lr 'mim': did you mean 'min'?
@@ -63,6 +65,11 @@ questions   | agent.full_finetuning=true base_parts=2  | agent.full_finetuning s
 questions   | agent.full_finetuning=true sampler={vllm: "http://a", adapters_dir: b} | neither base_parts nor vLLM
 questions   | sampler={vllm: "http://a"}               | adapters_dir
 questions   | sampler={vllm: "http://a", adapters_dir: b, rank: 3} | rank
+questions   | sampler={vllm: "http://a", adapters_dir: b, timeout: abc} | sampler: timeout must be; got 'abc'
+questions   | sampler={vllm: "127.0.0.1:8000", adapters_dir: b} | sampler: url must; '127.0.0.1:8000'
+questions   | sampler={vllm: 5, adapters_dir: b}       | sampler: url must; got 5
+questions   | sampler={vllm: ["http://a", "http://b:x"], adapters_dir: b} | sampler: url must; 'http://b:x'
+questions   | sampler={vllm: "http://a", adapters_dir: 3} | sampler: adapters_dir must; got 3
 questions   | agent.network.hidden=[3]                 | unknown key in agent 'network'
 questions   | agent.objective.reference_mixing=0.5     | agent.objective: reference_mixing; reference_sync_steps
 questions   | agent.objective.overlong_buffer=129      | overlong_buffer must be at most max_output_tokens = 128

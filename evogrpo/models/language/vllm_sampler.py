@@ -43,6 +43,8 @@ log-probabilities, those of temperature 1, is thereby detected."""
 EXACT_DIFFERENCE, HALF_PRECISION_DIFFERENCE = 0.05, 0.5
 """Largest mean difference between log-probabilities of server and trainer, in nats, by the precision of the base."""
 
+_URL = re.compile(r"https?://([\w.-]+|\[[\w.:]+\])(:\d+)?(/[^?#\s]*)?")
+
 T = TypeVar("T", bound=BaseModel)
 
 
@@ -100,16 +102,20 @@ class VLLMSampler:
             this time; one attempt may take half of it.
 
     Raises:
-        ValueError: If a URL or the timeout is invalid.
+        ValueError: If an argument is invalid, or several processes train together.
     """
 
     def __init__(self, url: str | Sequence[str], adapters_dir: str | Path, *, timeout: float = 600.0) -> None:
-        urls = [url] if isinstance(url, str) else list(url)
-        if not urls or len(set(urls)) < len(urls):
-            raise ValueError(f"url must be one address or several different ones, got {urls}.")
+        if processes().size > 1:
+            raise ValueError(f"VLLMSampler supports one process, got {processes().size}. Start a single process.")
+        if not isinstance(adapters_dir, str | os.PathLike):
+            raise ValueError(f"adapters_dir must be the path of a folder, got {adapters_dir!r:.80}.")
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
             raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}.")
+        urls = list(url) if isinstance(url, list | tuple) else [url]
         self._servers = [_Server(each, float(timeout)) for each in urls]
+        if not urls or len({server.url for server in self._servers}) < len(urls):
+            raise ValueError(f"url must be one address or several different ones, got {urls}.")
         # A folder and names of its own: several runs may share servers and adapters_dir.
         self._id = uuid.uuid4().hex[:12]
         self._folder = Path(adapters_dir).expanduser().absolute() / f"evogrpo-{self._id}"
@@ -122,12 +128,10 @@ class VLLMSampler:
 
         Raises:
             VLLMError: If a server does not answer in time or was started with wrong settings.
-            ValueError: If several processes train together, or members train all weights.
+            ValueError: If members train all weights.
         """
         if bank.lora_config is None:
             raise ValueError(NO_FULL_WEIGHTS)
-        if processes().size > 1:
-            raise ValueError(f"VLLMSampler supports one process, got {processes().size}. Start a single process.")
         self._bank, self._versions = bank, dict(enumerate(bank.changes))
         for server in self._servers:
             bases = [name for name, parent in server.models(threading.Event()).items() if parent is None]
@@ -387,7 +391,7 @@ class _Server:
     """
 
     def __init__(self, url: str, timeout: float) -> None:
-        if not isinstance(url, str) or not re.fullmatch(r"https?://[\w.:\[\]-]+(/[^?#\s]*)?", url):
+        if not isinstance(url, str) or not _URL.fullmatch(url):
             raise ValueError(f'url must look like "http://127.0.0.1:8000", got {url!r}.')
         self.url, self.base, self._timeout = url.rstrip("/"), "", timeout
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy

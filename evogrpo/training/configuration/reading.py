@@ -19,7 +19,7 @@ from evogrpo.training.configuration.sections import (
     LoggingConfig,
     PopulationConfig,
 )
-from evogrpo.training.schedule import Schedule
+from evogrpo.training.schedule import Schedule, check_training_rewards, first_samples
 from evogrpo.validation import build, json_schema, plain
 
 if TYPE_CHECKING:
@@ -100,6 +100,12 @@ def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) 
         config = replace(config, hyperparameters=first)
     if config.experience is not None:
         config.experience.check_size(config.population.size)
+    # The trainer checks the same, but only once the weights are loaded.
+    schedule, experience = config.schedule, config.experience
+    check_training_rewards(
+        schedule, config.fitness, experience, [config.hyperparameters.group_size], config.search_space
+    )
+    first_samples(config.strategy, schedule, config.population.size, experience)
     kind.check(config)
     return config
 

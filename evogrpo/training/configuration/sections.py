@@ -50,12 +50,13 @@ def _sampler(value: Any) -> Any:
         values = {"name": VLLM, "url": values[VLLM], **{key: each for key, each in values.items() if key != VLLM}}
     if not isinstance(values, Mapping) or not isinstance(values.get("name"), str):
         raise ValueError(f"must be a name, or a mapping of name and settings, got {value!r:.80}.")
+    factory = named_sampler(values["name"])
     if values["name"] == VLLM:  # checked here, because the sampler is made after the weights are loaded
         keys = {"name", "url", "adapters_dir", "timeout"}
         wrong = sorted(map(str, values.keys() - keys)) or sorted(keys - {"timeout"} - values.keys())
         if wrong:
             raise ValueError(f"needs {VLLM} (or url), adapters_dir and optionally timeout. Check {', '.join(wrong)}.")
-    named_sampler(values["name"])
+        factory(None, **{key: each for key, each in values.items() if key != "name"})
     return dict(values)
 
 
