@@ -112,7 +112,7 @@ class VLLMSampler:
             raise ValueError(f"adapters_dir must be the path of a folder, got {adapters_dir!r:.80}.")
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
             raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}.")
-        urls = list(url) if isinstance(url, list | tuple) else [url]
+        urls: list[Any] = list(url) if isinstance(url, list | tuple) else [url]
         self._servers = [_Server(each, float(timeout)) for each in urls]
         if not urls or len({server.url for server in self._servers}) < len(urls):
             raise ValueError(f"url must be one address or several different ones, got {urls}.")
