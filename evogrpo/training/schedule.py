@@ -269,7 +269,7 @@ def first_samples(
     """Return the samples of each slot per learning step in the first generation; None = `samples_per_step` each.
 
     Raises:
-        ValueError: If a number is invalid, or some members do not sample, and do not learn from samples of others either.
+        ValueError: If a number is invalid, or some members neither sample nor learn from samples of others.
     """
     from evogrpo.evolution.plan import Stateless
 
