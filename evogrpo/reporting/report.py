@@ -274,6 +274,11 @@ def _chart_figure(chart: Chart, run: RunCharts, details: Mapping[tuple[int, int]
         steps = (1, 2, 5) if limits[1] - limits[0] < 3 else (1,)
         powers = range(math.floor(limits[0]), math.ceil(limits[1]))
         values = tuple(step * 10.0**power for power in powers for step in steps)
+        low, high = chart.limits
+        if sum(low <= value <= high for value in values) < 2:  # a narrow range: evenly spaced ticks
+            unit = 10.0 ** math.floor(math.log10(high - low))
+            unit *= 1.0 if high - low >= 5 * unit else 0.5 if high - low >= 2 * unit else 0.2
+            values = tuple(unit * number for number in range(math.ceil(low / unit), math.floor(high / unit) + 1))
     ticks: dict[str, Any] = {"nticks": 6}
     if values:
         ticks = {"tickvals": values, "ticktext": chart.names or [number_text(value) for value in values]}
@@ -422,6 +427,8 @@ def _costs(summary: RunSummary) -> str:
         share_text = "< 1 %" if 0 < share < 0.5 else f"{share:.0f} %"
         rows.append(("", [name, duration_text(spent), share_text, count_text(tokens.get(name))]))
     lead = f"{count_text(last.tokens / learning)} {terms.tokens} per second of learning steps." if learning else ""
+    if last.timesteps is None:
+        lead += f" The {terms.tokens} of learning include those of sampling."
     unit = "environment steps" if last.timesteps is not None else terms.tokens
     return _section("Costs", lead, _table(["work", "time", "share of time", unit], rows))
 
@@ -513,7 +520,7 @@ def _facts(summary: RunSummary) -> str:
     for name, value in summary.facts.items():
         if name == "time" and isinstance(value, int | float) and 0 <= value < 1e11:
             rows.append(("", ["started", f"{datetime.fromtimestamp(value, UTC):%Y-%m-%d %H:%M:%S} UTC"]))
-        elif name not in ("time", "members"):  # members have their own tables
+        elif name not in ("time", "members", "lineage"):  # members have their own tables
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             rows.append(("", [name.replace("_", " "), shorten(text, 2000)]))
     rows += [("", ["changed data", shorten(change, 2000)]) for change in summary.changed_data]

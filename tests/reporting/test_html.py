@@ -118,6 +118,7 @@ def test_fitness_is_labelled_and_lines_join_equal_measures_only(tmp_path, fake_r
     events = read_journal(fake_run(tmp_path, generations=1) / "journal.jsonl")
     summary = summarise([events[0] | {"fitness": {"by": by}}, *events[1:]])
     text = Page(html_page(summary)).text
+    assert "tokens of learning include those of sampling" in text
     assert f"untrained base, {base}" in text
     assert f"mean reward per {fitness} question" in text
     assert (summary.start is not None) == (fitness == base)
@@ -144,6 +145,17 @@ def test_ticks_of_a_logarithmic_axis_show_whole_values(tmp_path, fake_run):
     assert logarithmic
     for axis in logarithmic:
         assert axis["ticktext"] == [number_text(value) for value in axis["tickvals"]]
+
+
+@pytest.mark.parametrize("rates", [(0.0025, 0.0042), (2.8e-4, 3.3e-4), (0.1, 0.10001), (1e-5, 3e-2)])
+def test_a_logarithmic_axis_has_ticks(rates):
+    steps = [journals.step(step, {"slot": 0, "index": 0, "learning_rate": rate}) for step, rate in enumerate(rates)]
+    summary = summarise([{"event": "run", "evolvable": {}}, *steps, journals.generation(1, journals.member(0, 0))])
+    axis = json.loads(Page(html_page(summary)).scripts[0])["Learning-0"]["layout"]["yaxis"]
+    low, high = (10**limit for limit in axis["range"])
+    assert axis["type"] == "log"
+    shown = [text for value, text in zip(axis["tickvals"], axis["ticktext"], strict=True) if low <= value <= high]
+    assert 2 <= len(set(shown)) == len(shown) <= 14
 
 
 def test_the_page_shows_the_run(tmp_path, fake_run):
