@@ -22,7 +22,7 @@ def interval(estimate: Estimate) -> tuple[float, float]:
     return estimate.mean - half_width, estimate.mean + half_width
 
 
-_NO_SETTINGS = ("run_id", "time", "members", "data", "run_dir", "logging")
+_NO_SETTINGS = ("run_id", "time", "members", "lineage", "data", "run_dir", "logging")
 """Keys of a run event or configuration that are not settings."""
 
 
@@ -97,8 +97,12 @@ def compare_runs(folders: Sequence[Path], configurations: Sequence[Mapping[str, 
         raise ValueError(f"compare needs at least two different run directories, got {names}.")
     summaries = [read_summary(folder) for folder in folders]
     # Settings are those of the configurations. If a run has none, they are those of all run events, because
-    # configurations and run events have different names for settings.
-    configured = [values for values in configurations if values is not None]
+    # configurations and run events have different names for settings. Limits are those of the last resume.
+    configured = [
+        {**values, "schedule": summary.facts.get("schedule", values.get("schedule"))}
+        for values, summary in zip(configurations, summaries, strict=True)
+        if values is not None
+    ]
     settings_of_runs = configured if len(configured) == len(folders) else [summary.facts for summary in summaries]
     runs = tuple(
         ComparedRun(

@@ -52,7 +52,8 @@ class RunSummary:
     """Content of a journal.
 
     Attributes:
-        facts: Fields of the run event: version, seed, model, task and so on; untrusted.
+        facts: Fields of the run event: version, seed, model, task and so on, with the schedule of the last resume;
+            untrusted.
         evolvable: Search space of every evolving hyperparameter, by name.
         baseline: Fitness of the untrained base, or None if not evaluated yet.
         generations: In order; may be empty.
@@ -178,6 +179,7 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
     if stopped is None and test is not None:  # killed between the test and the last event
         stopped = "the test is done"
     resumed = [event for event in events if event["event"] == "resumed"]
+    schedules = [event["schedule"] for event in (started, *resumed) if "schedule" in event]
     # 5. Collect the births. Members occur several times; the first record of each counts.
     births = list(run.lineage)  # the founders; children are in the plans, and all members in generations
     for generation in generations:
@@ -185,7 +187,9 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
         births += () if generation.plan is None else generation.plan.children
     by_index = {birth.index: birth for birth in reversed(births)}
     return RunSummary(
-        facts={name: value for name, value in started.items() if name != "event"},
+        facts={
+            name: schedules[-1] if name == "schedule" else value for name, value in started.items() if name != "event"
+        },
         evolvable=run.evolvable,
         baseline=BaselineReport.from_json(last["baseline"]) if "baseline" in last else None,
         generations=generations,

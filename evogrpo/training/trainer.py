@@ -89,7 +89,8 @@ class Trainer(RunParts):
         fitness: Measure of fitness; the default settings if None.
         run_dir: Directory for records; None = keep no records.
         run_state: State of a resumed run; a new one by default.
-        description: Further facts for the journal's first event, such as task and model.
+        description: Further facts for the journal's first event, such as task (by default the environment's name) and
+            model.
         changed_data: Differences between this environment and the one the run began in, for the journal.
         experience: Rule for learning from samples of other members; None = each from its own.
         callbacks: Hooks of the run.
@@ -283,7 +284,7 @@ class Trainer(RunParts):
                 )
             changed = {"changed_data": self.changed_data} if self.changed_data else {}
             facts = {"generation": state.generation, "step": state.step, **changed, **provenance(self.population)}
-            self._event("resumed", **facts)
+            self._event("resumed", schedule=dump(self.schedule), **facts)
         else:
             self._record_start()
             self._save()
@@ -303,7 +304,7 @@ class Trainer(RunParts):
         micro_batch_tokens = getattr(settings, "micro_batch_tokens", None)  # small networks have none
         self._event(
             "run",
-            **self._description,
+            **({"task": str(getattr(self.env, "name", type(self.env).__name__))} | self._description),
             kind=population.members.kind,
             seed=settings.seed,
             **({} if micro_batch_tokens is None else {"micro_batch_tokens": micro_batch_tokens}),

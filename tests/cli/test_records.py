@@ -10,7 +10,7 @@ from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import Journal, read_journal
 from tests.reporting.journals import estimate, generation, member, outcome, written
 from tests.tiny_steps import step_run
-from tests.tiny_training import finish
+from tests.tiny_training import finish, resumed_run
 
 HOSTILE = "\x1b[2Jboo\u202e [bold]x[/bold]"
 
@@ -83,6 +83,16 @@ def test_a_comparison_shows_settings_and_the_difference_of_the_tests(run_dir, tm
     output = " ".join(capsys.readouterr().out.split())
     assert "seed 0 1" in output
     assert "paired on" in output  # the test starts are equal
+
+
+def test_a_comparison_shows_the_limits_of_the_last_resume(tmp_path, capsys):
+    for name in ("one", "other"):
+        finish(step_run(tmp_path / name, generations=1, test_questions=0))
+    finish(resumed_run(tmp_path / "other", generations=2))
+    assert main(["compare", str(tmp_path / "one"), str(tmp_path / "other")]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "schedule.generations 1 2" in output
+    assert "lineage" not in output
 
 
 def test_runs_without_generations_are_shown(tmp_path, capsys):

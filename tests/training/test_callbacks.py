@@ -71,4 +71,4 @@ def test_every_field_of_an_event_is_documented(stored_language_run):
     }
     for event in stored_language_run.events():
         missing = event.keys() - fields[event["event"]] - {"event", "time"}
-        assert missing <= {"micro_batch_tokens", "task"}, event["event"]
+        assert missing <= {"micro_batch_tokens"}, event["event"]

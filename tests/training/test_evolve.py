@@ -53,6 +53,7 @@ def test_the_journal_holds_the_events_in_order(stored_language_run):
         *("run", "baseline", *(["step", "step", "generation"] * 3), "test", "ended")
     ]
     (opening,) = run.events("run")
+    assert opening["task"] == "HuggingFaceGym"  # a configured run names its task
     assert opening["evolvable"] == plain(SPACE.to_json())
     assert opening["strategy"] == {"name": "tournament", **Tournament(z=0.0).to_json()}
     assert [set(member) for member in opening["members"]] == [{"slot", "index", "parent", "hyperparameters"}] * 3
