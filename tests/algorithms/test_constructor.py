@@ -159,6 +159,7 @@ def trained(tmp_path):
 def test_members_start_from_the_adapter(trained, tmp_path):
     """New founders as well, also after a resume."""
     folder, logits = trained
+    changed(folder, init_lora_weights="gaussian")  # which leaves the base unchanged
     population = GRPO.population(2, **starting(folder))
     assert population[0].members.bank.lora_config.r == 2
     with pytest.raises(ValueError, match="lora_config"):  # which the adapter defines
@@ -208,6 +209,8 @@ def halved(folder, name):
         (lambda folder: halved(folder, "adapter_config.json"), "cannot be read .JSONDecodeError"),
         (lambda folder: changed(folder, use_dora=True), "got use_dora=True"),
         (lambda folder: changed(folder, from_the_future=True), "from_the_future"),
+        (lambda folder: changed(folder, init_lora_weights="pissa"), "init_lora_weights='pissa'"),
+        (lambda folder: changed(folder, init_lora_weights="pissa_niter_4"), "init_lora_weights='pissa_niter_4'"),
         (lambda folder: changed(folder, target_modules=["k_proj"]), "belongs to another base model"),
         (lambda folder: rewritten(folder, lambda items: items[1:]), "belongs to another base model"),
         (lambda folder: rewritten(folder, lambda items: [(k, v[:, :1].clone()) for k, v in items]), "of shape"),

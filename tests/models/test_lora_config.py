@@ -27,7 +27,11 @@ UNSUPPORTED = {
 INVALID = [
     *(({name: value}, rf"got .*{name}=") for name, value in UNSUPPORTED.items()),
     *(({"init_lora_weights": value}, "init_lora_weights") for value in ("pissa", "gaussian", False)),
-    *(({"lora_alpha": value}, "lora_alpha must be a finite number above 0") for value in (0, math.nan, "32")),
+    *(({"lora_alpha": value}, "lora_alpha must be a finite number above 0") for value in (0, math.nan, "32", True)),
+    *(({"r": value}, r"lora_config\.r must be a whole number") for value in (0, 4.0, "4", True)),
+    *(({"use_rslora": value}, "use_rslora must be True or False") for value in ("false", 1, None)),
+    *(({"target_modules": value}, "target_modules must be a list of") for value in (5, ["q_proj", 1], {"q_proj": 1})),
+    *(({"exclude_modules": value}, "exclude_modules must be a list of") for value in (7, [1])),
     *(({"target_modules": value}, r"'lm_head'.*vocabulary head") for value in (["q_proj", "lm_head"], r".*head")),
     *(({"target_modules": value}, "Target linear layers") for value in (["embed_tokens"], r".*mlp")),
     *(({"target_modules": value}, r"matches no module of Llama.*all-linear") for value in (["qproj"], "q_proj", [])),

@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from evogrpo.models.language.compatibility import frozen_model, is_quantised, logits_of, plain_outline
 from evogrpo.models.language.fsdp import sharded_over
 from evogrpo.randomness import generator
-from evogrpo.validation import refuse_unknown
+from evogrpo.validation import flag, refuse_unknown
 
 SUPPORTED = {"r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora"}
 # Fields that do not change the computation.
@@ -117,13 +117,21 @@ def check_supported(config: LoraConfig) -> None:
         raise ValueError(
             f"lora_config supports {', '.join(sorted(SUPPORTED))}; got {values}. Leave these at their defaults."
         )
-    if not isinstance(config.r, int) or config.r < 1:
+    if type(config.r) is not int or config.r < 1:
         raise ValueError(f"lora_config.r must be a whole number of at least 1, got {config.r!r}.")
-    if not isinstance(config.lora_alpha, int | float) or not 0 < config.lora_alpha < math.inf:
+    if type(config.lora_alpha) not in (int, float) or not 0 < config.lora_alpha < math.inf:
         raise ValueError(f"lora_config.lora_alpha must be a finite number above 0, got {config.lora_alpha!r}.")
+    flag("lora_config.use_rslora", config.use_rslora)
     for name in ("target_modules", "exclude_modules"):
+        value = getattr(config, name)
+        names = [value] if isinstance(value, str) else value
+        listed = isinstance(names, list | tuple | set) and all(isinstance(each, str) for each in names)
+        if value is not None and not listed:
+            raise ValueError(
+                f"lora_config.{name} must be a list of module names or a regular expression, got {value!r:.80}."
+            )
         try:
-            re.compile(value if isinstance(value := getattr(config, name), str) else "")
+            re.compile(value if isinstance(value, str) else "")
         except re.error as error:
             raise ValueError(f"lora_config.{name}={value!r} is not a regular expression: {error}.") from None
     if config.target_modules is None:
@@ -488,6 +496,8 @@ NOT_ARGUMENTS = ("peft_type", "auto_mapping")
 """Keys of adapter_config.json that are not arguments of LoraConfig."""
 TRAINING_FIELDS = {"lora_dropout": 0.0, "init_lora_weights": True, "inference_mode": False, "task_type": "CAUSAL_LM"}
 """Fields of training and initialisation, which are reset when an adapter is read."""
+SEPARATE_INITS = (True, False, "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` that leave the weights of the base unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -557,9 +567,18 @@ def _config(record: dict[str, Any]) -> LoraConfig:
     """Return the LoraConfig of adapter_config.json.
 
     Fields that matter only for training are reset; see `TRAINING_FIELDS`.
+
+    Raises:
+        ValueError: If the record is not that of a LoRA adapter, or the initialisation changed the base.
     """
     if record.get("peft_type") != "LORA":
         raise ValueError(f"peft_type must be 'LORA', got {record.get('peft_type')!r}.")
+    init = record.get("init_lora_weights", True)
+    if init not in SEPARATE_INITS:
+        raise ValueError(
+            f"init_lora_weights={init!r} changed the weights of the base, which an adapter does not contain. Merge it "
+            "into its base, or convert it to a plain LoRA adapter with PEFT"
+        )
     values = {name: value for name, value in (record | TRAINING_FIELDS).items() if name not in NOT_ARGUMENTS}
     known = {name: value for name, value in values.items() if name in LoraConfig.__dataclass_fields__}
     if unknown := {name: value for name, value in values.items() if name not in known and value}:
