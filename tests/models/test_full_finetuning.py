@@ -95,6 +95,16 @@ def test_a_checkpoint_is_a_model_of_transformers(architecture, tmp_path):
     assert sum(p.numel() for p in loaded.parameters()) == agent.members.bank.trained.size
 
 
+def test_generation_settings_that_transformers_only_warns_about_are_exported(tmp_path):
+    model = tiny_model()
+    model.generation_config.temperature, model.generation_config.do_sample = 0.6, False
+    with pytest.raises(ValueError, match="temperature"):
+        model.save_pretrained(tmp_path / "model")
+    GRPO(actor_network=model, pad_token_id=PAD, full_finetuning=True).save_checkpoint(tmp_path / "agent")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "agent").generation_config
+    assert loaded.to_diff_dict() == model.generation_config.to_diff_dict()
+
+
 def test_saved_agents_are_equal(tmp_path):
     agent = full_agent(lr=1e-2)
     agent.save_checkpoint(tmp_path / "agent")

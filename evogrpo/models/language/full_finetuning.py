@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from evogrpo.models.language.compatibility import is_quantised
 from evogrpo.models.language.fsdp import sharded_over
@@ -119,9 +119,15 @@ MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors")
 def transformers_files(model: PreTrainedModel) -> dict[str, bytes]:
     """Return the files of a folder that `from_pretrained` loads, by name."""
     tensors = {name: values.detach().cpu() for name, values in model.state_dict().items()}
+    # `save_pretrained` raises for generation settings that `from_pretrained` accepts, such as a temperature without
+    # do_sample. Write them to their file without that check.
+    saved, settings = copy.copy(model), model.generation_config
+    saved.generation_config = GenerationConfig()
     with TemporaryDirectory() as folder:
         with quietly():
-            model.save_pretrained(folder, state_dict=tensors, max_shard_size="1TB")
+            saved.save_pretrained(folder, state_dict=tensors, max_shard_size="1TB")
+        if model.can_generate():
+            settings.to_json_file(Path(folder) / "generation_config.json", keys_to_pop=["compile_config"])
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
