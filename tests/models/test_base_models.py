@@ -199,6 +199,8 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cache_folder() == tmp_path / "home" / ".cache" / "evogrpo"
+    monkeypatch.setenv("EVOGRPO_CACHE", "~/models")
+    assert cache_folder() == tmp_path / "home" / "models"
 
 
 @pytest.mark.slow

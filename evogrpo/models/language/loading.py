@@ -30,8 +30,8 @@ def cache_folder() -> Path:
     """Return the folder of converted models: $EVOGRPO_CACHE, or evogrpo in the user's cache folder."""
     chosen = os.environ.get("EVOGRPO_CACHE")
     if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evogrpo"
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "evogrpo"
 
 
 def convert_gguf(path: Path) -> Path:
