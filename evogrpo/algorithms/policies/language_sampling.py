@@ -56,8 +56,15 @@ def prompt_rows(
     for number, state in enumerate(states):
         if not isinstance(state, Mapping) or "input_ids" not in state:
             raise ValueError(f"prompt {number} must be a mapping with input_ids [1, P], got {type(state).__name__}.")
-        ids = torch.as_tensor(state["input_ids"]).reshape(-1)
-        mask = torch.as_tensor(state.get("attention_mask", torch.ones_like(ids))).reshape(-1).bool()
+        ids = torch.as_tensor(state["input_ids"])
+        mask = torch.as_tensor(state.get("attention_mask", torch.ones_like(ids)))
+        for name, values in (("input_ids", ids), ("attention_mask", mask)):
+            if not values.dim() or values.shape[-1] != values.numel():
+                raise ValueError(
+                    f"prompt {number}: {name} must have shape [P] or [1, P], got {list(values.shape)}. Pass one "
+                    "mapping per prompt."
+                )
+        ids, mask = ids.reshape(-1), mask.reshape(-1).bool()
         if mask.shape != ids.shape:
             raise ValueError(
                 f"prompt {number}: attention_mask must be as long as input_ids, got {len(mask)} and {len(ids)}."
