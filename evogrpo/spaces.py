@@ -17,10 +17,14 @@ def leaf_spaces(space: spaces.Space[Any]) -> list[spaces.Space[Any]]:
     """Return the spaces at the leaves of a (nested) Dict or Tuple, in order.
 
     Raises:
-        ValueError: If a leaf is not a Box, Discrete, MultiDiscrete or MultiBinary, or a Dict or Tuple has no parts.
+        ValueError: If a leaf is not a Box, Discrete, MultiDiscrete or MultiBinary, a Dict or Tuple has no parts, or
+            a key is not text.
     """
     match space:
         case spaces.Dict() if space.spaces:
+            keys = [key for key in space.spaces if not isinstance(key, str)]
+            if keys:
+                raise ValueError(f"observation_space must have text keys, got {keys[0]!r}. Use {str(keys[0])!r}.")
             return [leaf for part in space.spaces.values() for leaf in leaf_spaces(part)]
         case spaces.Tuple() if space.spaces:
             return [leaf for part in space.spaces for leaf in leaf_spaces(part)]

@@ -355,8 +355,7 @@ class EvolvableAlgorithm(Agent):
             ValueError: If an argument is out of range, the environment does not fit the agent, or the agent belongs to
                 a population that is divided among ranks.
         """
-        if loop < 1:
-            raise ValueError(f"loop must be at least 1, got {loop}.")
+        loop = whole_between("loop", loop, 1)
         refuse_unknown("split", [split], SPLITS)
         self.check_single_rank("test")
         base = self._evaluated_network == "base"
@@ -455,8 +454,11 @@ class EvolvableAlgorithm(Agent):
         weights = {name: state.pop(name) for name in self.members.weights}
         if networks_only:
             return {"actor": weights}
-        others: tuple[str, ...] = ("running_stats", "reference")
-        kept = {name: {name: state.pop(name)} for name in others if name in state}
+        kept: dict[str, dict[str, torch.Tensor]] = {}
+        for name in list(state):
+            part = name.rpartition("/")[2]  # several agents have one of each per policy
+            if part in ("running_stats", "reference"):
+                kept.setdefault(part, {})[name] = state.pop(name)
         return {"actor": weights, "optimizer": state, **kept}
 
     @staticmethod
@@ -614,7 +616,9 @@ class MultiAgentGRPO(GRPO):
         """
         self.check_single_rank("collect")
         self.members.check(env)
-        samples = samples_per_step or self.group_size
+        samples = self.group_size
+        if samples_per_step is not None:
+            samples = whole_between("samples_per_step", samples_per_step, 1, MAX_SAMPLES)
         check_group_size(self.group_size, samples, owner="the member")
         groups = range(samples // self.group_size)
         sampled = sample_groups(self.members, env, [self.learner()], [groups], block=len(groups), purpose="sample")

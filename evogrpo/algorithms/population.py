@@ -148,8 +148,10 @@ class Population(Sequence[Any]):
             stop: Checked between tokens or steps, and between reward calls.
 
         Raises:
-            ValueError: If a group size does not divide the member's number of samples.
+            ValueError: If a group size does not divide the member's number of samples, or no member is healthy.
         """
+        if not self.healthy:
+            raise ValueError("collect needs a healthy member, but all have failed or retired. Load a checkpoint.")
         # 1. Give each member the starts of its groups.
         counts = [samples_per_step] * len(self) if samples is None else samples
         acting = [agent for agent in self.healthy if counts[agent.slot]]

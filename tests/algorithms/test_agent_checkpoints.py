@@ -124,6 +124,13 @@ def test_a_member_that_loads_a_checkpoint_keeps_its_identity(tmp_path):
     assert equal_states(population[1].state(), agent.state())
 
 
+def test_spaces_of_a_language_model_are_stored_if_a_checkpoint_can_store_them(tmp_path):
+    tokens = spaces.Sequence(spaces.Discrete(64))
+    tiny_agent(observation_space=spaces.Text(9), action_space=tokens).save_checkpoint(tmp_path / "agent")
+    loaded = GRPO.load(tmp_path / "agent", actor_network=shared_model())
+    assert (loaded.observation_space, loaded.action_space) == (None, tokens)
+
+
 def test_another_base_or_a_population_raises(saved, tmp_path):
     for other in (tiny_model(seed=1), tiny_model("qwen3")):
         with pytest.raises(CheckpointError, match="same base model"):

@@ -173,8 +173,9 @@ def test_returns_the_mean_greedy_reward_on_held_out_questions(agent):
     assert scores[0] == scores[1] == agent.test(env)
     assert equal_states(agent.state(), before)
     assert agent.steps == steps
-    with pytest.raises(ValueError, match="loop must be at least 1"):
-        agent.test(env, loop=0)
+    for loop in (0, 1.5):
+        with pytest.raises(ValueError, match="loop must be"):
+            agent.test(env, loop=loop)
 
 
 def test_a_clone_is_equal_and_independent():
@@ -297,6 +298,8 @@ def test_evaluation_network_is_registered(agent):
     assert torch.equal(agent.get_policy()(ids), logits)
     with pytest.raises(ValueError, match="did you mean 'actor'"):
         agent.register_network_group(NetworkGroup(eval_network="actr"))
+    with pytest.raises(ValueError, match="must be a NetworkGroup"):
+        agent.register_network_group("actor")
 
 
 TEXTS = ["1+2=", "30+4=", "a"]

@@ -254,6 +254,9 @@ def test_a_saved_member_round_trips(tmp_path):
     assert loaded.members.settings == agent.members.settings
     assert (loaded.fitness, loaded.index) == (agent.fitness, 1)
     assert loaded.test(env) == agent.fitness.mean
+    attributes = agent.evolvable_attributes()
+    assert set(attributes["running_stats"]) == {f"{name}/running_stats" for name in agent.members.policies}
+    assert not set(attributes["running_stats"]) & set(attributes["optimizer"])
 
 
 def test_a_state_that_fits_one_policy_only_changes_none():
@@ -291,6 +294,9 @@ def test_incompatible_environments_and_batches_raise():
     collected = population.collect(env, step=0, samples_per_step=SAMPLES, block=8)
     with pytest.raises(ValueError, match="group_size must divide samples_per_step"):
         population.collect(env, step=0, samples_per_step=6, block=8)
+    assert len(population[0].collect(env, 8.0).start_ids) == 8
+    with pytest.raises(ValueError, match="samples_per_step must be at least 1"):
+        population[0].collect(env, 0)
     batch = collected.experience["shared"]
     with pytest.raises(ValueError, match="experience"):
         population[0].learn(batch)
@@ -298,3 +304,7 @@ def test_incompatible_environments_and_batches_raise():
         population.learn({"red": batch}, step=0)
     with pytest.raises(ValueError, match="slots"):
         population[0].learn(collected.experience)
+    for agent in population:
+        agent.failed = "for a reason"
+    with pytest.raises(ValueError, match="healthy"):
+        population.collect(env, step=0, samples_per_step=SAMPLES, block=8)

@@ -46,6 +46,7 @@ def test_spaces_alone_make_an_agent_with_default_networks():
         ({"actor_network": OwnNetwork().requires_grad_(False)}, "require a gradient"),
         ({"observation_space": spaces.Discrete(3), "normalise_observations": True}, "normalise_observations"),
         ({"action_space": spaces.Box(0, 1, (2,), np.int64)}, "floating-point Box"),
+        ({"observation_space": spaces.Dict({0: spaces.Discrete(3)})}, "text keys, got 0"),
     ],
 )  # fmt: skip
 def test_invalid_arguments_raise(options, rule):
@@ -345,6 +346,7 @@ def test_a_module_keeps_its_initial_weights_and_buffers(tmp_path):
         spaces.Box(-0.1, 0.1, (), np.float32),
         spaces.MultiDiscrete([[2, 3], [4, 5]], start=[[0, 1], [2, 3]]),
         spaces.MultiBinary((2, 3)),
+        spaces.Sequence(spaces.Discrete(64)),
         spaces.Dict({"b": spaces.Discrete(2, start=-1), "a": spaces.Tuple([])}),
     ],
     ids=str,

@@ -187,6 +187,10 @@ class Needs(gymnasium.Wrapper):
     ("options", "message"),
     [
         ({"max_episode_steps": 0}, "max_episode_steps must be at least 1"),
+        ({"env_kwargs": {"max_episode_steps": 50}}, "max_episode_steps=..."),
+        ({"train_size": 10_000_001}, "train_size must be at most 10,000,000"),
+        ({"recreate_env": "no"}, "recreate_env must be True or False"),
+        ({"reseed_noise": "no"}, "reseed_noise must be True or False"),
         ({"vectorization": "sync"}, '"auto", "native", "serial" or "processes", got \'sync\''),
         ({"env": Odd, "vectorization": "native"}, "vectorization"),
         ({"env": lambda: TimeLimit(Odd(), 20), "max_episode_steps": 100}, "at most the environment's 20, got 100"),

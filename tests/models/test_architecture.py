@@ -147,6 +147,8 @@ def test_mutations_cover_all_kinds_within_limits():
 
 
 def test_limits_without_possible_changes_are_rejected():
+    wide, limits = NetworkConfig(hidden=(512,)), ArchitectureLimits(max_units=256)
+    assert all(len(mutate_architecture(wide, limits, generator(0, "test", seed)).hidden) == 1 for seed in range(30))
     limits = ArchitectureLimits(min_layers=1, max_layers=1, min_units=8, max_units=8, activations=("tanh",))
     with pytest.raises(ValueError, match="limits"):
         mutate_architecture(NetworkConfig(hidden=(8,)), limits, generator(0, "test"))

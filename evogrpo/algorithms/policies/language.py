@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ from evogrpo.algorithms.policies.language_sampling import (
     rewarded_batch,
     sample_conversations,
 )
+from evogrpo.algorithms.policies.networks import space_from_json, space_to_json
 from evogrpo.algorithms.policies.policy_set import (
     HELD_OUT,
     Banks,
@@ -451,8 +452,17 @@ class LanguagePolicySet:
     # ---- checkpoints
 
     def checkpoint_record(self) -> dict[str, Any]:
-        """Return source and fingerprint of the base model, LoRA settings (None without adapters), micro-batch size."""
+        """Return source and fingerprint of the base model, LoRA settings (None without adapters), micro-batch size.
+
+        Also the spaces; those of a kind that checkpoints cannot store are left out.
+        """
+        stored: dict[str, Any] = {}
+        for name in ("observation_space", "action_space"):
+            if getattr(self, name) is not None:
+                with suppress(ValueError):
+                    stored[name] = space_to_json(getattr(self, name))
         return {
+            **stored,
             "lora_config": lora_to_json(self.bank.lora_config),
             "source": self.source,
             "fingerprint": self.fingerprint,
@@ -522,6 +532,10 @@ class LanguagePolicySet:
         check_stored_size(4 * size * choose_trained(model, lora, outline=True).size, stored_bytes)
         # 3. Build the policy set. Its micro-batches may be smaller than in the settings: they are halved if memory runs
         #    out.
+        observations, actions = (
+            space_from_json(record[name], stored_bytes) if name in record else None
+            for name in ("observation_space", "action_space")
+        )
         members = cls(
             model,
             size,
@@ -533,6 +547,8 @@ class LanguagePolicySet:
             source=source,
             device=choose_device(accelerator, device),
             autocast=autocast_context(accelerator),
+            observation_space=observations,
+            action_space=actions,
         )
         members.bank.micro_batch_tokens = whole_between("micro_batch_tokens", record["micro_batch_tokens"], 1)
         return members

@@ -482,9 +482,11 @@ def space_to_json(space: spaces.Space[Any]) -> dict[str, Any]:
     """Return a space as plain JSON values.
 
     Raises:
-        ValueError: If it is not a Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of these.
+        ValueError: If it is not a Box, Discrete, MultiDiscrete, MultiBinary, or a Dict, Tuple or Sequence of these.
     """
     match space:
+        case spaces.Sequence():  # of tokens; only language models have them
+            return {"kind": "sequence", "part": space_to_json(space.feature_space), "stack": space.stack}
         case spaces.Dict():
             return {"kind": "dict", "parts": [[key, space_to_json(part)] for key, part in space.spaces.items()]}
         case spaces.Tuple():
@@ -516,6 +518,8 @@ def space_from_json(values: Mapping[str, Any], stored_bytes: int = 0) -> spaces.
         case "dict":
             # A list of pairs keeps the order of keys, which is the order of features.
             return spaces.Dict([(key, space_from_json(part, stored_bytes)) for key, part in values["parts"]])
+        case "sequence":
+            return spaces.Sequence(space_from_json(values["part"], stored_bytes), stack=values["stack"])
         case "tuple":
             return spaces.Tuple([space_from_json(part, stored_bytes) for part in values["parts"]])
         case "box":

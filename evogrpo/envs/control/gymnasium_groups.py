@@ -26,7 +26,7 @@ from evogrpo.envs.control.vector_env import GymnasiumVectorEnv, ProcessVectorEnv
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import TEST_SIZE, VALIDATION_SIZE, Split
 from evogrpo.spaces import check_action_space, leaf_spaces
-from evogrpo.validation import names_unknown
+from evogrpo.validation import flag, names_unknown
 
 Wrap = Callable[["gymnasium.Env[Any, Any]"], "gymnasium.Env[Any, Any]"]
 """A class of `gymnasium.Wrapper`, or another callable that returns an environment wrapped."""
@@ -109,6 +109,13 @@ class GymnasiumGroups(SeededGroups):
         # 1. Check the arguments.
         sizes: dict[Split, int] = {"train": train_size, "validation": validation_size, "test": test_size}
         super().__init__(seed, sizes, env_kwargs, {"max_episode_steps": max_episode_steps, "num_envs": num_envs})
+        if isinstance(env, str) and "max_episode_steps" in self._kwargs:
+            raise ValueError(
+                "env_kwargs must not contain max_episode_steps. Pass GymnasiumGroups(max_episode_steps=...)."
+            )
+        for name, value in (("recreate_env", recreate_env), ("reseed_noise", reseed_noise)):
+            if value is not None:
+                flag(name, value)
         if vectorization not in ("auto", "native", "serial", "processes"):
             raise ValueError(f'vectorization must be "auto", "native", "serial" or "processes", got {vectorization!r}.')
         if isinstance(wrappers, str) or not isinstance(wrappers, Sequence):

@@ -19,7 +19,7 @@ from evogrpo.envs.control.vector_env import PolicyInput, SerialVectorEnv, Vector
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import TEST_SIZE, VALIDATION_SIZE, Split
 from evogrpo.extras import require
-from evogrpo.validation import names_unknown, whole_between
+from evogrpo.validation import flag, names_unknown, whole_between
 
 if TYPE_CHECKING:
     from pettingzoo import ParallelEnv
@@ -372,6 +372,8 @@ class PettingZooGroups(SeededGroups):
         require("PettingZooGroups", "pettingzoo")
         sizes: dict[Split, int] = {"train": train_size, "validation": validation_size, "test": test_size}
         super().__init__(seed, sizes, env_kwargs, {"max_episode_steps": max_episode_steps})
+        if recreate_env is not None:
+            flag("recreate_env", recreate_env)
         self._make, self._num_envs = env, whole_between("num_envs", num_envs, 1)
 
         # 2. Create an example for the agents, their spaces and the step limit.

@@ -21,6 +21,7 @@ from evogrpo.warnings import warn
 Made = TypeVar("Made", bound=Any)
 
 SEEDS_PER_SPLIT = 1 << 29  # the seeds of all splits fit into 31 bits, which every environment accepts
+MAX_STARTS = 10_000_000  # a pass over the training starts is shuffled in memory
 DEFAULT_MAX_EPISODE_STEPS = 1000
 """Steps after which an episode is truncated if neither the environment nor the caller sets a limit."""
 
@@ -81,7 +82,7 @@ class SeededGroups(ABC):
         counts: Mapping[str, int | None],
     ) -> None:
         for split, size in sizes.items():
-            whole_between(f"{split}_size", size, 1, SEEDS_PER_SPLIT)
+            whole_between(f"{split}_size", size, 1, MAX_STARTS)
         for name, value in counts.items():
             if value is not None:
                 whole_between(name, value, 1)

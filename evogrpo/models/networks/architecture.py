@@ -112,7 +112,7 @@ def mutate_architecture(config: NetworkConfig, limits: ArchitectureLimits, rng: 
     def propose(kind: str, **fields: Any) -> None:
         kinds.setdefault(kind, []).append(replace(config, **fields))
 
-    if hidden and len(hidden) < limits.max_layers:
+    if hidden and len(hidden) < limits.max_layers and limits.min_units <= hidden[-1] <= limits.max_units:
         propose("add layer", hidden=(*hidden, hidden[-1]))
     if len(hidden) > limits.min_layers:
         propose("remove layer", hidden=hidden[:-1])
