@@ -127,21 +127,24 @@ class Run(Iterator[GenerationReport]):
             The run itself.
 
         Raises:
-            ValueError: If the members are language models, which take no steps.
+            ValueError: If the members are language models, which take no steps, or the run ended by an error after its
+                last checkpoint; `evogrpo.resume` continues such a run.
         """
         whole_between("total_timesteps", total_timesteps, 1)
         trainer = self.trainer
         limits: dict[str, Any] = dict.fromkeys(("generations", "max_tokens", "max_seconds", "target_fitness"))
         spent = trainer.run_state.spent(evaluations=trainer.schedule.count_evaluations)
         limits["max_timesteps"] = spent["timesteps"] + total_timesteps
+        with trainer.population.processes.section():  # on rank 0, the run directory may raise an error
+            run_dir = None if trainer.shared_run_dir is None else trainer.shared_run_dir.reopened()
         continued = Trainer(
             trainer.population,
             trainer.env,
             schedule=replace(trainer.schedule, **limits),
             strategy=trainer.strategy,
             fitness=trainer.fitness,
-            run_dir=None if trainer.shared_run_dir is None else trainer.shared_run_dir.reopened(),
-            run_state=trainer.run_state,
+            run_dir=run_dir,
+            run_state=trainer.run_state if trainer.run_state.threads else None,  # 0 threads: the run has not begun
             experience=trainer.experience,
             callbacks=[each for each in trainer.callbacks if each is not self._display],
         )

@@ -204,12 +204,22 @@ class RunDir:
         self._lock, self._config, self._saved, self._steps = lock, config, saved, steps
         self.logging = logging or LoggingConfig()
         self._journal: Journal | None = None
+        self._unsaved = False  # events were written since the newest checkpoint, or could not be written
         self._exported: Best | None = None
         self._writer: Any = None
         self._tensorboard_failed = install_hint("TensorBoard", "tensorboard") is not None  # also set after an error
 
     def reopened(self) -> Self:
-        """Return this directory for the continuation of a closed run; the first write locks it again."""
+        """Return this directory for the continuation of a closed run; the first write locks it again.
+
+        Raises:
+            ValueError: If events were written since the newest checkpoint, as the run ended by an error.
+        """
+        if self._unsaved:
+            raise ValueError(
+                f"The run in {self.path} ended by an error after its last checkpoint. Continue from there with "
+                f"evogrpo.resume({str(self.path)!r}, env, ...)."
+            )
         return type(self)(
             self.path, self.logging, run_id=self.run_id, config=self._config, saved=self._saved, steps=self._steps
         )
@@ -261,6 +271,7 @@ class RunDir:
             fields["run_id"] = self.run_id
         elif event == "resumed":
             fields["offset"] = self._saved
+        self._unsaved = True
         self._open_journal().append(event, **fields)
 
     def _open_journal(self) -> Journal:
@@ -297,7 +308,7 @@ class RunDir:
             left = latest_checkpoint(self.path)
             note = "Nothing was saved yet" if left is None else f"The run can be resumed from generation {left}"
             raise OSError(error.errno, f"{error.strerror or error}. {note}", str(folder)) from error
-        self._saved, self._steps = journal.size, run_state.step
+        self._saved, self._steps, self._unsaved = journal.size, run_state.step, False
         prune(self.path, number, keep=self.logging.keep_checkpoints)
         self.export_best(population, run_state.best)
 

@@ -6,10 +6,20 @@ import gymnasium
 import pytest
 import torch
 
-from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, NetworkConfig, RLParameter, evolve, train
+from evogrpo import (
+    GRPO,
+    Callback,
+    GymnasiumGroups,
+    HyperparameterConfig,
+    NetworkConfig,
+    RLParameter,
+    evolve,
+    resume,
+    train,
+)
 from evogrpo.evolution import Fixed
 from evogrpo.storage.journal import read_journal
-from tests.tiny_steps import cart_pole
+from tests.tiny_steps import cart_pole, step_population
 from tests.tiny_teams import team_env
 from tests.tiny_training import equal_states, tiny_env
 
@@ -97,6 +107,31 @@ def test_an_extended_run_equals_a_longer_one(folder, tmp_path):
         assert events.count("generation") == 2
     with pytest.raises(ValueError, match="total_timesteps must be at least 1"):
         parts.learn(0)
+
+
+SCHEDULE = {"generations": 1, "samples_per_step": 8, "test_questions": 0}
+
+
+class Fails(Callback):
+    """Raises an error after every learning step."""
+
+    def on_step(self, report):
+        raise OSError("no space left")
+
+
+def test_a_run_that_ended_by_an_error_continues_from_its_checkpoint(tmp_path):
+    run = evolve(step_population(2), cart_pole(), run_dir=tmp_path / "run", callbacks=[Fails()], **SCHEDULE)
+    with pytest.raises(OSError, match="no space left"):
+        run.finish()
+    with pytest.raises(ValueError, match=r"evogrpo\.resume"):
+        run.learn(5000)
+
+
+def test_a_run_that_has_not_begun_can_learn(tmp_path):
+    run = evolve(step_population(2), cart_pole(), run_dir=tmp_path / "run", **SCHEDULE)
+    assert run.learn(100).result.complete
+    again = resume(tmp_path / "run", cart_pole(), max_timesteps=10**6)
+    assert again.trainer.run_state.timesteps == run.result.timesteps >= 100
 
 
 def test_a_callback_sees_every_generation_and_may_stop():
