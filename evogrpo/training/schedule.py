@@ -162,7 +162,7 @@ class Schedule:
         parameter = population.space.for_samples_per_step(samples).get("group_size")
         if parameter is not None:
             sizes.append(int(parameter.bounds[0]))
-        return samples // min(sizes) * (len(population) if distinct_starts else 1)
+        return samples // min(sizes) * (len(members) if distinct_starts else 1)
 
     def warn_without_effect(self, population: "Population", *, shared: bool) -> None:
         """Warn about hyperparameters that evolve without effect under this schedule and objective.

@@ -31,6 +31,12 @@ def test_the_block_holds_the_questions_of_the_smallest_group_size(group_size, sp
     assert Schedule(generations=1, samples_per_step=32).block(population) == expected
 
 
+def test_the_block_of_distinct_starts_leaves_out_retired_members():
+    population = tiny_population(3, group_size=4)
+    population[1].retired = True
+    assert Schedule(generations=1, samples_per_step=8).block(population, distinct_starts=True) == 2 * 8 // 4
+
+
 CLIP = {"clip_coef": RLParameter(min=0.1, max=0.3)}
 
 
