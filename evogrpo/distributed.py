@@ -73,7 +73,6 @@ class Processes:
         self.interruptible, self.in_section, self.lockstep = size == 1, False, False
         self.waiting_seconds = 0.0
         self.lockstep_error: BaseException | None = None
-        self._agreed_error: BaseException | None = None  # the last error that was raised on all ranks
 
     @property
     def is_rank_zero(self) -> bool:
@@ -135,7 +134,7 @@ class Processes:
 
     def raised_on_all_ranks(self, error: BaseException) -> bool:
         """Return True if an exchange of outcomes has raised this error on all ranks."""
-        return error is self._agreed_error
+        return _ON_ALL_RANKS in vars(error)
 
     def _exchange(self, failure: BaseException | None, value: int = 0) -> int:
         """Return the largest value of any rank; raise an error on all ranks if one has failed."""
@@ -158,13 +157,10 @@ class Processes:
         # 2. Raise the error of this rank unchanged, unless another rank's kind of failure is the cause.
         text = f"Process {rank} of {self.size} failed: {text}"
         if failure is not None and kind == _kind_of(failure):
-            self._agreed_error = failure
-        elif kind == INTERRUPTED:
-            self._agreed_error = Interrupted()
-        else:
-            self._agreed_error = torch.OutOfMemoryError(text) if kind == OUT_OF_MEMORY else ProcessError(text)
-            self._agreed_error.__cause__ = failure
-        raise self._agreed_error
+            raise _on_all_ranks(failure)
+        if kind == INTERRUPTED:
+            raise _on_all_ranks(Interrupted())
+        raise _on_all_ranks((torch.OutOfMemoryError if kind == OUT_OF_MEMORY else ProcessError)(text)) from failure
 
     # ---- collectives of plain values
 
@@ -262,6 +258,19 @@ class RunStop(Stop):
 
 FAILED, INTERRUPTED, OUT_OF_MEMORY = range(3)
 """Kinds of failure. If ranks fail in different ways, the lowest kind counts as the cause."""
+
+
+_ON_ALL_RANKS = "_evogrpo_on_all_ranks"
+
+
+def _on_all_ranks(error: BaseException) -> BaseException:
+    """Mark an error as raised on all ranks.
+
+    The error itself is stored nowhere: its traceback refers to the tensors of the failed pass, which must be freed
+    before the pass is repeated.
+    """
+    vars(error)[_ON_ALL_RANKS] = True
+    return error
 
 
 def _kind_of(failure: BaseException) -> int:

@@ -1,5 +1,6 @@
 """Work divided among ranks, compared with the same work in one process."""
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -65,6 +66,7 @@ def divided() -> None:
     play_together()
     differ()
     fail_between_sections()
+    free_a_failed_pass()
     run_out_of_memory(beta=0.0)  # nothing is scored
     run_out_of_memory(beta=0.05)  # scored first
 
@@ -149,6 +151,21 @@ def fail_between_sections() -> None:
     with pytest.raises(LookupError if processes().rank == 1 else ProcessError, match="the buffer is gone"):
         processes().run_section(work)
     assert processes().all_reduce(torch.ones(3)).tolist() == [processes().size] * 3
+
+
+def free_a_failed_pass() -> None:
+    """Free the tensors of a pass in which one rank ran out of memory, before it is repeated."""
+    held = list[Any]()
+
+    def work() -> None:
+        activations = torch.zeros(3)
+        held.append(weakref.ref(activations))
+        if processes().rank == 1:
+            raise torch.OutOfMemoryError("no memory left")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        processes().run_section(work)
+    assert [reference() for reference in held] == [None]
 
 
 def run_out_of_memory(beta: float) -> None:
