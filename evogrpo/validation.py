@@ -132,11 +132,13 @@ def build(kind: Any, values: object, where: str = "", misplaced: Misplaced | Non
 
 
 def plain(value: Any) -> Any:
-    """Convert records, tuples and mappings to plain lists and dicts, with all fields."""
+    """Convert records, tuples, mappings and scalars of numpy to plain values, records with all fields."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
+    if type(value).__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "ndim", 1):
+        return value.item()  # without an import of numpy, which takes time
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
@@ -386,7 +388,7 @@ def instance(what: str, value: object, kind: type[T], example: str) -> T:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def lists_options(names: Iterable[str], *records: Callable[..., Any]) -> Callable[[F], F]:
+def lists_options(names: Iterable[str], *records: Callable[..., Any], **others: Any) -> Callable[[F], F]:
     """Return a decorator that replaces `**options` in the signature of a function by the options themselves.
 
     `help` and the documentation then show each option with its default.
@@ -395,6 +397,7 @@ def lists_options(names: Iterable[str], *records: Callable[..., Any]) -> Callabl
         names: Names of the options.
         records: Dataclasses or functions with the defaults; of several with the same name, the first counts. The
             default of any other option is None.
+        others: Defaults that replace those of the records.
     """
     defaults: dict[str, Any] = {}
     for record in reversed(records):  # so that the first one overwrites the others
@@ -404,6 +407,7 @@ def lists_options(names: Iterable[str], *records: Callable[..., Any]) -> Callabl
             fields_ = [(each.name, each.default) for each in inspect.signature(record).parameters.values()]
         missing = (dataclasses.MISSING, inspect.Parameter.empty)
         defaults |= {name: default for name, default in fields_ if default not in missing}
+    defaults |= others
 
     def decorate(function: F) -> F:
         signature, kind = inspect.signature(function), inspect.Parameter.KEYWORD_ONLY

@@ -13,7 +13,7 @@ import evogrpo
 from evogrpo.config.objective import without_effect
 from evogrpo.distributed import processes
 from evogrpo.envs.fingerprint import fingerprint_of
-from evogrpo.safe_parsing import dump_yaml, read_yaml_file
+from evogrpo.safe_parsing import dump_json, dump_yaml, read_yaml_file
 from evogrpo.storage.atomic_files import replace_file
 from evogrpo.synonyms import counterpart
 from evogrpo.training.configuration.reading import override, parse_config, parse_override
@@ -93,6 +93,7 @@ def dry_run(prepared: PreparedRun) -> None:
         ValueError: As `start`.
     """
     config = prepared.config
+    dump_json(config.to_json(), what="configuration")  # raises ValueError for values that cannot be stored
     check_resumable(config.strategy)
     if config.model is None:
         make_trainer(prepared)
@@ -115,9 +116,10 @@ def start(prepared: PreparedRun, run_dir: Path) -> Trainer:
     """Make the population and create the run directory.
 
     Raises:
-        ValueError: If the weights cannot be loaded, or the directory already holds a run.
+        ValueError: If a value cannot be stored, the weights cannot be loaded, or the directory already holds a run.
     """
     config = prepared.config
+    dump_json(config.to_json(), what="configuration")
     folder = RunDir(run_dir, config.logging, config=config.to_json())
     trainer = make_trainer(prepared, folder)
     if processes().is_rank_zero:

@@ -7,7 +7,8 @@ from typing import Any
 
 import gymnasium
 
-from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.algorithms.policies.settings import NETWORK_DEFAULTS
+from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Hyperparameters, Optimizer
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.evolution.fitness import FitnessConfig
@@ -53,6 +54,16 @@ _WITHOUT_SECTION = ("seed", "device", "hp_config", "strategy", "experience", "fi
 _PARAMETERS = ("env", "total_timesteps", "preset", "run_dir", "progress", "callback", "callbacks", "skip_memory_check")
 _POLICIES = ("MlpPolicy", "CnnPolicy", "MultiInputPolicy")
 _SPACE_EXAMPLE = "HyperparameterConfig(lr=RLParameter(min=1e-3, max=1e-2))"
+_PACKAGED = packaged_values(None, with_preset=False)
+_DEFAULTS = {
+    **NETWORK_DEFAULTS,
+    **{name: value for section in _PACKAGED.values() for name, value in section.items()},
+    "lr": "auto",
+    "target_kl": DEFAULT_TARGET_KL,
+    "optimizer": Optimizer(),
+    "hp_config": "auto",
+}
+"""Defaults that differ from those of the records."""
 _OPTIONS = (*_WITHOUT_SECTION, *sorted(frozenset().union(*_SECTIONS.values())))
 
 
@@ -64,6 +75,7 @@ _OPTIONS = (*_WITHOUT_SECTION, *sorted(frozenset().union(*_SECTIONS.values())))
     NetworkAgent,
     EnvironmentTask,
     LoggingConfig,
+    **_DEFAULTS,
 )
 def train(
     env: "str | MakesEnv | GymnasiumGroups",
@@ -93,7 +105,9 @@ def train(
         skip_memory_check: Train even if the estimated memory exceeds the available memory.
         settings: Hyperparameters (lr, gamma, ...) and other arguments of `GRPO.population` (size, seed, network,
             hp_config, ...), of `evolve` (steps_per_generation, target_fitness, strategy, fitness, ...) and of
-            `GymnasiumGroups` (env_kwargs, max_episode_steps, ...).
+            `GymnasiumGroups` (env_kwargs, max_episode_steps, ...). The default of `target_fitness` is the reward
+            threshold of the environment. hp_config="auto" evolves the most important hyperparameters except for those
+            that are given; None = none evolve.
 
     Returns:
         The run, which has ended: `run.best` is the best member as an agent, with `predict` and `save_checkpoint`;
@@ -182,7 +196,7 @@ def _configured(
     # 3. Merge them into the packaged configuration.
     values = without_packaged_limits(values, given["schedule"])
     values = merge_sections(values, given) | {key: settings[key] for key in ("seed", "device") if key in settings}
-    if "hp_config" in settings:
+    if settings.get("hp_config", "auto") != "auto":
         space = settings["hp_config"] or HyperparameterConfig()
         values["search_space"] = instance("hp_config", space, HyperparameterConfig, _SPACE_EXAMPLE).to_json()
     if "experience" in settings:

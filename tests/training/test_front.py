@@ -1,8 +1,10 @@
 """`train`: one call from an environment to a trained population."""
 
 import dataclasses
+import inspect
 
 import gymnasium
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from evogrpo import (
     train,
 )
 from evogrpo.evolution import Fixed
+from evogrpo.safe_parsing import read_yaml_file
 from evogrpo.storage.journal import read_journal
 from tests.tiny_steps import cart_pole, step_population
 from tests.tiny_teams import team_env
@@ -49,6 +52,20 @@ def test_train_returns_a_best_member_that_acts_saves_and_loads(tmp_path):
     again = GRPO.load(tmp_path / "best")
     assert equal_states(again.state(), best.state())
     assert again.predict(seen, deterministic=True)[0] == action
+
+
+def test_the_signature_shows_the_defaults(tmp_path):
+    own = ("env", "total_timesteps", "preset", "run_dir", "progress", "callback", "callbacks", "skip_memory_check")
+    defaults = {name: each.default for name, each in inspect.signature(train).parameters.items() if name not in own}
+    del defaults["target_fitness"]  # the environment's reward threshold
+    short = {"generations": 1, "steps_per_generation": 1}
+    stored = []
+    for settings in ({}, defaults, {"env_kwargs": {"sutton_barto_reward": np.bool_(False)}}):
+        train("CartPole-v1", run_dir=tmp_path / str(len(stored)), **{**settings, **short})
+        stored.append(read_yaml_file(tmp_path / str(len(stored)) / "config.yaml"))
+        assert stored[-1].pop("run_id") and stored[-1].pop("run_dir")
+    assert stored[0] == stored[1]
+    assert stored[2]["task"]["env_kwargs"] == {"sutton_barto_reward": False}
 
 
 def test_train_equals_population_and_evolve():
