@@ -25,6 +25,18 @@ def relative_path(path: Path) -> str:
     return os.path.relpath(path) if path.is_absolute() and path.is_relative_to(Path.cwd()) else str(path)
 
 
+def expand_user(path: str | Path) -> Path:
+    """Return a path with a leading `~` or `~user` replaced by the home directory.
+
+    Raises:
+        ValueError: If there is no such user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"The home directory in {str(path)!r} is unknown. Write the whole path.") from error
+
+
 def printable(text: str) -> str:
     r"""Return text with control and invisible characters escaped, as in `\x1b` or `\u202e`; newlines and tabs stay."""
     return "".join(

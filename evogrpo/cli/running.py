@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import os
 import shlex
 import signal
@@ -34,6 +35,7 @@ from evogrpo.storage.journal import read_journal
 from evogrpo.text import (
     count_text,
     duration_text,
+    expand_user,
     number_text,
     pluralize,
     printable,
@@ -41,7 +43,7 @@ from evogrpo.text import (
     user_line,
 )
 from evogrpo.training.configuration.reading import load_config
-from evogrpo.training.configuration.sections import Config
+from evogrpo.training.configuration.sections import CONFIG_FILE, Config
 from evogrpo.training.configuration.user_code import VLLM, strategy_record
 from evogrpo.training.console import (
     clean_warnings,
@@ -65,7 +67,7 @@ from evogrpo.training.launch import (
     start,
 )
 from evogrpo.training.run_dir import JOURNAL
-from evogrpo.training.schedule import Schedule
+from evogrpo.training.schedule import LIMITS, Schedule
 from evogrpo.training.task_types import TASK_TYPES, PreparedRun, task_type_of
 from evogrpo.training.trainer import AllFailedError, StrategyError, Trainer
 
@@ -74,7 +76,7 @@ def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
     """Start a run; with `--dry-run`, only print its plan and cost."""
     # 1. Resume an existing run, after --resume-if-exists or a restart by the launcher.
     console = make_console()
-    requested_dir = args.run_dir or (None if config.run_dir is None else Path(config.run_dir).expanduser())
+    requested_dir = args.run_dir or (None if config.run_dir is None else expand_user(config.run_dir))
     if requested_dir is None and args.resume_if_exists:
         raise ValueError("--resume-if-exists needs the run directory. Add --run-dir DIR.")
     # Each machine's launcher counts its own restarts after a failure, so the counts of all ranks are compared.
@@ -120,11 +122,15 @@ def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
 
 
 def resume_run(args: argparse.Namespace, given: Config | None = None) -> int:
-    """Resume a stored run; settings of the configuration `given` that cannot change are ignored, with a warning."""
+    """Resume a stored run; adopt the limits of the configuration `given`, and warn of its other changes."""
     # 1. Read the newest usable checkpoint.
     console = make_console()
     run_dir: Path = args.run_dir.absolute()
     overrides = list(args.overrides)
+    if given is not None and (run_dir / CONFIG_FILE).is_file():  # adopt limits that its file has changed
+        stored = load_config(run_dir / CONFIG_FILE).schedule
+        changed = [name for name in LIMITS if getattr(given.schedule, name) != getattr(stored, name)]
+        overrides = [*(f"{name}={json.dumps(getattr(given.schedule, name))}" for name in changed), *overrides]
     if getattr(args, "generations", None) is not None:  # `evogrpo replay` has no such option
         overrides.append(f"generations={args.generations}")
     resumable = read_resumable(run_dir, overrides, allow_changed_data=args.allow_changed_data)
@@ -408,18 +414,22 @@ def show_ending(console: Console, run_dir: Path, generations: int, schedule: Sch
         console: Output.
         run_dir: Run directory.
         generations: Generations done, for the command that trains further.
-        schedule: Schedule of the run; the printed command removes its other limits.
+        schedule: Schedule of the run; the printed command removes or doubles its other limits.
     """
     run_dir = Path(relative_path(run_dir))
     summary = read_summary(run_dir)
     show_lineage(console, summary)
     show_files(console, run_dir, summary.facts.get("kind"))
     if generations:
-        # The limit that ended the run would end the resumed run too, so the command removes all other limits.
-        no_limits = [f"{name}=null" for name in _OTHER_LIMITS if getattr(schedule, name) is not None]
-        show_command(
-            console, "train further", command("resume", run_dir, "--generations", str(2 * generations), *no_limits)
-        )
+        # The limit that ended the run would end the resumed run too, so the command removes all other limits. It
+        # doubles those that include evaluations: `count_evaluations` needs one, and a resumed run keeps it.
+        changed = []
+        for name in _OTHER_LIMITS:
+            if (limit := getattr(schedule, name)) is not None:
+                counted = schedule.count_evaluations and name in ("max_timesteps", "max_tokens")
+                changed.append(f"{name}={2 * limit if counted else 'null'}")
+        words = ("--generations", str(2 * generations), *changed)
+        show_command(console, "train further", command("resume", run_dir, *words))
     if (run_dir / "tensorboard").is_dir():
         line = f"tensorboard --logdir {shlex.quote(str(run_dir / 'tensorboard'))}"
         show_command(console, "curves", line)

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.resources import as_file, files
@@ -48,7 +48,7 @@ def train(args: argparse.Namespace) -> int:
     for option, key, name in (("--env", "env", args.env), ("--parallel-env", "parallel_env", args.parallel_env)):
         if name is not None:
             for text in overrides:
-                if "=" not in text or text.startswith(f"task.{key}="):
+                if text.partition("=")[0].strip() in (text.strip(), "task", f"task.{key}"):
                     raise ValueError(f"{option} {name} already sets the task. Remove {text!r}.")
             folder = re.sub(r"[^\w.-]+", "-", name)
             return _read_and_start(partial(_environment_config, key, name, overrides, args), args, folder)
@@ -109,7 +109,8 @@ def _environment_config(key: str, name: str, overrides: list[str], args: argpars
         for wrapper in args.wrapper:  # importing them may register the environment
             named_wrapper(wrapper)
         values = packaged_values(name, with_preset=args.preset)
-        values = without_packaged_limits(values, override({}, overrides).get("schedule") or {})
+        schedule = override({}, overrides).get("schedule")
+        values = without_packaged_limits(values, schedule if isinstance(schedule, Mapping) else {})
         return parse_config(override(values, overrides))
     if args.preset:
         raise ValueError("--preset is not available with --parallel-env. Remove it.")

@@ -133,6 +133,8 @@ INFRASTRUCTURE = (
     *("transformers_continuous_batching_config", "use_liger_loss", "use_liger_kernel"),
 )
 """Fields of GRPOConfig that change nothing here."""
+UNLIMITED = ("max_completion_length", "vllm_importance_sampling_clip_max")
+"""Fields in which None means no limit, which is not supported; a missing one has its default."""
 GRADIENT_CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")
 SEQUENCE_LOSSES: Mapping[str, tuple[str, str | None]] = {
     "grpo": ("gspo", None),
@@ -172,7 +174,12 @@ def read_trl(source: object) -> SettingsReader:
     from transformers import TrainingArguments
 
     # 1. Read the fields.
-    trl = SettingsReader("TRL field", _given_fields(source), FIELDS)
+    given = _given_fields(source)
+    trl = SettingsReader("TRL field", given, FIELDS)
+    unlimited = {name for name in UNLIMITED if given.get(name, 0) in (None, "None")}
+    if not trl["use_vllm"] or trl["vllm_importance_sampling_cap"] is not None:
+        unlimited.discard("vllm_importance_sampling_clip_max")
+    trl.refused += [f"TRL field {name} must be a number here, got None (no limit)" for name in sorted(unlimited)]
     infrastructure = {*INFRASTRUCTURE, *TrainingArguments.__dataclass_fields__} - FIELDS.keys() - UNSUPPORTED.keys()
     trl.check_names([*UNSUPPORTED, *sorted(infrastructure)])
     trl.check_unsupported(UNSUPPORTED)

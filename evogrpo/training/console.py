@@ -84,7 +84,7 @@ def spinner(console: Console, activity: str) -> Iterator[None]:
 def command(*words: str | Path) -> str:
     """Return an evogrpo command line, quoted for the shell."""
     # `evogrpo` is on the path only if its virtual environment is activated.
-    program = "evogrpo" if shutil.which("evogrpo") else f"{sys.executable} -m evogrpo"
+    program = "evogrpo" if shutil.which("evogrpo") else f"{shlex.quote(sys.executable)} -m evogrpo"
     return f"{program} {shlex.join(relative_path(word) if isinstance(word, Path) else word for word in words)}"
 
 

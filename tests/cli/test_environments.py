@@ -15,6 +15,7 @@ from evogrpo.cli import main
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask, reward_threshold
 from evogrpo.training.configuration.reading import parse_config
+from evogrpo.training.run_dir import open_run
 from evogrpo.training.trainer import Trainer
 from tests.cli.project import command, prepare
 
@@ -169,6 +170,27 @@ def test_a_job_that_is_submitted_again_takes_new_limits_and_ignores_other_settin
     errors = one_line(capsys.readouterr().err)
     assert "Ignored: seed 0 -> 7. " in errors
     assert sum(event["event"] == "generation" for event in read_journal(Path("run/journal.jsonl"))) == 2
+    file = yaml.safe_load(Path("run/config.yaml").read_text())
+    file["schedule"] |= {"generations": 3, "max_timesteps": 10**6}
+    Path("again.yaml").write_text(yaml.safe_dump(file))
+    assert main(["train", "again.yaml", "--run-dir", "run", "--resume-if-exists"]) == 0
+    assert sum(event["event"] == "generation" for event in read_journal(Path("run/journal.jsonl"))) == 3
+    assert open_run("run").record.schedule.max_timesteps == 10**6
+
+
+def test_the_printed_command_trains_further_if_evaluations_count(workdir, capsys):
+    limits = ["schedule.max_timesteps=2000", "schedule.count_evaluations=true"]
+    assert main(["train", "--env", "CartPole-v1", *SHORT, *limits, "--run-dir", "run", "--generations", "1"]) == 0
+    assert main(printed_command("train further", capsys.readouterr().out)) == 0
+    schedule = open_run("run").record.schedule
+    assert (schedule.generations, schedule.max_timesteps) == (2, 4000)
+
+
+@pytest.mark.parametrize(("words", "part"), [("schedule=5", "schedule"), ("task={env: Acrobot-v1}", "task")])
+def test_wrong_overrides_of_packaged_settings_are_refused(workdir, capsys, words, part):
+    assert main(["train", "--env", "CartPole-v1", words]) == 2
+    assert part in capsys.readouterr().err
+    assert list(workdir.iterdir()) == []
 
 
 def test_videos_show_the_return_of_each_agent(workdir, capsys):

@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from rich.text import Text
 
 from evogrpo.cli import main
 from evogrpo.storage.checkpoint import checkpoint_path, read_checkpoint, write_checkpoint
-from evogrpo.training.console import VisibleConsole
+from evogrpo.training.console import VisibleConsole, command
 from tests.cli.project import ROOT, Terminal
 
 HOSTILE = "\x1b[2J\x9b31mboo\u202e\u2066 \x07[bold]x [red]y :warning:"
@@ -153,3 +154,9 @@ def test_only_commands_that_run_user_code_import_from_the_working_directory(runs
     assert str(workdir) in sys.path
     sys.path.remove(str(workdir))
     assert trapped.exists()
+
+
+def test_a_printed_command_quotes_the_interpreter(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/a folder/python")
+    monkeypatch.setenv("PATH", "")  # without `evogrpo`
+    assert shlex.split(command("resume", "a run")) == ["/a folder/python", "-m", "evogrpo", "resume", "a run"]

@@ -116,6 +116,9 @@ environment | hyperparameters.lr=auto hyperparameters.target_kl=null | hyperpara
 environment | agent.objective=dapo agent.objective.delta=2 | Cannot set agent.objective.delta: agent.objective must be
 team        | model=m                                  | model must be left out where task.parallel_env is given
 team        | agent.objective.dynamic_sampling=1       | dynamic_sampling
+environment | task.env_kwargs={sutton_barto_reward: 2024-01-01} | task.env_kwargs.sutton_barto_reward is a date
+environment | run_dir=~nosuchuser/x                    | ~nosuchuser/x
+questions   | model=~nosuchuser/x                      | ~nosuchuser/x
 environment | task.env=CartPol-v1                      | CartPol-v1; Did you mean: `CartPole`?
 environment | task.env=my_maaze:Maze-v0            | No module named 'my_maaze'
 environment | task.env_kwargs={sutton: true}           | unexpected keyword argument 'sutton'

@@ -125,6 +125,8 @@ trl | delta: 1.1 -> delta
 trl | top_entropy_quantile: 0.0 -> top_entropy_quantile
 trl | sync_ref_model: true -> reference.*beta
 trl | use_vllm: true, vllm_importance_sampling_clip_min: 0.5 -> clip_min
+trl | use_vllm: true, vllm_importance_sampling_clip_max: null -> vllm_importance_sampling_clip_max.*None
+trl | max_completion_length: null -> max_completion_length.*None
 trl | steps_per_generation: 2, gradient_accumulation_steps: 4 -> gradient_accumulation_steps
 trl | generation_batch_size: 10, steps_per_generation: 4 -> generation_batch_size
 trl | max_steps: 9, lr_scheduler_type: cosine, lr_scheduler_kwargs: {cycles: 1} -> lr_scheduler_kwargs.*'cycles'

@@ -23,6 +23,7 @@ from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled, find_we
 from evogrpo.models.language.compatibility import find_decoder
 from evogrpo.models.language.fsdp import shard, shard_count
 from evogrpo.synonyms import unknown_name_error
+from evogrpo.text import expand_user
 from evogrpo.validation import names_unknown, whole_between
 
 
@@ -313,7 +314,7 @@ def locate_base(source: str | Path) -> str:
         ValueError: If a file, a folder or the wheel of the demo model is missing.
     """
     name = str(source)
-    path = Path(name).expanduser()
+    path = expand_user(name)
     if name == DEMO_MODEL:
         return str(demo_model_folder())
     if path.suffix == ".gguf":

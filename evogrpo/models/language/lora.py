@@ -28,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from evogrpo.models.language.compatibility import frozen_model, is_quantised, logits_of, plain_outline
 from evogrpo.models.language.fsdp import sharded_over
 from evogrpo.randomness import generator
+from evogrpo.text import expand_user
 from evogrpo.validation import flag, refuse_unknown
 
 SUPPORTED = {"r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora"}
@@ -544,7 +545,7 @@ def read_adapter(folder: str | Path) -> StoredAdapter:
     Raises:
         ValueError: If a file is missing or damaged, or the adapter is not a supported LoRA.
     """
-    place = Path(folder).expanduser()
+    place = expand_user(folder)
     missing = [name for name in (CONFIG, TENSORS) if not (place / name).is_file()]
     if missing:
         raise ValueError(

@@ -31,7 +31,7 @@ from evogrpo.models.bank import FinishedCallback, SamplerError
 from evogrpo.models.language.bank import AdapterBank
 from evogrpo.models.language.compatibility import is_quantised, vocabulary_of
 from evogrpo.models.language.loading import loadable_name
-from evogrpo.text import printable, shorten
+from evogrpo.text import expand_user, printable, shorten
 
 ROWS_PER_REQUEST = 512
 """Maximum prompts of a request. vLLM refuses more than 1,024 by default."""
@@ -118,7 +118,7 @@ class VLLMSampler:
             raise ValueError(f"url must be one address or several different ones, got {urls}.")
         # A folder and names of its own: several runs may share servers and adapters_dir.
         self._id = uuid.uuid4().hex[:12]
-        self._folder = Path(adapters_dir).expanduser().absolute() / f"evogrpo-{self._id}"
+        self._folder = expand_user(Path(adapters_dir)).absolute() / f"evogrpo-{self._id}"
         self._bank: AdapterBank | None = None
         self._versions: dict[int, int] = {}  # by slot, the bank's change counter of the newest adapter on the server
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)

@@ -13,6 +13,7 @@ from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.safe_parsing import load_yaml, read_yaml_file
 from evogrpo.synonyms import close_match, counterpart
+from evogrpo.text import expand_user
 from evogrpo.training.configuration.sections import (
     DATASET_SUFFIXES,
     Config,
@@ -344,7 +345,7 @@ def _with_value(values: Mapping[str, Any], keys: Sequence[str], value: Any, path
 
 
 def _absolute(path: str, folder: Path) -> str:
-    return str((folder / Path(path).expanduser()).resolve())
+    return str((folder / expand_user(path)).resolve())
 
 
 def _absolute_or_hub(name: str, folder: Path) -> str:
