@@ -63,7 +63,7 @@ def test_the_signature_shows_the_defaults(tmp_path):
     for settings in ({}, defaults, {"env_kwargs": {"sutton_barto_reward": np.bool_(False)}}):
         train("CartPole-v1", run_dir=tmp_path / str(len(stored)), **{**settings, **short})
         stored.append(read_yaml_file(tmp_path / str(len(stored)) / "config.yaml"))
-        assert stored[-1].pop("run_id") and stored[-1].pop("run_dir")
+        del stored[-1]["run_id"], stored[-1]["run_dir"]
     assert stored[0] == stored[1]
     assert stored[2]["task"]["env_kwargs"] == {"sutton_barto_reward": False}
 
