@@ -18,6 +18,10 @@ from evogrpo.envs.protocol import GroupEnvironment, SupportsFingerprint
 from evogrpo.warnings import warn
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_DECORATED = (
+    *(FunctionType, staticmethod, classmethod, property),
+    *(functools.cached_property, type(functools.lru_cache(len))),
+)
 
 
 def short_hash(*parts: str | bytes) -> str:
@@ -100,9 +104,10 @@ def _describe_code(value: Any, seen: set[int]) -> Iterator[str]:
         elif isinstance(value, type):
             yield _normalised_source(value) or value.__qualname__
             yield from _describe(value.__bases__, seen)
-            for member in vars(value).values():
-                if isinstance(member, FunctionType):
-                    yield from _references(member.__code__, member.__globals__, seen)
+            for function in (each for member in vars(value).values() for each in _functions_of(member)):
+                if _is_user_code(str(function.__globals__.get("__name__"))):
+                    yield _normalised_source(function.__code__) or ""
+                    yield from _references(function.__code__, function.__globals__, seen)
         else:
             yield from _describe_function(value, seen)
     else:
@@ -114,11 +119,24 @@ def _describe_code(value: Any, seen: set[int]) -> Iterator[str]:
                 yield from _describe(attribute, seen)
 
 
+def _functions_of(member: Any) -> Iterator[FunctionType]:
+    """Yield the functions of a class member: a method with those that its decorators wrap, or those of a property."""
+    if isinstance(member, FunctionType):
+        yield member
+    if isinstance(member, _DECORATED):
+        for name in ("__wrapped__", "fget", "fset", "fdel", "func"):
+            yield from _functions_of(getattr(member, name, None))
+
+
 def _describe_function(function: FunctionType, seen: set[int]) -> Iterator[str]:
     yield from _describe(getattr(function, "__wrapped__", None), seen)
-    text = None if function.__name__ == "<lambda>" else _normalised_source(function)
-    if text is None:  # no source, or a line with several lambdas
-        yield from _describe_bytecode(function.__code__, seen)
+    code, module = function.__code__, str(function.__globals__.get("__name__"))
+    # The source of the code, as that of a function with `__wrapped__` is the source of the wrapped one.
+    text = None if function.__name__ == "<lambda>" else _normalised_source(code)
+    if not _is_user_code(module):  # a decorator of an installed package
+        yield f"{module}.{code.co_qualname}"
+    elif text is None:  # no source, or a line with several lambdas
+        yield from _describe_bytecode(code, seen)
     else:
         yield text
     yield from _describe((function.__defaults__, *(function.__kwdefaults__ or {}).values()), seen)
@@ -129,7 +147,8 @@ def _describe_function(function: FunctionType, seen: set[int]) -> Iterator[str]:
             continue
         if isinstance(enclosed, (*_PLAIN, tuple, frozenset, re.Pattern)) or callable(enclosed):
             yield from _describe(enclosed, seen)
-    yield from _references(function.__code__, function.__globals__, seen)
+    if _is_user_code(module):
+        yield from _references(code, function.__globals__, seen)
 
 
 def _references(code: CodeType, scope: Mapping[str, Any], seen: set[int]) -> Iterator[str]:

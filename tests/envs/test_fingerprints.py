@@ -74,6 +74,51 @@ def test_code_hash_covers_referenced_code_but_not_comments_or_caches(tmp_path, o
     assert code_hash(loaded(tmp_path, REWARDS.replace("scale=1.0", "scale=2.0")).reward) != before[0]
 
 
+DECORATED = """
+import contextlib
+import functools
+
+def weight():
+    return FACTOR
+
+def scaled(function):
+    @functools.wraps(function)
+    def wrapper(*given):
+        return FACTOR * function(*given)
+    return wrapper
+
+class Grader:
+    DECORATOR
+    def member(self):
+        return RESULT
+
+DECORATOR
+def function(completion):
+    return RESULT
+"""
+
+
+@pytest.mark.parametrize(
+    ("decorator", "result"),
+    [
+        *(
+            (f"@{name}", "weight()")
+            for name in ("staticmethod", "classmethod", "property", "functools.cached_property")
+        ),
+        *((f"@{name}", "weight()") for name in ("functools.cache", "contextlib.contextmanager")),
+        ("@scaled", "1"),
+    ],
+)
+def test_code_hash_covers_code_behind_decorators(tmp_path, decorator, result):
+    text, hashes = DECORATED.replace("DECORATOR", decorator).replace("RESULT", result), []
+    for factor in "112":
+        module = loaded(tmp_path, text.replace("FACTOR", factor))
+        functions = [] if decorator in ("@staticmethod", "@classmethod") else [module.function]  # these are for methods
+        hashes.append([code_hash(each) for each in (module.Grader, *functions) if callable(each)])
+    assert hashes[0] == hashes[1]
+    assert not set(hashes[0]) & set(hashes[2])
+
+
 def scaled(factor):
     return lambda completion, answer, question: factor * len(completion)
 
