@@ -51,6 +51,9 @@ class _Loader(yaml.SafeLoader):
         """Read a mapping; every key is text and appears once."""
         seen: set[str] = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                why = "merge keys (<<) are not supported. Write the keys out."
+                raise yaml.constructor.ConstructorError(None, None, why, key_node.start_mark)
             key = self.construct_object(key_node)
             why = f"the key {key!r} appears twice. Remove one." if isinstance(key, str) and key in seen else ""
             if not isinstance(key, str):

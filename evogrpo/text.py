@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import sys
+import sysconfig
 import traceback
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -145,9 +146,13 @@ def duration_text(seconds: float | None) -> str:
 
 def user_line(error: BaseException) -> str:
     """Return the file and line of user code that raised an error, such as ` (rewards.py, line 7)`; empty if unknown."""
-    frames, package_folder = traceback.extract_tb(error.__traceback__), str(Path(__file__).parent)
+    # User code lies outside this package, the standard library and installed packages.
+    folders = {str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}
     user_frames = [
-        frame for frame in frames if "importlib" not in frame.filename and not frame.filename.startswith(package_folder)
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "importlib" not in frame.filename
+        and not any(frame.filename.startswith(f"{each}{os.sep}") for each in folders)
     ]
     return f" ({user_frames[-1].filename}, line {user_frames[-1].lineno})" if user_frames else ""
 

@@ -44,6 +44,11 @@ def test_written_text_is_read_back_as_text(text):
     assert load_yaml(dump_yaml({"a": [text, 1e5]}), "f.yaml") == {"a": [text, 1e5]}
 
 
+def test_merge_keys_are_refused():
+    with pytest.raises(ValueError, match=r"f.yaml, line 3, column 3: merge keys \(<<\) are not supported"):
+        load_yaml("base: &base {lr: 1}\none:\n  <<: *base", "f.yaml")
+
+
 NUMBERS = {"decimal": "9" * 5000, "negative": "-" + "9" * 5000, "hex": "0x" + "f" * 5000, "base 60": "1" + ":59" * 3000}
 
 

@@ -1,11 +1,12 @@
 """Escaping of untrusted text and formatting of numbers."""
 
+import json
 import sys
 import unicodedata
 
 import pytest
 
-from evogrpo.text import changes_text, count_text, duration_text, number_text, printable, score_text
+from evogrpo.text import changes_text, count_text, duration_text, number_text, printable, score_text, user_line
 
 
 @pytest.mark.parametrize(
@@ -48,3 +49,12 @@ def test_changes_show_old_and_new_values():
     expected = r"lr 0.0001 → 0.0002, loss_type grpo → dapo, clip_low – → 0.2, network 64 → \x1b[0m"
     assert changes_text(changes) == expected
     assert changes_text({}) == ""
+
+
+def test_the_line_of_an_error_is_in_user_code():
+    def fails():
+        json.loads("no JSON")  # raised inside a library
+
+    with pytest.raises(ValueError, match="Expecting value") as caught:
+        fails()
+    assert user_line(caught.value) == f" ({__file__}, line {fails.__code__.co_firstlineno + 1})"

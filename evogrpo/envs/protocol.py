@@ -38,7 +38,7 @@ class Scores:
         step_rewards: `[n, t]` weighted rewards at each of a row's `Conversation.tokens`, padded to the longest row; NaN
             where there is none. The sum of a row is its reward. None if no reward function gives step rewards.
         columns: Additional columns of the completions table, one value per row. Untrusted.
-        metrics: Additional metrics of these completions.
+        metrics: Additional metrics of these completions; reports of all members that sampled them have the same values.
     """
 
     rewards: NDArray[np.float64]

@@ -188,6 +188,26 @@ def test_rewards_of_turns_are_at_their_last_tokens():
     assert scores.rewards.tolist() == [5.5]
 
 
+@pytest.mark.parametrize(("value", "reward"), [(True, 1.0), (np.False_, 0.0), ([True], 1.0), (np.array([True]), 1.0)])
+def test_rewards_may_be_booleans(value, reward):
+    class Right(Counter):
+        def get_reward(self):
+            return value
+
+    batch = gym(environment_factory=Right).open("train", [0])
+    assert batch.score([converse(batch, "x<eos>")]).rewards.tolist() == [reward]
+
+
+def test_errors_of_environments_are_printable():
+    class Judge(Counter):
+        def get_reward(self):
+            raise ValueError("cannot judge \x1b[31mred\u202e")
+
+    batch = gym(environment_factory=Judge, on_reward_error="exclude").open("train", [0])
+    with pytest.warns(UserWarning, match=r"cannot judge \\x1b\[31mred\\u202e"):
+        batch.score([converse(batch, "x<eos>")])
+
+
 def test_environments_see_that_a_turn_ran_out_of_tokens():
     batch = gym().open("train", [0])
     cut = Conversation(row=0, start=0, completions=(encoded(batch, "long"),), truncated=True)
@@ -472,6 +492,8 @@ def undocumented(number: int) -> int:
         ({"rows": 9, "environment_factory": {"one": Counter}}, "environment"),
         ({"environment_timeout": 0}, "environment_timeout"),
         ({"reward_weights": [1.0]}, "reward_weights requires reward_funcs"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs must not contain tools"),
+        ({"rows": [{**row, "chat_template_kwargs": {"tools": []}} for row in ROWS]}, "must not contain tools"),
     ],
 )
 def test_invalid_arguments_are_refused(options, message):

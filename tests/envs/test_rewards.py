@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import TrainerState
 
+from docs.generate.metrics import NAMES
 from evogrpo import HuggingFaceGym
 from evogrpo.data import single_turn_conversations
 from evogrpo.envs.text.prompt_batch import compute_rewards
@@ -162,6 +163,17 @@ def test_trainer_arguments_are_passed_by_name(plain_tokenizer):
     assert seen == [(TrainerState, 7, 20), {"prompts", "completions", "completion_ids", "level", *offered}]
     assert scores.columns == {"length": (2, 1, 3)}
     assert scores.metrics == {"longest": 1.5}
+
+
+def test_names_of_built_in_metrics_cannot_be_logged(plain_tokenizer):
+    def reward(completions, level, log_metric):
+        log_metric(name, 1.0)
+        return [0.0 for _ in completions]
+
+    env = HuggingFaceGym(PROMPTS, None, plain_tokenizer, reward_funcs=reward)
+    for name in ("slot", "index", "tools/call_frequency", *NAMES):
+        with pytest.raises(RewardError, match=rf"log_metric name '{name}' is reserved"):
+            env.preflight()
 
 
 def test_values_logged_by_repeated_calls_are_kept_and_lists_of_another_length_are_refused(plain_tokenizer):
@@ -341,6 +353,14 @@ def test_preflight_raises_failures_unless_excluded(tokenizer):
     with pytest.raises(RewardError, match="'reward' raised ZeroDivisionError"):
         preflight(tokenizer, reward)
     assert preflight(tokenizer, reward, on_reward_error="exclude").rewards == {"reward": None}
+
+
+def test_preflight_refuses_functions_without_return(tokenizer):
+    def reward(completion, answer, question):
+        float(answer in completion)
+
+    with pytest.raises(RewardError, match="'reward' must return a number, got None"):
+        preflight(tokenizer, reward)
 
 
 @pytest.mark.parametrize(("name", "value"), [("slot", 1.0), ("mine", math.nan), ("mine", 1e200), ("mine", "high")])

@@ -4,6 +4,8 @@ import json
 import re
 
 import gymnasium
+import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 from torch import nn
@@ -15,6 +17,11 @@ from tests.tiny_models import tiny_tokenizer
 from tests.tiny_steps import cart_pole, step_agent, step_population
 from tests.tiny_training import QUESTIONS, tiny_agent, tiny_env, tiny_population, variety
 
+TABLES = [
+    (pd.Series(["1+1="]), "Row 0 .* must be a mapping"),
+    (pa.array(["1+1="]), "Row 0 .* must be a mapping"),
+    (pa.table([["1+1="], ["2"], ["3"]], names=["question", "answer", "answer"]), "'answer' twice"),
+]
 BOX, LEFT_RIGHT = gymnasium.spaces.Box(-1, 1, (4,)), gymnasium.spaces.Discrete(2)
 
 
@@ -27,6 +34,10 @@ class Pair(nn.Linear):
     ("call", "message"),
     [
         (lambda: HuggingFaceGym(dataset=QUESTIONS, tokenizer=tiny_tokenizer(), reward_fn=variety), "train_dataset"),
+        *(
+            (lambda rows=rows: HuggingFaceGym(rows, tokenizer=tiny_tokenizer(), reward_fn=variety), words)
+            for rows, words in TABLES
+        ),
         (lambda: RLParameter(low=1e-5, high=1e-3), "min"),
         (lambda: GRPO(BOX), "action_space"),
         (lambda: GRPO(nn.Linear(4, 2)), "observation_space"),

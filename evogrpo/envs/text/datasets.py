@@ -43,12 +43,13 @@ def tables_by_split(train: Any, validation: Any, test: Any) -> dict[Split, Any]:
 
 def _rows(table: Any) -> Any:
     """Return data frames and arrow tables as rows of plain values, other tables unchanged."""
-    if hasattr(table, "iloc") and hasattr(table, "notna"):  # pandas, with NaN for missing values
+    if hasattr(table, "iloc") and hasattr(table, "columns"):  # pandas, with NaN for missing values
         check_column_names(list(table.columns), "a data frame")
         return [_plain(row) for row in table.astype(object).where(table.notna(), None).to_dict("records")]
     if hasattr(table, "to_dicts"):  # polars
         return table.to_dicts()
-    if hasattr(table, "to_pylist"):  # pyarrow
+    if hasattr(table, "to_pylist") and hasattr(table, "schema"):  # pyarrow
+        check_column_names(table.schema.names, "an arrow table")
         return table.to_pylist()
     form = getattr(table, "format", None)
     if isinstance(form, Mapping) and form.get("type") not in (None, "custom"):

@@ -46,7 +46,7 @@ from evogrpo.envs.text.tools import (
     tool_schema,
 )
 from evogrpo.interruption import NEVER, Stop
-from evogrpo.text import escaped_prints, pluralize, short_repr
+from evogrpo.text import escaped_prints, pluralize, printable, short_repr
 from evogrpo.validation import finite_number, lists_options, names_unknown, whole_between
 from evogrpo.warnings import warn
 
@@ -425,7 +425,7 @@ class EnvironmentBatch(SingleTurnBatch):
 
 def _reason(error: BaseException) -> str:
     """Return why a call failed, as the end of a sentence."""
-    return f"{error}" if isinstance(error, CallFailedError) else f"raised {type(error).__name__}: {error}"
+    return printable(f"{error}" if isinstance(error, CallFailedError) else f"raised {type(error).__name__}: {error}")
 
 
 def _reward_value(value: Any, conversation: Conversation) -> Any:
@@ -435,14 +435,15 @@ def _reward_value(value: Any, conversation: Conversation) -> Any:
     if value is None or isinstance(value, StepRewards):
         return value
     if not isinstance(value, list | tuple):
-        return finite_number("get_reward", value)
+        return finite_number("get_reward", float(value) if isinstance(value, bool) else value)
     if len(value) > len(conversation.completions):
         completions = pluralize(len(conversation.completions), "completion")
         raise ValueError(
             f"get_reward must return at most one number per completion, got {len(value)} for {completions}."
         )
     lengths = np.cumsum([len(part) for part in conversation.turns])
-    return StepRewards(value, [max(0, int(end) - 1) for end in lengths[::2][: len(value)]])
+    values = [float(each) if isinstance(each, bool) else each for each in value]
+    return StepRewards(values, [max(0, int(end) - 1) for end in lengths[::2][: len(value)]])
 
 
 async def _own_reward(completions: Sequence[Any]) -> list[float | None]:
@@ -606,6 +607,8 @@ class EnvironmentGym(PromptEnvironment):
         )
 
     def _row_options(self, row: Mapping[str, Any]) -> Options:
+        if "tools" in {**self._options, **row_options(row)}:
+            raise ValueError("chat_template_kwargs must not contain tools, which the environment sets. Remove it.")
         # Some templates show instructions for an empty list of tools.
         return {"tools": self._schemas[self._name(row)] or None}
 

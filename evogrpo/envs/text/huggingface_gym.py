@@ -252,6 +252,9 @@ class PromptEnvironment:
             reason = error if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
             message = f"Your functions are tested on sample completions before training: {reason}"
             raise RewardError(message) from error.__cause__ or error
+        for reward in self._rewards if self.on_reward_error == "raise" else ():
+            if not reward.batched and np.isnan(scores.components[reward.name]).all():
+                raise RewardError(f"Reward function {reward.name!r} must return a number, got None for all samples.")
         rewards = {name: None if np.isnan(value) else float(value) for name, (value, _) in scores.components.items()}
         (prompt,) = batch.prompts
         return Preflight(prompt=str(self.tokenizer.decode(prompt)), tokens=tuple(prompt), rewards=rewards)

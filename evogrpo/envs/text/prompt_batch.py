@@ -37,8 +37,13 @@ from evogrpo.warnings import warn
 
 POLL_SECONDS = 0.2  # longest wait without checking for a stop
 StartedJob = tuple[Job, "Future[Results]"]
-RESERVED_NAMES = ("slot", "index")
-"""Keys of a journal entry that metrics cannot have."""
+RESERVED_NAMES = (
+    *("slot", "index", "loss", "learning_rate", "step_kl", "step_passes", "calibrated_lr", "grad_norm", "reward"),
+    *("reward_std", "frac_reward_zero_std", "shared_ess", "shared_outside", "shared_share", "kl", "kl_coef", "entropy"),
+    *("optimizer_steps", "tokens", "num_tokens", "step_time"),
+)
+RESERVED_PREFIXES = ("rewards/", "completions/", "clip_ratio/", "sampling/", "tools/")
+"""Names of built-in metrics and keys of a journal entry, which logged metrics cannot have."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -193,7 +198,7 @@ class SingleTurnBatch:
 
         def log_metric(name: str, value: Any) -> None:
             value = value.tolist() if hasattr(value, "tolist") else value
-            if str(name) in RESERVED_NAMES:
+            if str(name) in RESERVED_NAMES or str(name).startswith(RESERVED_PREFIXES):
                 raise ValueError(f"The log_metric name {name!r} is reserved. Choose another one.")
             if not (isinstance(value, numbers.Real) and abs(value) <= FLOAT32_LIMIT):  # type: ignore[operator]
                 raise ValueError(
