@@ -313,7 +313,10 @@ class RunDir:
         self.export_best(population, run_state.best)
 
     def export_best(self, population: Population, best: Best | None) -> None:
-        """Write the best member to `best/`, a PEFT folder and an agent checkpoint in one, unless it is up to date."""
+        """Write the best member to `best/`, a PEFT folder and an agent checkpoint in one, unless it is up to date.
+
+        Warn if `best/` has other files.
+        """
         if best is None or best is self._exported:
             return
         self._check_lock()
@@ -327,7 +330,14 @@ class RunDir:
             not torch.equal(exported[name], tensor.cpu()) for name, tensor in best.state.items()
         ):
             agent = best_agent(population, best)
-            save_agent(agent, self.path / BEST, replace=True, note=note)
+            try:
+                save_agent(agent, self.path / BEST, replace=True, note=note)
+            except CheckpointError:  # a foreign file must not end the run; the next save tries again
+                warn(
+                    f"{self.path / BEST} was not updated, because it is not a folder or has other files. Move them "
+                    "away. The checkpoint has the best member."
+                )
+                return
         self._exported = best
 
     def _check_lock(self) -> None:

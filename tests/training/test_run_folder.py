@@ -218,6 +218,20 @@ def test_resuming_a_finished_run_exports_the_best_member_again(copies, damage):
     assert record == expected[1]
 
 
+@pytest.mark.filterwarnings("ignore:.*has finished")
+def test_other_files_beside_the_best_member_do_not_end_a_run(copies):
+    one, other = copies
+    expected = read_checkpoint(one / "best", kind="agent")
+    swap(one / "best", other / "best")
+    (one / "best" / "policy.onnx").write_text("mine")
+    with pytest.warns(UserWarning, match="other files"):
+        assert resume(one, cart_pole()).finish().result.complete
+    assert (one / "best" / "policy.onnx").read_text() == "mine"
+    (one / "best" / "policy.onnx").unlink()
+    resume(one, cart_pole()).finish()
+    assert equal_states(read_checkpoint(one / "best", kind="agent")[0], expected[0])
+
+
 def test_resuming_a_finished_run_warns_and_writes_nothing(copy):
     journal, export = (copy / "journal.jsonl").read_bytes(), (copy / "best").stat().st_ino
     with pytest.warns(UserWarning, match="has finished"):
