@@ -174,17 +174,18 @@ def update_best(run: RunParts, measured: Mapping[int, Measured]) -> int:
 
 def run_test(run: RunParts) -> TestReport:
     """Evaluate the best member and the untrained base on the test split."""
-    best, began = run.run_state.best, run.clock.now()
+    best, began, questions = run.run_state.best, run.clock.now(), run.schedule.questions("test", run.env)
     assert best is not None  # checked by the caller
     (before, after), tokens = evaluate_states(
         run.population.members,
         [None, best.state],
         run.env,
-        questions=range(run.schedule.questions("test", run.env)),
+        questions=range(questions),
         config=run.fitness,
         stop=run.stop_request,
     )
     run.run_state.test_tokens += tokens
+    run.run_state.test_questions = questions
     gain, standard_error = paired_difference(after, before)
     run.run_state.tested = TestReport(
         questions=len(after.scores),

@@ -199,9 +199,9 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
     schedule, run_state = dataclasses.replace(saved.record.schedule, **limits), saved.record.run_state
     # 3. A run is finished if it has ended, was tested (unless test_questions is 0), and has reached a limit. Overrides
     # count. `Limits` decides about runs that stopped within a generation or before the end of the first.
-    ended, tested = None, run_state.tested
+    ended, asked = None, run_state.test_questions
     was_tested = schedule.test_questions == 0 or (
-        tested is not None and limits.get("test_questions", tested.questions) == tested.questions
+        run_state.tested is not None and limits.get("test_questions", asked) == asked
     )
     if run_state.ended is not None and was_tested and run_state.generation > 0 and run_state.step_in_generation == 0:
         ended = run_state.reached_limit(schedule)

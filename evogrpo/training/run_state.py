@@ -98,6 +98,7 @@ class RunState:
         baseline: Fitness of the untrained base; None before it was measured.
         best: Best member so far; None before the first evaluation.
         tested: Test of the best member; None before the test.
+        test_questions: Number of its questions, including those without a reward; 0 before the test.
         ended: Reason of the run's end; None before it ended.
         history: Every generation that was evaluated. A resumed run reads them from the journal.
     """
@@ -132,6 +133,7 @@ class RunState:
     baseline: Fitness | None = None
     best: Best | None = None
     tested: TestReport | None = None
+    test_questions: Count = 0
     ended: str | None = None
     history: Annotated[list[Generation], Field(exclude=True)] = field(default_factory=list, init=False)
 

@@ -178,7 +178,7 @@ class Trainer(RunParts):
         if self._resumed and self.run_dir is not None:
             self.run_dir.export_best(population, state.best)
         questions = self.schedule.questions("test", self.env)
-        was_tested = questions == 0 or (state.tested is not None and state.tested.questions == questions)
+        was_tested = questions == 0 or (state.tested is not None and state.test_questions == questions)
         if self._resumed and state.ended is not None and was_tested and self.limits.finished():
             self._ended, self._complete = state.ended, True
             self._close()
