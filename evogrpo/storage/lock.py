@@ -62,11 +62,12 @@ class DirectoryLock:
             os.write(self._descriptor, json.dumps({"pid": self._pid, "host": socket.gethostname()}).encode())
 
     def check(self) -> None:
-        """Check that this process still holds the lock of this folder; called before every write.
+        """Check that this process still holds the lock of this folder, or lock it again; called before every write.
 
         Raises:
             ValueError: If the lock was released or replaced.
-            LockLostError: If the folder or its lock was removed, renamed or replaced, or this process is a fork.
+            LockLostError: If the folder or its lock was removed, renamed or replaced, this process is a fork, or
+                another process has the lock.
         """
         if self.lost:
             raise ValueError(f"This run no longer writes into {self.folder}: it was opened again. Use the newer run.")
@@ -83,6 +84,17 @@ class DirectoryLock:
                 f"{self.folder} or its {LOCK} was moved, removed or replaced, so nothing more is written. "
                 "Put the folder back, or resume from its new place."
             )
+        if fcntl is None:
+            return
+        try:
+            # POSIX releases the lock once this process closes any descriptor of the file, as after copying the folder.
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _BUSY:
+                raise LockLostError(
+                    f"{self.folder} is in use by {_holder(self._descriptor)}, so nothing more is written. Stop that "
+                    "process, and resume the run."
+                ) from None
 
     def release(self) -> None:
         """Release the lock."""

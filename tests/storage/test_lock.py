@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from evogrpo.storage.atomic_files import remove_temporary_files
-from evogrpo.storage.lock import LOCK, DirectoryLock
+from evogrpo.storage.lock import LOCK, DirectoryLock, LockLostError
 
 HOLD = "import sys, pathlib; from evogrpo.storage import lock; c = lock.DirectoryLock(pathlib.Path(sys.argv[1])); "
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -51,6 +51,28 @@ def test_the_content_of_a_lock_file_is_not_trusted(tmp_path, holder):
             DirectoryLock(tmp_path)
 
 
+def hold_elsewhere(folder):
+    return subprocess.run(
+        [sys.executable, "-c", HOLD, str(folder)], env=ENVIRONMENT, capture_output=True, text=True, check=False
+    ).stderr
+
+
+def test_a_lock_that_reading_the_folder_has_released_is_taken_again(tmp_path):
+    lock = DirectoryLock(tmp_path)
+    (tmp_path / LOCK).read_bytes()
+    lock.check()
+    assert f"is in use by process {os.getpid()}" in hold_elsewhere(tmp_path)
+    (tmp_path / LOCK).read_bytes()
+    code = HOLD + "print('locked', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout.readline() == b"locked\n"
+        with pytest.raises(LockLostError, match=f"in use by process {other.pid}"):
+            lock.check()
+        other.kill()
+
+
 def test_a_second_lock_of_a_process_takes_over(tmp_path):
     first = DirectoryLock(tmp_path)
     second = DirectoryLock(tmp_path)
@@ -59,10 +81,7 @@ def test_a_second_lock_of_a_process_takes_over(tmp_path):
     with pytest.raises(ValueError, match="opened again"):
         first.check()
     first.release()  # lets go of nothing
-    refused = subprocess.run(
-        [sys.executable, "-c", HOLD, str(tmp_path)], env=ENVIRONMENT, capture_output=True, text=True, check=False
-    )
-    assert f"is in use by process {os.getpid()}" in refused.stderr
+    assert f"is in use by process {os.getpid()}" in hold_elsewhere(tmp_path)
 
 
 def test_without_functions_that_windows_lacks_the_owner_is_written(tmp_path, monkeypatch):
