@@ -234,12 +234,12 @@ def write_checkpoint(
 def _tensor_files(kind: Kind, tensors: Mapping[str, Tensor], file_bytes: int) -> Iterator[tuple[str, bytes]]:
     """Yield names and contents of the tensor files; each tensor is read when its file is filled."""
     held: dict[str, Tensor] = {}
-    file_name, number = f"{kind}.safetensors", 1
+    file_name, number, size = f"{kind}.safetensors", 1, 0  # size: bytes of the held tensors
     for name in list(tensors):
-        if held and sum(tensor.nbytes for tensor in held.values()) >= file_bytes:
+        if held and size >= file_bytes:
             yield file_name, _serialise(held)
             held.clear()
-            number += 1
+            number, size = number + 1, 0
             file_name = f"{kind}-{number:05d}.safetensors"
         if not isinstance(name, str) or name == "__metadata__":
             raise ValueError(f"the name of a tensor must be text other than '__metadata__', got {name!r}.")
@@ -249,6 +249,7 @@ def _tensor_files(kind: Kind, tensors: Mapping[str, Tensor], file_bytes: int) ->
         # safetensors refuses tensors that share memory, and writes the whole storage of a view.
         whole = tensor.detach().resolve_conj().resolve_neg().to("cpu")
         held[name] = whole.clone(memory_format=torch.contiguous_format)
+        size += whole.nbytes
         del tensor, whole  # free their memory before the next tensor is created
     yield file_name, _serialise(held)
 
@@ -293,6 +294,8 @@ def _move_into_place(temporary: Path, folder: Path) -> None:
     previous = folder.with_name(f".{folder.name}.previous")
     replacing = os.path.lexists(folder)
     if replacing:
+        if os.path.lexists(previous):  # a leftover that could not be removed; the next write tries again
+            previous.rename(folder.with_name(f".{folder.name}.temporary-{uuid.uuid4().hex}"))
         folder.rename(previous)
     try:
         temporary.rename(folder)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 from collections.abc import Mapping
 
 import pytest
@@ -180,6 +181,16 @@ def test_a_checkpoint_of_another_version_is_not_lost_by_accident(folder, version
     rewrite_manifest(folder, version=version)
     with pytest.raises(CheckpointError, match="replace=True"):
         write_checkpoint(folder, {}, {})
+
+
+def test_leftovers_that_cannot_be_removed_yet_do_not_hinder_a_write(folder, monkeypatch):
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, **options: None)  # as while NFS has their files open
+    for number in range(3):
+        write_checkpoint(folder, {}, {"number": number}, replace=True)
+        assert read_checkpoint(folder)[1] == {"number": number}
+    monkeypatch.undo()
+    write_checkpoint(folder, {}, {}, replace=True)
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_and_no_litter(folder, monkeypatch):
