@@ -1,5 +1,6 @@
 """Atomic writes: files and folders are written completely or not at all."""
 
+import errno
 import os
 import re
 import shutil
@@ -13,12 +14,18 @@ _TEMPORARY = re.compile(r"\..+\.\d+\.temporary")
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the entries of a folder to disk; does nothing on Windows, which orders such changes itself."""
+    """Sync the entries of a folder to disk.
+
+    Does nothing on Windows, which orders such changes itself, and on file systems that cannot sync a folder.
+    """
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 
