@@ -14,7 +14,7 @@ from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.strategies import Replay, ScheduleStage
 from evogrpo.reporting.lineage import best_schedule, fitness_estimate
 from evogrpo.reporting.summary import read_summary
-from evogrpo.safe_parsing import dump_yaml, read_yaml_file
+from evogrpo.safe_parsing import dump_json, dump_yaml, read_yaml_file
 from evogrpo.storage.atomic_files import make_folder, write_synced
 from evogrpo.training.configuration.reading import override, parse_config
 from evogrpo.training.configuration.sections import CONFIG_FILE, Config
@@ -87,6 +87,7 @@ class HyperparameterSchedule:
                     f"{path} is not a hyperparameter schedule. Pass a run directory, or a file that "
                     "`evogrpo export --schedule` wrote."
                 )
+            dump_json(stored, what=str(path))  # raises for values of YAML that JSON does not have, such as dates
             return validate(cls, stored, str(path), extra="forbid")
         # 2. A run directory: the schedule of its best member.
         summary = read_summary(path)

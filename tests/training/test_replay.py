@@ -1,6 +1,7 @@
 """Replay of the best member's hyperparameter schedule."""
 
 from dataclasses import replace as with_fields
+from datetime import date
 
 import pytest
 import yaml
@@ -131,6 +132,7 @@ def test_a_configured_run_is_replayed_with_its_settings(tmp_path, setting):
         ({"stagess": 1}, "did you mean 'stages'"),
         ({"version": 2}, "version must"),
         ({"stages": "x"}, "stages must be a list"),
+        *(({"origin": {"run": value}}, r"origin\.run is") for value in (date(2026, 1, 1), b"x", {"a"}, float("inf"))),
         (
             {"stages": [{"hyperparameters": {"lr": -1.0}, "generations": [1], "samples_per_step": 8}]},
             "lr must be above 0",
