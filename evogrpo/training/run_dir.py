@@ -199,7 +199,7 @@ class RunDir:
     ) -> None:
         if not isinstance(path, str | PathLike):
             raise ValueError(f"run_dir must be the path of a folder, got {path!r:.80} ({type(path).__name__}).")
-        self.path = Path(path).absolute()  # the program may change its working directory
+        self.path = Path(path).expanduser().absolute()  # the program may change its working directory
         self.run_id = run_id or uuid.uuid4().hex
         self._lock, self._config, self._saved, self._steps = lock, config, saved, steps
         self.logging = logging or LoggingConfig()
@@ -470,7 +470,7 @@ def open_run(path: str | Path, *, writable: bool = False, members_only: bool = F
         ValueError: If another process has locked the directory.
     """
     assert not (writable and members_only), "a run that starts from its members is only read"
-    path = Path(path).absolute()
+    path = Path(path).expanduser().absolute()
     group, found = processes(), []
     if not writable or group.size == 1:
         return _open(path, writable=writable, members_only=members_only)

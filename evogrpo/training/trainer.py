@@ -132,6 +132,12 @@ class Trainer(RunParts):
         self.fitness = fitness or FitnessConfig()
         check_run(population, env, schedule, self.fitness, experience)
         check_strategy(strategy)
+        hooks = [name for name in vars(Callback) if name.startswith("on_")]
+        if not isinstance(callbacks, Sequence):
+            raise ValueError(f"callbacks must be a list of callbacks, got {callbacks!r:.80}.")
+        for each in callbacks:
+            if isinstance(each, type) or not all(callable(getattr(each, hook, None)) for hook in hooks):
+                raise ValueError(f"callbacks must be instances of subclasses of evogrpo.Callback, got {each!r:.80}.")
         # 2. Assemble the parts of the loop.
         self.population, self.env, self.strategy, self.experience = population, env, strategy, experience
         self.schedule, self.run_state = schedule, run_state or RunState(members=len(population))

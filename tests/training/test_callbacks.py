@@ -41,6 +41,13 @@ def test_hooks_are_called_in_order_also_of_a_resumed_run(tmp_path):
     assert again.calls == ["start", "step 2", "step 3", "generation 2", "test", "end True"]
 
 
+@pytest.mark.parametrize("wrong", [Recorder(), Recorder, [Recorder], [print]])
+def test_what_is_no_list_of_callbacks_is_refused_before_training(tmp_path, wrong):
+    with pytest.raises(ValueError, match="callbacks must be"):
+        evolve(step_population(2), cart_pole(), callbacks=wrong, run_dir=tmp_path / "run", **QUICK)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_hook_stops_the_run():
     class Stopper(Recorder):
         def on_step(self, report):

@@ -263,6 +263,7 @@ LOCAL = type("Local", (Fixed,), {})
     [
         (object(), "lacks plan, mutates, to_json, state, load_state"),
         ("tournement", "did you mean 'tournament'"),
+        ({"z": 2}, "strategy must have a name"),
         (LOCAL(), "strategy .*Local"),
         (Forgetful(), "to_json must return arguments"),
         (Opaque(), "is a set, which JSON cannot hold"),

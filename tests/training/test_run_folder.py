@@ -65,6 +65,14 @@ def test_a_relative_run_directory_is_resolved_at_the_start(tmp_path, monkeypatch
     assert generation_folder(tmp_path / "run", 2).is_dir()
 
 
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run_in("~/run").finish()
+    with pytest.warns(UserWarning, match="has finished"):
+        assert resume("~/run", cart_pole()).trainer.shared_run_dir.path == tmp_path / "run"
+    assert (tmp_path / "run" / "best").is_dir()
+
+
 def moved(folder):
     folder.rename(folder.with_name("moved"))
 

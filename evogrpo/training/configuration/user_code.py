@@ -182,8 +182,10 @@ def named_strategy(values: Mapping[str, Any]) -> Strategy:
     """Build the strategy that a configuration or a caller names; user code is imported.
 
     Raises:
-        ValueError: If there is no such class, or a setting is unknown or invalid.
+        ValueError: If there is no name or no such class, or a setting is unknown or invalid.
     """
+    if "name" not in values:
+        raise ValueError(f"strategy must have a name, such as {{'name': 'tournament'}}, got {dict(values)!r:.80}.")
     name = str(values["name"])
     mutation, custom_mutation = values.get("mutation"), None
     if isinstance(mutation, str):
