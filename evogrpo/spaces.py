@@ -181,7 +181,7 @@ def preprocess_observation(
 def _batched(observation: Any, shape: tuple[int, ...], device: torch.device | str) -> Tensor:
     """Return observations as a tensor `[batch, *shape]`; a single one gets a batch dimension of 1."""
     tensor = observation if isinstance(observation, Tensor) else torch.as_tensor(np.asarray(observation))
-    if tuple(tensor.shape) == shape:
+    if tensor.ndim == len(shape) and tuple(tensor.shape) == shape:  # torch.export must not compare sizes of batches
         tensor = tensor[None]
     if tuple(tensor.shape[1:]) != shape or tensor.ndim != len(shape) + 1:
         raise ValueError(f"observation must have shape {shape} or (batch, *{shape}), got {tuple(tensor.shape)}.")

@@ -375,11 +375,11 @@ class EvolvableAlgorithm(Agent):
     # ---- the network
 
     def get_policy(self) -> Any:
-        """Return the policy as a module that shares the agent's weights.
+        """Return the policy as a module.
 
-        For a language model, `policy(input_ids, attention_mask)` returns logits `[n, t, v]`; for a small network,
-        `policy(observations)` returns the distribution parameters `[m, o]` (see `StackedPolicy.module`). For several
-        agents, a dictionary of such modules by policy.
+        For a language model, `policy(input_ids, attention_mask)` returns logits `[n, t, v]`; it shares the agent's
+        weights. For a small network, it is a copy: `policy(observations)` returns the distribution parameters `[m, o]`
+        (see `StackedPolicy.module`). For several agents, a dictionary of such modules by policy.
         """
         return self.members.policy(self.slot, base=self._evaluated_network == "base")
 

@@ -17,7 +17,7 @@ from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConf
 from evogrpo.randomness import generator
 from evogrpo.storage.checkpoint import CheckpointError
 from tests.envs.probes import Masked, MatchBox, MatchDict, MatchDiscrete, MatchMultiDiscrete
-from tests.tiny_networks import MIXED
+from tests.tiny_networks import MIXED, observe, stacked
 from tests.tiny_steps import LIMITS, STEP_SPACE, OwnNetwork, cart_pole, played, step_agent
 from tests.tiny_training import equal_states, learn_from, tiny_agent, tiny_env
 
@@ -121,6 +121,55 @@ def test_actions_start_at_the_spaces_start(make):
     assert state == "mine"
     assert all(env.action_space.contains(action) for action in actions)
     assert env.action_space.contains(agent.predict(seen[0])[0][()])
+
+
+class Tied(OwnNetwork):
+    """Has two layers with the same weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.third = torch.nn.Linear(8, 2)
+        self.third.weight = self.second.weight
+
+    def forward(self, observations):
+        return super().forward(observations) + self.third(torch.sigmoid(self.first(observations)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"normalise_observations": True},
+        {"observation_space": spaces.Box(-1, 1, (), np.float32), "normalise_observations": True},
+        {"action_space": spaces.Box(-1, 1, (2,))},
+        {"observation_space": spaces.Box(0, 255, (6, 7, 3), np.uint8)},
+        {"actor_network": OwnNetwork()},
+        {"actor_network": Tied()},
+    ],
+)
+def test_a_policy_is_an_ordinary_module_of_torch(options):
+    agent = step_agent(**options)
+    if agent.observation_space.shape == (4,) and "normalise_observations" in options:
+        agent.learn(played(agent, starts=1))  # so that there are statistics
+    agent.load_state(agent.state() | {"weights": agent.state()["weights"] + 0.1})
+    policy, networks = agent.get_policy(), agent.members.policies["default"]
+    few, many = (
+        torch.from_numpy(stacked([observe(agent.observation_space, generator(0, "test", row)) for row in range(count)]))
+        for count in (2, 5)
+    )
+    expected = networks.bank.outputs(0, networks.normalise(many.numpy(), np.zeros(5, np.int64)))
+    rows = {0: torch.export.Dim("m", min=2)}
+    exported = torch.export.export(policy, (few,), dynamic_shapes=(rows,)).module()
+    for module in (policy, exported):
+        torch.testing.assert_close(module(many), expected)
+    assert sum(value.numel() for value in policy.parameters()) == len(agent.state()["weights"])
+    other = step_agent(**options, seed=1).get_policy()
+    other.load_state_dict(policy.state_dict())
+    assert torch.equal(other(many), policy(many))
+    if many.is_floating_point():
+        (slope,) = torch.autograd.grad(policy(many.requires_grad_()).sum(), many)
+        assert slope.any()
+    agent.load_state(agent.state() | {"weights": torch.zeros_like(agent.state()["weights"])})
+    assert torch.equal(other(many), policy(many)), "a copy"
 
 
 def test_boxes_are_clipped_for_environments_only():

@@ -27,7 +27,8 @@ from evogrpo.envs.control.rollout import PolicyEpisodes, fits_float32
 from evogrpo.evolution.history import ArchitectureChange
 from evogrpo.models.networks.architecture import NothingToChangeError, mutate_architecture
 from evogrpo.models.networks.bank import StackedBank, to_tensors
-from evogrpo.spaces import flatten, leaf_spaces, unflatten
+from evogrpo.models.networks.networks import ModuleNetwork, split
+from evogrpo.spaces import flatten, leaf_spaces, preprocess_observation, unflatten
 
 StepExperiences = tuple[Any, ...]
 """(observations `[starts, g, t, ...]`, actions `[starts, g, t, ...]` as `get_action` returned them, action masks
@@ -96,11 +97,11 @@ class StackedPolicy:
         return self.bank.act(self.normalise(observations, member_ids), member_ids, **options)
 
     def module(self, slot: int, *, base: bool = False) -> nn.Module:
-        """Return a module that maps raw observations `[m, ...]` to distribution parameters `[m, o]`.
+        """Return a copy of a member's network as a module: raw observations `[m, ...]` to parameters `[m, o]`.
 
         Discrete and MultiDiscrete: concatenated logits. MultiBinary: logits of ones. Box: means, then logarithms of
         standard deviations; for bounded boxes both are in units of half the range, means from its centre. `base`
-        returns the untrained network, with the member's observation statistics.
+        returns the untrained network, with the member's observation statistics. The weights require no gradient.
         """
         return _PolicyModule(self, slot, base)
 
@@ -203,17 +204,63 @@ class StackedPolicy:
 
 
 class _PolicyModule(nn.Module):
-    """Network of a member, with observation normalisation."""
+    """Copy of a member's network, with observation normalisation."""
+
+    shift: torch.Tensor  # these buffers exist with normalisation only
+    scale: torch.Tensor
+    limit: torch.Tensor
 
     def __init__(self, policy: StackedPolicy, slot: int, base: bool) -> None:
         super().__init__()
-        self._policy, self.slot, self._base = policy, slot, base
+        stack, row = (policy.bank.base, 0) if base else policy.bank.locate(slot)
+        self._source, self._space, self._normalised = stack.network, policy.observation_space, tuple[int, ...]()
+        # 1. Weights, by their names in the network; then those that do not depend on observations.
+        weights = {name: value.clone() for name, value in split(stack.row("weights", row), stack.shapes).items()}
+        if isinstance(stack.network, ModuleNetwork):
+            self.network = deepcopy(stack.network.module)
+            for name, parameter in self.network.named_parameters():
+                if name in stack.network.shapes:
+                    parameter.data = weights.pop(name)  # keeps ties
+        else:
+            self.network = nn.Module()
+            for name in stack.network.shapes:
+                owner, (*path, last) = self.network, name.split(".")
+                for part in path:
+                    if not hasattr(owner, part):
+                        owner.add_module(part, nn.Module())
+                    owner = getattr(owner, part)
+                owner.register_parameter(last, nn.Parameter(weights.pop(name)))
+        for name, value in weights.items():
+            self.register_parameter(name, nn.Parameter(value))
+        # 2. Statistics of observations.
+        if policy.statistics is not None:
+            self._normalised = normalised_leaves(self._space)
+            for name, values in zip(("shift", "scale", "limit"), policy.statistics.transformation(), strict=True):
+                self.register_buffer(name, torch.from_numpy(values[slot]).to(policy.bank.device))
+        self.requires_grad_(False).eval()
 
     def forward(self, observations: Any) -> torch.Tensor:
         """Return distribution parameters `[m, o]` for raw observations `[m, ...]`."""
-        count = len(np.asarray(flatten(self._policy.observation_space, observations)[0]))
-        shown = self._policy.normalise(observations, np.full(count, self.slot))
-        return self._policy.bank.outputs(self.slot, shown, base=self._base)
+        # 1. Normalise the observations.
+        parameters = dict(self.network.named_parameters())
+        device, column = next(iter(parameters.values())).device, 0
+        leaves = [torch.as_tensor(leaf, device=device) for leaf in flatten(self._space, observations)]
+        for number in self._normalised:
+            flat = leaves[number].reshape(leaves[number].shape[0], -1)
+            columns = slice(column, column + flat.shape[1])
+            column = columns.stop
+            flat = ((flat - self.shift[columns]) * self.scale[columns]).clamp(-self.limit, self.limit).to(flat.dtype)
+            leaves[number] = flat.view(leaves[number].shape)
+        # 2. Run the network.
+        if isinstance(self._source, ModuleNetwork):
+            shown = preprocess_observation(unflatten(self._space, leaves), self._space, device)
+            outputs: torch.Tensor = self.network(shown).float()
+        else:
+            stacked = unflatten(self._space, [leaf[None] for leaf in leaves])
+            outputs = self._source.differentiable({name: value[None] for name, value in parameters.items()}, stacked)[0]
+        # 3. Add the parameters that do not depend on observations.
+        free = [value.flatten().expand(outputs.shape[0], -1) for value in self.parameters(recurse=False)]
+        return torch.cat([outputs, *free], dim=1)
 
 
 # ---- batches

@@ -274,6 +274,13 @@ class ObservationStatistics:
             m2=self.m2 + later.m2 + delta**2 * self.count[:, None] * share,
         )
 
+    def transformation(self) -> tuple[Array, Array, Array]:
+        """Return a shift and then a scale `[p, d]`, and the limit `[p, 1]` of the result's size."""
+        known = (self.count >= 2)[:, None]
+        variance = self.m2 / np.where(known, self.count[:, None], 1.0)
+        scale = np.where(known, 1 / np.sqrt(variance + _SMALLEST_VARIANCE), 1.0)
+        return np.where(known, self.mean, 0.0), scale, np.where(known, _CLIP, np.inf)
+
     def normalise(self, leaves: Leaves, numbers: Sequence[int], member_ids: NDArray[np.int64]) -> Leaves:
         """Normalise observations `[m, ...]` of members `[m]` and clip them to [-10, 10]; return other leaves unchanged.
 
@@ -284,11 +291,7 @@ class ObservationStatistics:
             numbers: Positions of the leaves to normalise, from `normalised_leaves`.
             member_ids: `[m]` rows of these statistics.
         """
-        known = self.count >= 2
-        variance = self.m2 / np.where(known, self.count, 1.0)[:, None]
-        scale = np.where(known[:, None], 1 / np.sqrt(variance + _SMALLEST_VARIANCE), 1.0)[member_ids]
-        shift = np.where(known[:, None], self.mean, 0.0)[member_ids]
-        limit = np.where(known, _CLIP, np.inf)[member_ids][:, None]
+        shift, scale, limit = (values[member_ids] for values in self.transformation())
         changed = list(leaves)
         column = 0
         for number in numbers:

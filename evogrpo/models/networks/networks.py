@@ -66,7 +66,7 @@ class ObservationEncoder:
             values = part / 255 if leaf.dtype == np.uint8 and isinstance(leaf, spaces.Box) else part
             shape = _image(leaf)
             if shape is None:
-                vectors.append(values.reshape(len(values), -1))
+                vectors.append(values.reshape(values.shape[0], -1))
             elif values.ndim == 3:
                 images.append(values[:, None])
             else:
@@ -276,6 +276,15 @@ class DefaultNetwork:
 
         return outputs, add
 
+    def differentiable(self, parameters: Parameters, observations: Any) -> Tensor:
+        """Return outputs `[q, w, o]` as autograd and `torch.export` understand them, in new memory."""
+        values = self._features(parameters, observations, parameters["output.bias"].device)
+        for name in self._layers:
+            values = torch.baddbmm(parameters[f"{name}.bias"][:, None], values, parameters[f"{name}.weight"])
+            if name != "output":
+                values = getattr(torch.nn.functional, self.config.activation)(values)
+        return values
+
     def outputs_in_numpy(self, parameters: Mapping[str, FloatArray], features: FloatArray) -> FloatArray:
         """Return outputs `[q, w, o]` for features `[q, w, f]` in numpy, if observations are features.
 
@@ -344,6 +353,10 @@ class ModuleNetwork:
         outputs: Required number of outputs.
         device: Device of the copy.
 
+    Attributes:
+        module: The copy, with the weights that members start from.
+        name: Name of the module's class.
+
     Raises:
         ValueError: If the space is not supported, or the module has no parameters or is not such a function.
     """
@@ -356,8 +369,8 @@ class ModuleNetwork:
         # 1. Copy the module, and collect the parameters that members train.
         ObservationEncoder(space)  # checks the space
         assert space is not None
-        self._module, self._space, self.name = deepcopy(module).to(device).eval(), space, type(module).__qualname__
-        trained = [pair for pair in self._module.named_parameters() if pair[1].requires_grad]
+        self.module, self._space, self.name = deepcopy(module).to(device).eval(), space, type(module).__qualname__
+        trained = [pair for pair in self.module.named_parameters() if pair[1].requires_grad]
         self._initial = {name: value.detach().float() for name, value in trained}
         if not self._initial:
             raise ValueError(
@@ -372,7 +385,7 @@ class ModuleNetwork:
             first = np.full(leaf.shape or (), getattr(leaf, "start", 0), leaf.dtype)
             counts = getattr(leaf, "nvec", leaf.n if isinstance(leaf, spaces.Discrete) else 2)
             parts.append(np.stack([first, first + (np.asarray(counts) > 1)]).astype(leaf.dtype))
-        buffers = {name: value.clone() for name, value in self._module.named_buffers()}
+        buffers = {name: value.clone() for name, value in self.module.named_buffers()}
         try:
             with torch.enable_grad():
                 weights = {name: value.clone().requires_grad_() for name, value in self._initial.items()}
@@ -395,7 +408,7 @@ class ModuleNetwork:
                 f"actor_network must be differentiable, but the output of {self.name} requires no gradient. Remove "
                 "no_grad and detach from its forward."
             )
-        after = dict(self._module.named_buffers())
+        after = dict(self.module.named_buffers())
         changed = [name for name, value in buffers.items() if not torch.equal(value, after[name])]
         if changed:
             raise ValueError(
@@ -445,7 +458,7 @@ class ModuleNetwork:
     def _member(self, parameters: Parameters, observations: Any) -> Tensor:
         device = next(iter(parameters.values())).device
         outputs: Tensor = functional_call(
-            self._module, parameters, (preprocess_observation(observations, self._space, device),)
+            self.module, parameters, (preprocess_observation(observations, self._space, device),)
         )
         if not isinstance(outputs, Tensor):
             raise TypeError(f"The module must return a tensor, got {type(outputs).__name__}.")
