@@ -169,6 +169,7 @@ ARMS: dict[str, Arm] = {
     "tournament": Arm(strategy=Tournament),
     "narrowing": Arm(strategy=Narrowing),
     "narrowing shared": Arm(strategy=Narrowing, experience="shared"),
+    "narrowing shared 4": Arm(strategy=Narrowing, kind="shared", experience="shared"),
     "PBT": Arm(strategy=TruncationPBT),
     "PBT shared": Arm(strategy=TruncationPBT, kind="shared", experience="shared"),
     "optuna": Arm(kind="alone"),
@@ -176,7 +177,7 @@ ARMS: dict[str, Arm] = {
 }
 KNOWN = ("tuned", "default")
 """Arms that do not depend on what is unknown; they run once."""
-WITHOUT_LR = ("selection only", "narrowing shared", "PBT shared", "leader")
+WITHOUT_LR = ("selection only", "narrowing shared", "narrowing shared 4", "PBT shared", "leader")
 """Arms that run only if everything is unknown."""
 OF_LANGUAGE = {
     "lr": ("calibrated",),
