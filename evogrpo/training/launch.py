@@ -13,7 +13,7 @@ import evogrpo
 from evogrpo.config.objective import without_effect
 from evogrpo.distributed import processes
 from evogrpo.envs.fingerprint import fingerprint_of
-from evogrpo.safe_parsing import dump_json, dump_yaml, read_yaml_file
+from evogrpo.safe_parsing import dump_json, dump_yaml, load_json, read_yaml_file
 from evogrpo.storage.atomic_files import replace_file
 from evogrpo.synonyms import counterpart
 from evogrpo.training.configuration.reading import override, parse_config, parse_override
@@ -130,7 +130,8 @@ def start(prepared: PreparedRun, run_dir: Path) -> Trainer:
 def write_config(config: Config, run_dir: Path) -> None:
     """Write a resolved configuration to a run directory, atomically."""
     head = f"{CONFIG_HEAD} {evogrpo.__version__} for `evogrpo resume`.\n"
-    replace_file(run_dir / CONFIG_FILE, (head + dump_yaml(config.to_json())).encode("utf-8"))
+    values = load_json(dump_json(config.to_json()))  # YAML cannot hold subclasses of text and numbers
+    replace_file(run_dir / CONFIG_FILE, (head + dump_yaml(values)).encode("utf-8"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 import json
 from importlib.resources import files
 
+import numpy as np
 import pytest
 import yaml
 from datasets import Dataset
@@ -180,6 +181,12 @@ def test_a_local_folder_is_read_like_the_hub(tmp_path, monkeypatch):
     tables = parse_config(values).task.dataset.tables()
     assert [None if table is None else len(table) for table in tables.values()] == [5, None, 3]
     assert tables["test"][1] == {"question": "test 1", "answer": 1}
+
+
+def test_subclasses_of_text_and_numbers_are_stored(tmp_path):
+    values = {"text": type("Text", (str,), {})("1e5"), "number": np.float64(0.1)}
+    write_config(parse_config({"task": {"env": "CartPole-v1", "env_kwargs": values}}), tmp_path)
+    assert read_yaml_file(tmp_path / CONFIG_FILE)["task"]["env_kwargs"] == {"text": "1e5", "number": 0.1}
 
 
 def test_the_schema_names_every_key():
