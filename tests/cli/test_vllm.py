@@ -46,12 +46,12 @@ def test_the_command_of_each_server_is_printed(project, capsys):
 
 @pytest.mark.usefixtures("workdir")
 def test_a_run_is_saved_if_its_server_dies_and_resumes(project, server, capsys):
-    sampler = f"sampler={{vllm: {server.url}, adapters_dir: adapters, timeout: 2.0}}"
+    sampler = f"sampler={{vllm: {server.url}, adapters_dir: adapters, timeout: 5.0}}"
     short = ["population.size=2", "schedule.generations=2", "schedule.steps_per_generation=1"]
     arguments = ["train", str(project / "tiny.yaml"), "--run-dir", "run", sampler, *short]
     # 1. A server that does not answer at the start: nothing is written.
     server.stop()
-    assert main([*arguments, sampler.replace("2.0", "0.5")]) == 2
+    assert main([*arguments, sampler.replace("5.0", "0.5")]) == 2
     assert server.url in capsys.readouterr().err
     # 2. It dies in the second step.
     server.start()
