@@ -66,7 +66,7 @@ def test_a_run_stopped_by_a_signal_resumes_to_the_same_result(
     words = (
         ("resume", "run")
         if number == signal.SIGINT
-        else ("train", str(project / "tiny.yaml"), "--run-dir", "run", "--resume-if-exists")
+        else ("train", str(project / "tiny.yaml"), "--run-dir", "run", "--resume-if-exists", *slow)
     )
     assert main(words) == 0
     assert "Resuming run after generation" in capsys.readouterr().out
