@@ -206,8 +206,7 @@ class EvolvableAlgorithm(Agent):
         Args:
             states: For a language model, prompts `{"input_ids": [1, P], "attention_mask": [1, P]}`, as `HuggingFaceGym`
                 returns them; for a small network, one observation or a batch along a leading axis; for several agents,
-                observations by agent, as the environment returns them. Agents whose mask allows no action
-                wait and get none.
+                observations by agent, as the environment returns them. Agents whose mask allows no action get none.
             training: True samples `group_size` completions per prompt, or one action per observation; False takes the
                 most likely one. None = the agent's training mode.
             action_mask: Legal values of Discrete and MultiDiscrete actions, as environments return them in `info`, or

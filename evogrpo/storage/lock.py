@@ -90,7 +90,7 @@ class DirectoryLock:
             # POSIX releases the lock once this process closes any descriptor of the file, as after copying the folder.
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in _BUSY:
+            if error.errno in _BUSY:  # other errors: a file system without locks, see `_lock_file`
                 raise LockLostError(
                     f"{self.folder} is in use by {_holder(self._descriptor)}, so nothing more is written. Stop that "
                     "process, and resume the run."

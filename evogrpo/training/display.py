@@ -152,7 +152,7 @@ class RunDisplay(Callback):
         shown.append(
             generation_table(report, evolving, width, self.terms, best_so_far=best_so_far, new=new, measure=measure)
         )
-        if best is not None and not best_so_far:
+        if best is not None and (by == "both" or not best_so_far):  # with "both", the table has training rewards only
             score = score_text(best.fitness.mean, best.fitness.standard_error)
             name = "validation fitness" if by == "both" else "fitness"
             shown.append(f"★ best so far: #{best.index} of generation {best.generation}, {name} {score}")
@@ -399,12 +399,14 @@ def generation_table(
         ]
         seconds = f"{member.seconds:.0f} s" if member.seconds < 100 else duration_text(member.seconds)
         costs = [_short_count(member.tokens), *([seconds] if wide else [])]
-        note = member_note(member, report, short=short, best_so_far=best_so_far, new=member.index in new)
+        note = member_note(member, report, short=short, best_so_far=best_so_far, is_new=member.index in new)
         table.add_row(*row, *costs, note, style="bold green" if best else "")
     return table
 
 
-def member_note(member: MemberReport, report: GenerationReport, *, short: bool, best_so_far: bool, new: bool) -> Text:
+def member_note(
+    member: MemberReport, report: GenerationReport, *, short: bool, best_so_far: bool, is_new: bool
+) -> Text:
     """Return notes on a member: failed, new, best (with a star if it is the best so far), no learning signal."""
     if member.failed is not None:
         return Text(printable(member.failed), "red")
@@ -412,7 +414,7 @@ def member_note(member: MemberReport, report: GenerationReport, *, short: bool, 
     if member.index == report.best.index:
         note = "★ best so far" if best_so_far else "best of this generation"
         notes.append(note.split(maxsplit=1)[0] if short else note)
-    if new and member.parent is not None:
+    if is_new and member.parent is not None:
         moves = ", ".join(
             f"{name} {'↑' if new > old else '↓'}"
             if isinstance(old, int | float) and isinstance(new, int | float)

@@ -10,7 +10,7 @@ from gymnasium import spaces
 
 from evogrpo import GRPO, HyperparameterConfig, Objective, RLParameter, evolve
 from evogrpo.algorithms.grpo import NetworkGroup
-from evogrpo.algorithms.policies.networks import space_from_json, space_to_json
+from evogrpo.algorithms.policies.policy_set import space_from_json, space_to_json
 from evogrpo.algorithms.policies.settings import NETWORK_DEFAULTS, STEPWISE
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig

@@ -177,7 +177,7 @@ def test_new_members_are_those_born_in_this_run(fitness, head):
     run.callbacks.append(RunDisplay(console, run))
     generations = [report for report in finish(run) if isinstance(report, GenerationReport)]
     tables = console.file.getvalue().split("Generation ")[1:]
-    assert all(head in table for table in tables)
+    assert all(head in table and ("validation fitness" in table) == (fitness == "both") for table in tables)
     noted = [sum("clone of" in line and "selection:" not in line for line in table.split("\n")) for table in tables]
     assert any(member.born == 2 for member in generations[0].members)
     assert noted == [0, *(len(report.plan.children) for report in generations[:-1])]

@@ -23,7 +23,6 @@ from evogrpo.algorithms.policies.language_sampling import (
     rewarded_batch,
     sample_conversations,
 )
-from evogrpo.algorithms.policies.networks import space_from_json, space_to_json
 from evogrpo.algorithms.policies.policy_set import (
     HELD_OUT,
     Banks,
@@ -34,6 +33,8 @@ from evogrpo.algorithms.policies.policy_set import (
     SamplingRequest,
     autocast_context,
     choose_device,
+    space_from_json,
+    space_to_json,
 )
 from evogrpo.algorithms.policies.settings import LanguageSettings
 from evogrpo.config.search_space import HyperparameterConfig

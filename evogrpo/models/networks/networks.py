@@ -277,7 +277,7 @@ class DefaultNetwork:
         return outputs, add
 
     def differentiable(self, parameters: Parameters, observations: Any) -> Tensor:
-        """Return outputs `[q, w, o]` as autograd and `torch.export` understand them, in new memory."""
+        """Return outputs `[q, w, o]` without in-place operations, for autograd and `torch.export`."""
         values = self._features(parameters, observations, parameters["output.bias"].device)
         for name in self._layers:
             values = torch.baddbmm(parameters[f"{name}.bias"][:, None], values, parameters[f"{name}.weight"])
