@@ -2,7 +2,7 @@
 
     pip install "gymnasium[box2d,mujoco]" optuna reasoning-gym
     python benchmarking/study.py run                                   # all missing runs; a stopped study continues
-    python benchmarking/study.py run --tasks CartPole-v1 --arms calibrated leader --seeds 0 1
+    python benchmarking/study.py run --tasks CartPole-v1 --arms calibrated halving --seeds 0 1
     python benchmarking/study.py table                                 # tables of the recorded runs
     python benchmarking/study.py run --budget 0.02 --results /tmp/try  # a short trial
 
@@ -33,7 +33,6 @@ from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Hyperparameters, i
 from evogrpo.evolution import (
     FitnessConfig,
     Fixed,
-    Leader,
     Narrowing,
     RandomSearch,
     SelectionOnly,
@@ -45,8 +44,8 @@ from evogrpo.evolution import (
 from evogrpo.evolution.founders import point_at
 
 RESULTS = Path(__file__).with_name("study_results")
-FITNESS = FitnessConfig(by="both", racing=True, candidates=3)
-"""Training rewards decide which members survive; validation chooses the best member and is paid for."""
+FITNESS = FitnessConfig(racing=True)
+"""Members race on validation starts, which are paid for."""
 DRAWS = 2**20
 """Names the random stream of first values."""
 
@@ -62,7 +61,7 @@ class Task:
         solved: Score that counts as 1.
         tuned: Hyperparameters tuned by hand on other seeds; None = not tuned.
         samples: Samples per learning step of a single agent.
-        members: Size of populations in which each member samples.
+        members: Size of populations.
         samples_each: Samples per learning step of each of their members.
         validation: Number of validation starts.
         test: Number of test starts.
@@ -147,41 +146,34 @@ class Arm:
 
     Attributes:
         strategy: Rule of selection and mutation.
-        kind: "alone" = a single agent; "members" = each member samples; "shared" = four members that share experience
-            sample as much as a single agent; "leader" = one of four members samples.
+        alone: Train a single agent instead of a population.
         first: "tuned", "default" (the package's values, lr not adapted) or "drawn".
-        experience: "own" or "shared" samples to learn from.
     """
 
     strategy: Callable[[], Strategy] = Fixed
-    kind: str = "members"
+    alone: bool = False
     first: str = "drawn"
-    experience: str = "own"
 
 
 ARMS: dict[str, Arm] = {
-    "tuned": Arm(kind="alone", first="tuned"),
-    "default": Arm(kind="alone", first="default"),
-    "calibrated": Arm(kind="alone"),
+    "tuned": Arm(alone=True, first="tuned"),
+    "default": Arm(alone=True, first="default"),
+    "calibrated": Arm(alone=True),
     "random search": Arm(strategy=RandomSearch),
     "halving": Arm(strategy=SuccessiveHalving),
     "selection only": Arm(strategy=SelectionOnly),
     "tournament": Arm(strategy=Tournament),
     "narrowing": Arm(strategy=Narrowing),
-    "narrowing shared": Arm(strategy=Narrowing, experience="shared"),
-    "narrowing shared 4": Arm(strategy=Narrowing, kind="shared", experience="shared"),
     "PBT": Arm(strategy=TruncationPBT),
-    "PBT shared": Arm(strategy=TruncationPBT, kind="shared", experience="shared"),
-    "optuna": Arm(kind="alone"),
-    "leader": Arm(strategy=Leader, kind="leader", experience="shared"),
+    "optuna": Arm(alone=True),
 }
 KNOWN = ("tuned", "default")
 """Arms that do not depend on what is unknown; they run once."""
-WITHOUT_LR = ("selection only", "narrowing shared", "narrowing shared 4", "PBT shared", "leader")
+WITHOUT_LR = ("selection only",)
 """Arms that run only if everything is unknown."""
 OF_LANGUAGE = {
     "lr": ("calibrated",),
-    "all": ("calibrated", "random search", "tournament", "narrowing shared", "PBT shared", "leader"),
+    "all": ("calibrated", "random search", "tournament"),
 }
 """Arms of language models; the others would take too much processor time."""
 
@@ -217,8 +209,8 @@ def make_run(
 ) -> tuple[Any, Any]:  # fmt: skip
     """Return the environment, and a run that ends with the budget."""
     starts = seed if env_seed is None else env_seed
-    samples = {"members": task.samples_each, "shared": max(8, task.samples // 4)}.get(arm.kind, task.samples)
-    size = {"alone": 1, "members": task.members}.get(arm.kind, 4)
+    samples = task.samples if arm.alone else task.samples_each
+    size = 1 if arm.alone else task.members
     options: dict[str, Any] = {
         "size": size,
         "hp_config": None if size == 1 else space,
@@ -255,8 +247,7 @@ def make_run(
         env,
         strategy=arm.strategy(),
         fitness=FITNESS,
-        experience=arm.experience,
-        steps_per_generation=4 if arm.kind == "members" else 8,
+        steps_per_generation=8 if arm.alone else 4,
         samples_per_step=samples,
         test_questions=0,
         count_evaluations=True,

@@ -17,7 +17,6 @@ from evogrpo.envs.text.multi_turn_gym import MultiTurnGym as MultiTurnGym
 from evogrpo.envs.text.reward_functions import StepRewards as StepRewards
 from evogrpo.evolution.fitness import FitnessConfig as FitnessConfig
 from evogrpo.evolution.plan import Strategy as Strategy
-from evogrpo.evolution.shared_experience import SharedExperience as SharedExperience
 from evogrpo.evolution.strategies.baselines import Fixed as Fixed
 from evogrpo.evolution.strategies.baselines import MutationOnly as MutationOnly
 from evogrpo.evolution.strategies.baselines import RandomSearch as RandomSearch

@@ -289,10 +289,9 @@ class Batch:
             `present`. In conversations, consecutive chosen tokens are a turn; see `positions_in_turn`.
         rewards: `[n]` total reward; NaN = no reward applies.
         group_ids: `[n]` group of each row: one member, one prompt (or reset seed).
-        member_ids: `[n]` slots of the members that learn from the rows.
+        member_ids: `[n]` slots of the members that sampled the rows and learn from them.
         sampler_log_probs: `[n, t]` log-probabilities in nats at sampling time; None = unknown.
         exact: `sampler_log_probs` equal the trainer's, up to rounding in float32.
-        sampled_by: `[n]` slots of the members that acted; None = `member_ids`.
         step_rewards: `[n, t]` reward of each action, for advantages within an episode; NaN = none given. None = only
             totals are known.
         reward_components: `[n, f]` unweighted value of each reward function; NaN where it does not apply. None =
@@ -313,7 +312,6 @@ class Batch:
     chosen: Tensor = None  # type: ignore[assignment]  # set below
     sampler_log_probs: Tensor | None = None
     exact: bool = True
-    sampled_by: Tensor | None = None
     step_rewards: Tensor | None = None
     reward_components: Tensor | None = None
     component_weights: tuple[float, ...] = ()
@@ -356,9 +354,8 @@ class Batch:
         indices, row = self.counted_actions()
         counted = torch.ones(len(row), 1, dtype=torch.bool, device=row.device)
         fields: dict[str, Any] = dict.fromkeys(("step_rewards", "reward_components", "truncated"))
-        for name in ("rewards", "group_ids", "member_ids", "sampled_by"):
-            value = getattr(self, name)
-            fields[name] = None if value is None else select_rows(value, row)
+        for name in ("rewards", "group_ids", "member_ids"):
+            fields[name] = select_rows(getattr(self, name), row)
         for name in ("actions", "sampler_log_probs"):
             value = getattr(self, name)
             fields[name] = None if value is None else value.flatten(0, 1).index_select(0, indices)[:, None]
@@ -401,7 +398,7 @@ class Batch:
 
 # Fields of `Batch` that have no row for each sample, and fields of rows without an axis of actions.
 _NOT_ROWS = ("inputs", "exact", "component_weights", "component_names", "stop")
-_WITHOUT_TIME = ("rewards", "group_ids", "member_ids", "sampled_by", "reward_components", "truncated")
+_WITHOUT_TIME = ("rewards", "group_ids", "member_ids", "reward_components", "truncated")
 
 DEFAULT_POLICY = "default"
 """Name of the policy of a single agent; its keys of a train state have no prefix."""
@@ -578,9 +575,6 @@ class LearnReport:
         optimizer_steps: Steps taken.
         tokens: Tokens (or environment steps) processed, passes without gradient included.
         failed: Reason why the member must be replaced; None = no failure.
-        samples: Number of samples learned from, other members' included; None = its own, one for each advantage.
-        gains: Under shared experience, the estimated gain of the member's policy, before the learning step, over that
-            of each slot whose samples it learns from, in units of advantages.
         loss: Mean loss over the optimizer steps.
         kl: Mean estimate of KL(policy || reference) per action in nats; NaN if none was measured, as with beta 0.
         grad_norm: Mean gradient norm before clipping.
@@ -598,8 +592,6 @@ class LearnReport:
     optimizer_steps: int
     tokens: int
     failed: str | None = None
-    samples: int | None = None
-    gains: Mapping[int, float] = field(default_factory=dict)
 
     loss = _Metric("loss")
     kl = _Metric("kl")

@@ -45,7 +45,7 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (Mutation, {}),
     (Schedule, {"generations": 2}),
     (FitnessConfig, {}),
-    (FitnessConfig, {"by": "both", "sampled": True, "racing": True}),
+    (FitnessConfig, {"sampled": True, "racing": True}),
     (PopulationConfig, {}),
     (LoggingConfig, {}),
     (NetworkConfig, {}),

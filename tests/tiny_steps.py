@@ -9,7 +9,7 @@ import torch
 from evogrpo import GRPO, HyperparameterConfig, Population, RLParameter, Tournament
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.protocol import GroupEnvironment
-from evogrpo.evolution import FitnessConfig, SharedExperience, Strategy
+from evogrpo.evolution import FitnessConfig, Strategy
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.run_dir import RunDir
@@ -51,7 +51,6 @@ def start_run(
     *,
     strategy: Strategy | None = None,
     fitness: object = "validation",
-    experience: SharedExperience | None = None,
     **schedule: Any,
 ) -> Trainer:
     """Return a run that has not started, without TensorBoard logs; a tournament decides by default."""
@@ -62,7 +61,6 @@ def start_run(
         strategy=strategy or Tournament(z=0.0),
         fitness=FitnessConfig.of(fitness),
         run_dir=None if folder is None else RunDir(folder, LoggingConfig(tensorboard=False)),
-        experience=experience,
     )
 
 

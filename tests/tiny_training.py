@@ -258,7 +258,6 @@ def resumed_run(
         fitness=saved.record.fitness,
         run_dir=saved.run_dir(folder),
         run_state=run_state,
-        experience=saved.record.experience,
     )
 
 

@@ -14,7 +14,7 @@ from evogrpo.algorithms.factory import CommonOptions, Options
 from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import RLParameter
-from evogrpo.evolution import FitnessConfig, Mutation, SharedExperience
+from evogrpo.evolution import FitnessConfig, Mutation
 from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.training.configuration.environment_tasks import NetworkAgent, WrapperSection
@@ -26,8 +26,8 @@ from evogrpo.training.task_types import TASK_TYPES
 from evogrpo.validation import json_schema
 
 _SEPARATE = {
-    "task", "hyperparameters", "search_space", "population", "schedule", "strategy", "experience", "fitness", "agent",
-    "logging", "run_id",
+    "task", "hyperparameters", "search_space", "population", "schedule", "strategy", "fitness", "agent", "logging",
+    "run_id",
 }  # fmt: skip
 """Fields of `Config` with a section of their own, and one that users do not set."""
 
@@ -68,13 +68,6 @@ class Key:
     description: str
 
 
-DEFAULTS = (
-    "Populations of small networks use `strategy: narrowing`, `experience: shared` and `fitness: {by: both, racing: "
-    "true, candidates: 3}` if they set none of these, language models `tournament`, `own` and `validation`. "
-    "`experience: own` is also the default beside a `strategy` other than `leader`."
-)
-
-
 def sections() -> list[Section]:
     """Return all sections, in the order of the page."""
     return [
@@ -91,9 +84,7 @@ def sections() -> list[Section]:
         Section(path="schedule", title="Schedule", record=Schedule,
                 lead="Without this section: " + ", ".join(f"`{k}: {v}`" for k, v in DEFAULT_SCHEDULE.items()) + "."),
         Section(path="fitness", title="Fitness", record=FitnessConfig,
-                lead="Or one of the names of `by`. " + DEFAULTS),
-        Section(path="experience", title="Shared experience", record=SharedExperience,
-                lead="Or `own`, or `shared` for the defaults below. " + DEFAULTS),
+                lead="Or one of the names of `by`."),
         *_strategies(),
         Section(path="agent", title="Agent: language models", record=LanguageAgent,
                 others=(CommonOptions, Options)),

@@ -28,10 +28,6 @@ NAMES: Mapping[str, str] = {
     "clip_ratio/low_mean": "fraction of actions whose ratio is clipped at the lower bound",
     "clip_ratio/high_mean": "fraction of actions whose ratio is clipped at the upper bound",
     "clip_ratio/region_mean": "fraction of actions whose ratio is clipped at either bound",
-    "shared_ess": "effective sample size of other members' samples, as a fraction of their actions, averaged over "
-    "these members; missing if not measured, as the next two",
-    "shared_outside": "fraction of these actions whose initial ratio to the behaviour policy is outside the clip range",
-    "shared_share": "fraction of other members' samples that passed the filter",
     "kl": "mean KL(policy || reference) per action by kl_estimator, in nats; missing if none was measured (beta 0)",
     "kl_coef": "beta times the factor of adaptive KL; missing unless kl_target is set",
     "entropy": "mean entropy of the action distributions, in nats, over the actions that needed a forward pass",

@@ -207,7 +207,7 @@ class Agent(HyperparameterAttributes):
         Args:
             members: Policies of the agents; may include other members.
             learners: The members that learn.
-            experience: Rows of these members and their sources, by policy ("default" for a single policy).
+            experience: Rows of these members, by policy ("default" for a single policy).
 
         Returns:
             One report per learner, by slot.

@@ -105,7 +105,6 @@ def resample_groups(
     sampled: RolloutBatch,
     *,
     used: dict[int, int],
-    distinct_starts: bool,
     block: int,
     max_rounds: int,
     stop: Stop = NEVER,
@@ -121,7 +120,6 @@ def resample_groups(
         learners: The members that act.
         sampled: Samples of these members so far, on the first starts of the block.
         used: Number of starts of the block that are used, by slot; updated.
-        distinct_starts: Members use different starts.
         block: Length of the step's block: `1 + max_rounds` times the starts that a member uses without refills.
         max_rounds: Maximum number of rounds, at least 1.
         stop: See `sample_groups`.
@@ -143,9 +141,7 @@ def resample_groups(
         groups = []
         for each in acting:
             groups.append(range(used[each.slot], used[each.slot] + len(without_signal[each.slot])))
-            # With distinct starts, a start that one member uses is used for all.
-            for slot in used if distinct_starts else [each.slot]:
-                used[slot] = groups[-1].stop
+            used[each.slot] = groups[-1].stop
         drawn = sample_groups(members, env, acting, groups, block=block, purpose="refill", number=number, stop=stop)
         # 2. Replace old groups by new ones with signal: `order[i]` is the row, old or new, that becomes row i.
         new_batch = drawn.experience[policy]

@@ -18,7 +18,6 @@ from evogrpo.envs.protocol import GroupEnvironment, Split
 from evogrpo.evolution.fitness import GREEDY_EVALUATION, Fitness
 from evogrpo.evolution.history import NETWORK, Generation, History, MemberRecord
 from evogrpo.evolution.plan import Plan
-from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.models.bank import Sampler
@@ -126,8 +125,6 @@ class Population(Sequence[Any]):
         step: int,
         samples_per_step: int,
         block: int,
-        samples: Sequence[int] | None = None,
-        distinct_starts: bool = False,
         stop: Stop = NEVER,
     ) -> RolloutBatch:
         """Sample and reward the groups of one learning step of the healthy members, all in one batch.
@@ -140,28 +137,21 @@ class Population(Sequence[Any]):
             env: Provides starts and rewards.
             step: Number of the learning step.
             samples_per_step: Completions (or episodes) per member; every group size divides it.
-            block: Number of starts that a step uses without refills, the same for all steps of a run; with
-                `distinct_starts` the sum over members.
-            samples: Number of samples by slot, instead of `samples_per_step`; members with 0 do not act. If all others
-                have failed, the first healthy member acts, with `samples_per_step`.
-            distinct_starts: Each member has starts of its own. Otherwise all use the same ones.
+            block: Number of starts that a step uses without refills, the same for all steps of a run.
             stop: Checked between tokens or steps, and between reward calls.
 
         Raises:
-            ValueError: If a group size does not divide the member's number of samples, or no member is healthy.
+            ValueError: If a group size does not divide `samples_per_step`, or no member is healthy.
         """
-        if not self.healthy:
+        acting = self.healthy
+        if not acting:
             raise ValueError("collect needs a healthy member, but all have failed or retired. Load a checkpoint.")
         # 1. Give each member the starts of its groups.
-        counts = [samples_per_step] * len(self) if samples is None else samples
-        acting = [agent for agent in self.healthy if counts[agent.slot]]
-        if not acting:  # all members with samples have failed: one other member acts, whose starts fit into the block
-            acting, counts = self.healthy[:1], [samples_per_step] * len(self)
-        learners, groups = [agent.learner(step) for agent in acting], list[range]()
+        learners = [agent.learner(step) for agent in acting]
+        groups = list[range]()
         for agent in acting:
-            check_group_size(agent.group_size, counts[agent.slot], owner=f"member {agent.index}")
-            first = groups[-1].stop if groups and distinct_starts else 0
-            groups.append(range(first, first + counts[agent.slot] // agent.group_size))
+            check_group_size(agent.group_size, samples_per_step, owner=f"member {agent.index}")
+            groups.append(range(samples_per_step // agent.group_size))
         # 2. Sample and reward. Refills would prefer groups of medium difficulty, so they do not enter `earned`.
         max_refills = self.members.settings.objective.dynamic_sampling
         full_block = block * (1 + max_refills)
@@ -169,18 +159,13 @@ class Population(Sequence[Any]):
         group_rewards = sampled.mean_group_rewards()
         # 3. Replace groups without learning signal (dynamic sampling).
         if max_refills:
-            # Number of used starts by slot. With distinct starts, the starts of all members count as used by each.
-            used = {
-                each.slot: (groups[-1] if distinct_starts else positions).stop
-                for each, positions in zip(acting, groups, strict=True)
-            }
+            used = {each.slot: positions.stop for each, positions in zip(acting, groups, strict=True)}
             sampled = resample_groups(
                 self.members,
                 env,
                 learners,
                 sampled,
                 used=used,
-                distinct_starts=distinct_starts,
                 block=full_block,
                 max_rounds=max_refills,
                 stop=stop,
@@ -189,21 +174,12 @@ class Population(Sequence[Any]):
         self.members.update_statistics(sampled.observed)
         return replace(sampled, earned=group_rewards)
 
-    def learn(
-        self,
-        experience: Experience,
-        *,
-        step: int,
-        shared: SharedExperience | None = None,
-        stop: Stop = NEVER,
-    ) -> dict[int, LearnReport]:
+    def learn(self, experience: Experience, *, step: int, stop: Stop = NEVER) -> dict[int, LearnReport]:
         """Take one learning step of the healthy members, and mark those that fail.
 
         Args:
-            experience: Rows by policy: of every healthy member or, with `shared`, of some members.
+            experience: Rows of every healthy member, by policy.
             step: Number of the learning step; part of the name of the random streams.
-            shared: Filter for samples of other members: each member learns from all that sampled. None = each member
-                learns from its own samples.
             stop: Checked before each forward pass. After an interruption, members may have learned in part.
 
         Returns:
@@ -213,9 +189,6 @@ class Population(Sequence[Any]):
             ValueError: If the experience does not fit, or a custom algorithm returns a report with wrong types.
         """
         learners = [agent.learner(step) for agent in self.healthy]
-        if shared is not None:
-            sampled = sorted({slot for batch in experience.values() for slot in batch.member_ids.unique().tolist()})
-            learners = [replace(learner, sources=tuple(sampled), shared=shared) for learner in learners]
         healthy = [learner.slot for learner in learners]
         self.members.banks.changed.update(healthy)  # before the change, which may raise half-way
         experience = {policy: replace(batch, stop=stop) for policy, batch in experience.items()}
@@ -357,6 +330,8 @@ def _checked(report: LearnReport) -> LearnReport:
     """Return a report with plain numbers; raise ValueError for types that a resumed run would refuse."""
     if not isinstance(report.failed, str | None):
         raise ValueError(f"LearnReport.failed must be text or None, got {report.failed!r:.80}.")
-    names = [name for name in ("optimizer_steps", "tokens", "samples") if getattr(report, name) is not None]
-    counts: dict[str, Any] = {name: whole_between(f"LearnReport.{name}", getattr(report, name), 0) for name in names}
-    return replace(report, **counts)
+    return replace(
+        report,
+        optimizer_steps=whole_between("LearnReport.optimizer_steps", report.optimizer_steps, 0),
+        tokens=whole_between("LearnReport.tokens", report.tokens, 0),
+    )

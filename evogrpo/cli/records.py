@@ -64,7 +64,7 @@ def best(args: argparse.Namespace) -> int:
     values = member.hyperparameters.to_json()
     # 1. Facts about the member. It may have further fitness measures, such as training rewards.
     fitness, untrained = fitness_estimate(member), summary.baseline and {summary.terms.untrained: summary.baseline}
-    measure = summary.terms.fitness.replace("validation", summary.baseline_split)
+    measure = summary.fitness_text
     others = [f"{name} {estimate}" for name, estimate in member.measured.items() if estimate != fitness]
     rows = {
         "run": summary.title,

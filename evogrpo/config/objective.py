@@ -460,7 +460,6 @@ def default_space(
     fixed: Collection[str],
     samples_per_step: int | None,
     rows_are_samples: bool,
-    shared: bool = False,
 ) -> HyperparameterConfig:
     """Return the default search space: the hyperparameters of `DEFAULT_SEARCHED` that are not fixed and have an effect.
 
@@ -471,7 +470,6 @@ def default_space(
         fixed: Hyperparameters that the caller has set.
         samples_per_step: Samples of each member per learning step; None = unknown, group sizes then do not evolve.
         rows_are_samples: See `without_effect`.
-        shared: See `without_effect`.
     """
     names = [name for name in DEFAULT_SEARCHED if name != "target_kl" or first.target_kl is not None]
     if first.target_kl is None:
@@ -482,9 +480,7 @@ def default_space(
         names.remove("group_size")
     space = HyperparameterConfig(**{name: ranges[name] for name in names if name not in fixed})
     samples = samples_per_step or 2  # unknown: the smallest number, so that one optimizer step takes all
-    unused = without_effect(
-        objective, [first], space, samples_per_step=samples, rows_are_samples=rows_are_samples, shared=shared
-    )
+    unused = without_effect(objective, [first], space, samples_per_step=samples, rows_are_samples=rows_are_samples)
     return HyperparameterConfig(**{name: parameter for name, parameter in space.items() if name not in unused})
 
 
@@ -495,7 +491,6 @@ def without_effect(
     *,
     samples_per_step: int,
     rows_are_samples: bool = True,
-    shared: bool = False,
 ) -> dict[str, str]:
     """Return the evolving hyperparameters that change nothing, each with the reason and the fix.
 
@@ -506,7 +501,6 @@ def without_effect(
         samples_per_step: Samples of each member per learning step.
         rows_are_samples: `batch_size` counts samples. False where it counts transitions, whose number is not known in
             advance.
-        shared: Members also learn from each other's samples, whose ratio is not 1 at first.
 
     Returns:
         One message per hyperparameter, in the order of `space`; empty if all have an effect.
@@ -527,7 +521,7 @@ def without_effect(
     one_epoch = "update_epochs" not in space and all(member.update_epochs == 1 for member in members)
     if rows_are_samples and min(lowest("batch_size", member, space) for member in members) >= samples_per_step:
         reasons["batch_size"] = f"all values are at least samples_per_step ({samples_per_step}). Lower its range"
-        if one_epoch and not shared:
+        if one_epoch:
             names = [*CLIPS, *(["beta"] if objective.reference == "old" else [])]
             cause = "with one optimizer step per rollout the policy is the one that sampled"
             fix = f"Raise update_epochs, or lower batch_size below samples_per_step ({samples_per_step})"

@@ -5,10 +5,8 @@ from evogrpo.evolution.founders import spread_founders
 from evogrpo.evolution.history import Changes, Generation, History, MemberRecord, SlotRecord, changes_between
 from evogrpo.evolution.mutation import Mutation, Perturbation, Proposal, proposals
 from evogrpo.evolution.plan import Choice, Plan
-from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import (
     Fixed,
-    Leader,
     MutationOnly,
     Narrowing,
     RandomSearch,
@@ -24,9 +22,9 @@ from evogrpo.evolution.strategies import (
 )
 
 __all__ = [
-    "Changes", "Choice", "Fitness", "FitnessConfig", "Fixed", "Generation", "History", "Leader", "MemberRecord",
+    "Changes", "Choice", "Fitness", "FitnessConfig", "Fixed", "Generation", "History", "MemberRecord",
     "Mutation", "MutationOnly", "Narrowing", "Perturbation", "Plan", "Proposal", "RandomSearch",
-    "Replay", "ScheduleStage", "SelectionOnly", "SharedExperience", "SlotRecord", "Stateless", "Strategy",
+    "Replay", "ScheduleStage", "SelectionOnly", "SlotRecord", "Stateless", "Strategy",
     "SuccessiveHalving", "Tournament", "TruncationPBT", "changes_between", "paired_difference", "proposals",
     "spread_founders", "strategy_from_json",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from evogrpo.validation import REAL, WHOLE, Flag, NonNegativeFloat, Real, Whole, finite_number, settings
+from evogrpo.validation import REAL, WHOLE, Flag, Real, Whole, finite_number, settings
 
 GREEDY, SAMPLED, ROLLOUTS = "greedy", "sampled", "rollouts"
 MEASURES = (GREEDY, SAMPLED, ROLLOUTS)
@@ -92,8 +92,7 @@ def paired_difference(a: Fitness, b: Fitness) -> tuple[float, float]:
 def difference(a: Fitness, b: Fitness) -> tuple[float, float]:
     """Compare two members question by question, or by their means if they have fewer than 2 common questions.
 
-    Under shared experience each member has training rewards on the samples of sources of its own, so that two members
-    may have none in common.
+    Training rewards of different generations, for example, have no question in common.
 
     Args:
         a: Fitness of one member.
@@ -120,7 +119,7 @@ def _mean_and_standard_error(values: Sequence[float]) -> tuple[float, float]:
     return mean, math.sqrt(variance / count)
 
 
-FitnessBy = Literal["validation", "rollouts", "both"]
+FitnessBy = Literal["validation", "rollouts"]
 
 
 @settings
@@ -129,24 +128,16 @@ class FitnessConfig:
 
     Training rewards are always recorded, without extra cost: the raw rewards of the last half of a generation's
     learning steps, averaged per prompt (or reset seed). They measure the policy that sampled, so they lag behind
-    learning. In the first learning steps of a child they measure its parent. Under shared experience members are
-    compared on the samples of all members: the mean reward, plus the estimated gain of the member's policy over the
-    policy that sampled. The gain is computed from the member's own advantages, so members that differ in advantage
-    type, `gamma` or `advantage_clip` are compared with a bias.
+    learning. In the first learning steps of a child they measure its parent.
 
     Attributes:
         by: Measure that selection uses. "validation": answers to the validation questions. "rollouts": training
-            rewards; there is no evaluation, and the founders' first learning step measures the untrained base. "both":
-            training rewards decide which members are replaced. The run's best is chosen on validation questions,
-            which only the best members by training rewards answer.
+            rewards; there is no evaluation, and the founders' first learning step measures the untrained base.
         sampled: Sample answers to held-out questions at temperature 1 instead of greedily, with the same random numbers
             for all members and evaluations. Also applies to the test.
         answers: Number of sampled answers to each held-out question, which are averaged.
         racing: Evaluate in rounds; members that are clearly behind the leader leave the race early.
         race_error: Maximum probability that the best member leaves a race early.
-        candidates: For "both", maximum number of members of a generation that answer validation questions.
-        z: For "both", maximum distance of these members from the best by training rewards, in standard errors of the
-            paired difference.
 
     Raises:
         ValueError: If a setting is out of range, or has no effect given the others.
@@ -157,8 +148,6 @@ class FitnessConfig:
     answers: Annotated[int, Field(ge=1, le=10_000), WHOLE] = 1
     racing: Flag = False
     race_error: Annotated[float, Field(gt=0, lt=0.5), REAL] = 0.05
-    candidates: Annotated[int, Field(ge=1, le=100_000), WHOLE] = 2
-    z: NonNegativeFloat = 1.0
 
     def __post_init__(self) -> None:
         if self.answers > 1 and not self.sampled:
@@ -191,10 +180,6 @@ class FitnessConfig:
         """True if members answer validation questions."""
         return self.by != ROLLOUTS
 
-    def answering(self, members: int) -> int:
-        """Return the maximum number of members, of this many, that answer validation questions after a generation."""
-        return {"validation": members, "both": min(members, self.candidates), "rollouts": 0}[self.by]
-
     @property
     def validation_measure(self) -> str:
         """Measure of held-out questions: "greedy" or "sampled"."""
@@ -203,7 +188,7 @@ class FitnessConfig:
     @property
     def selection_measure(self) -> str:
         """Measure used by selection: one of `MEASURES`."""
-        return self.validation_measure if self.by == "validation" else ROLLOUTS
+        return self.validation_measure if self.uses_validation else ROLLOUTS
 
 
 GREEDY_EVALUATION = FitnessConfig()

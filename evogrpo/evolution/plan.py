@@ -53,8 +53,6 @@ class Plan:
         reasons: Reason for each slot, as text.
         samples_per_step: Samples each member collects per learning step from now on; None = unchanged.
         steps_per_generation: Learning steps per generation from now on; None = unchanged.
-        samples: Samples of each slot per learning step until the next plan, in whole groups. Their sum is at most
-            `samples_per_step` times the number of members. None = `samples_per_step` each.
 
     Raises:
         ValueError: If the fields contradict each other.
@@ -66,7 +64,6 @@ class Plan:
     reasons: tuple[str, ...]
     samples_per_step: Whole | None = None
     steps_per_generation: Whole | None = None
-    samples: tuple[Whole, ...] | None = None
 
     def __post_init__(self) -> None:
         slots = range(len(self.parents))
@@ -100,7 +97,6 @@ class Plan:
         rng: np.random.Generator | None = None,
         samples_per_step: int | None = None,
         steps_per_generation: int | None = None,
-        samples: tuple[int, ...] | None = None,
     ) -> Self:
         """Build a plan from one choice per slot: number the children, and record their parents and changes.
 
@@ -115,7 +111,6 @@ class Plan:
             rng: Random generator of mutations and proposals. Draws depend on members' indices, not on slots.
             samples_per_step: See the attribute.
             steps_per_generation: See the attribute.
-            samples: See the attribute.
 
         Raises:
             ValueError: If there are mutations or proposals and no generator, or if all members failed.
@@ -177,7 +172,6 @@ class Plan:
             reasons=tuple(reasons),
             samples_per_step=samples_per_step,
             steps_per_generation=steps_per_generation,
-            samples=samples,
         )
 
     @property
@@ -191,8 +185,8 @@ class Plan:
 
         Raises:
             ValueError: If slots or generation do not match the history, a parent has failed or is missing, or a child
-                has a wrong index or parent. Also if steps are out of range, samples exceed the budget, or a group size
-                does not divide them.
+                has a wrong index or parent. Also if steps are out of range, or a group size does not divide the
+                samples.
         """
         # 1. Check slots, parents and indices.
         last = history.last
@@ -216,17 +210,6 @@ class Plan:
             whole_between("steps_per_generation", self.steps_per_generation, 1, MAX_STEPS)
         history.space.for_samples_per_step(samples)  # raises if the space has no valid group size
         born = {child.slot: child for child in self.children}
-        budget = samples * (len(self.parents) - len(self.vacant))
-        if self.samples is not None and not self._are_counts(self.samples):
-            raise ValueError(
-                "samples must have one non-negative integer for each slot, 0 for empty slots and not all 0, got "
-                f"{self.samples} for {len(self.parents)} slots."
-            )
-        if self.samples is not None and sum(self.samples) > budget:
-            raise ValueError(
-                f"the sum of samples must be at most {budget}, samples_per_step={samples} for each member, got "
-                f"{sum(self.samples)}: {self.samples}."
-            )
         # 3. Check group sizes and parents of the next members: a slot's child, or the member that it keeps.
         for slot, parent in enumerate(self.parents):
             copied = None if parent is None else last.member(parent)
@@ -238,21 +221,7 @@ class Plan:
                     f"slot {slot}: the child takes the state of member {copied.index}, but its parent is member "
                     f"{occupant.parent}. Set parent={copied.index}."
                 )
-            group_size, owner = occupant.hyperparameters.group_size, f"member {occupant.index}"
-            check_group_size(group_size, samples, owner=owner)
-            if self.samples is not None and self.samples[slot] % group_size:
-                raise ValueError(
-                    f"samples must be whole groups, got {self.samples[slot]} for {owner} with group_size={group_size}."
-                )
-
-    def _are_counts(self, samples: Sequence[int]) -> bool:
-        """Return True if samples have one non-negative count per slot, 0 for vacant slots and not all 0."""
-        return (
-            len(samples) == len(self.parents)
-            and all(isinstance(count, int) and count >= 0 for count in samples)
-            and any(samples)
-            and not any(samples[slot] for slot in self.vacant)
-        )
+            check_group_size(occupant.hyperparameters.group_size, samples, owner=f"member {occupant.index}")
 
 
 def draw_distinct(
@@ -326,13 +295,6 @@ class Strategy(Protocol):
 
 class Stateless:
     """Base class of strategies without state; their settings are usually the fields of a frozen dataclass."""
-
-    def first_samples(self, members: int, samples_per_step: int) -> list[int] | None:
-        """Return the samples of each slot per learning step in the first generation; None = `samples_per_step` each.
-
-        See `Plan.samples`.
-        """
-        return None
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values; a perturbation is one under the name `mutation`."""

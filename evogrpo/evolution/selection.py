@@ -124,8 +124,8 @@ def has_stagnated(history: History, z: float) -> bool:
     """Return True if no member improved significantly in the last generation.
 
     Every healthy member is compared with its own fitness in the generation before, or that of its parent. This needs
-    generations that answer the same questions: fitness by "validation". Training rewards, used by "rollouts" and
-    "both", are of other learning steps in each generation, so they never count as stagnated.
+    generations that answer the same questions: fitness by "validation". Training rewards are of other learning steps in
+    each generation, so they never count as stagnated.
 
     Args:
         history: History up to the last generation.

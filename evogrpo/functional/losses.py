@@ -298,33 +298,6 @@ def importance_weights(
     return torch.where(mask, ratio, 1.0)
 
 
-def effective_sample_fraction(log_ratios: Tensor, sources: Tensor, count: int) -> Tensor:
-    r"""Return the effective sample size of each source's actions under another policy, divided by their number.
-
-    With w = exp(log_ratios) it is (sum w)^2 / (k sum w^2) over the k actions of a source: 1 if all weights are equal,
-    1/k if one weight dominates.
-
-    Args:
-        log_ratios: `[k]` log-probabilities under the learning policy minus those under the acting policy, in nats.
-        sources: `[k]` source of each action, from 0 to `count - 1`.
-        count: Number of sources.
-
-    Returns:
-        `[count]` float64 in [0, 1]; NaN for a source without actions.
-
-    Source: Kish, Survey Sampling (1965).
-    """
-    logs = log_ratios.double()
-    # A common factor cancels. Dividing by the largest weight of a source prevents overflow.
-    largest = logs.new_full((count,), -math.inf).scatter_reduce(0, sources, logs, "amax")
-    weights = (logs - largest[sources]).exp()
-    totals, squares, amounts = (
-        logs.new_zeros(count).index_add(0, sources, summands)
-        for summands in (weights, weights**2, torch.ones_like(logs))
-    )
-    return totals**2 / (amounts * squares)
-
-
 def high_entropy_mask(entropies: Tensor, mask: Tensor, member_ids: Tensor, quantile: float) -> Tensor:
     """Return a mask of each member's actions with the highest entropy.
 

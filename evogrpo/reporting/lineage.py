@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.evolution.fitness import GREEDY, SAMPLED
 from evogrpo.evolution.history import NETWORK, MemberRecord
 from evogrpo.evolution.strategies import ScheduleStage
 from evogrpo.reporting.records import Estimate, GenerationReport, MemberReport
@@ -25,10 +24,7 @@ def best_member(generations: Sequence[GenerationReport]) -> MemberReport | None:
 
 
 def fitness_estimate(member: MemberReport) -> Estimate | None:
-    """Return the fitness of a member on validation questions, or by training rewards if it answered none."""
-    for measure in (GREEDY, SAMPLED):
-        if measure in member.measured:
-            return member.measured[measure]
+    """Return the fitness of a member with its standard error; None if it failed."""
     if member.fitness is None or member.standard_error is None:
         return None
     return Estimate(mean=member.fitness, standard_error=member.standard_error)
@@ -121,16 +117,10 @@ def best_schedule(summary: RunSummary) -> BestSchedule:
     stages: list[ScheduleStage] = []
     for report in line:
         number = report.generation
-        samples = generations[number - 1].samples_per_step or 0
-        # The plan before this generation may set the samples of each slot. A member that does not sample learns from as
-        # many samples of other members.
-        plan = generations[number - 2].plan if number > 1 else None
-        if plan is not None and plan.samples is not None:
-            samples = dict(enumerate(plan.samples)).get(report.slot) or samples
         stage = ScheduleStage(
             hyperparameters=report.hyperparameters,
             generations=(ends[number] - ends[number - 1],),
-            samples_per_step=samples,
+            samples_per_step=generations[number - 1].samples_per_step or 0,
         )
         last = stages[-1] if stages else None
         if last and (last.hyperparameters, last.samples_per_step) == (stage.hyperparameters, stage.samples_per_step):

@@ -393,9 +393,9 @@ def _outcome(summary: RunSummary) -> str:
     baseline, test, best = summary.baseline, summary.test, best_member(summary.generations)
     rows: list[tuple[str, str, Estimate | None, int]] = []
     if baseline is not None:
-        rows.append((f"{terms.untrained}, {summary.baseline_split}", "", baseline.fitness, baseline.questions))
+        rows.append((f"{terms.untrained}, {summary.split}", "", baseline.fitness, baseline.questions))
     if best is not None:
-        words = f"member #{best.index} after generation {best.generation}, {summary.baseline_split}"
+        words = f"member #{best.index} after generation {best.generation}, {summary.split}"
         rows.append((words, "best", fitness_estimate(best), best.questions or (baseline.questions if baseline else 0)))
     if test is not None:
         rows.append((f"{terms.untrained}, test", "", test.before, test.questions))

@@ -33,8 +33,7 @@ def changed_budgets(plan: Plan | None) -> list[str]:
     if plan is None:
         return []
     changed = {"samples per step": plan.samples_per_step, "steps per generation": plan.steps_per_generation}
-    changes = [f"{value} {name}" for name, value in changed.items() if value is not None]
-    return changes + ([f"{' '.join(map(str, plan.samples))} samples per step by slot"] if plan.samples else [])
+    return [f"{value} {name}" for name, value in changed.items() if value is not None]
 
 
 METRICS: Mapping[str, tuple[str, str]] = {
@@ -93,23 +92,13 @@ class RunSummary:
     @property
     def split(self) -> str:
         """Split that fitness is measured on: "validation" or "training"."""
-        return "training" if self._fitness_by in (ROLLOUTS, "both") else "validation"
-
-    @property
-    def baseline_split(self) -> str:
-        """Split that the untrained base is measured on, and on which the run's best member is chosen."""
-        return "training" if self._fitness_by == ROLLOUTS else "validation"
+        config = self.facts.get("fitness")  # untrusted
+        return "training" if isinstance(config, Mapping) and config.get("by") == ROLLOUTS else "validation"
 
     @property
     def start(self) -> Estimate | None:
-        """Fitness that founders start from: that of the untrained base, if measured on the same split."""
-        return self.baseline.fitness if self.baseline is not None and self.split == self.baseline_split else None
-
-    @property
-    def _fitness_by(self) -> object:
-        """`FitnessConfig.by` of the run; untrusted."""
-        config = self.facts.get("fitness")
-        return config.get("by") if isinstance(config, Mapping) else None
+        """Fitness that founders start from: that of the untrained base."""
+        return None if self.baseline is None else self.baseline.fitness
 
     @property
     def fitness_text(self) -> str:

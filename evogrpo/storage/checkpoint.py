@@ -33,7 +33,7 @@ __all__ = ["CheckpointError", "Manifest", "read_checkpoint", "read_record", "ver
 
 Kind = Literal["population", "agent"]
 FORMAT = "evogrpo-checkpoint"
-VERSION = 4
+VERSION = 5
 """Format of checkpoints; only this one is read."""
 
 MANIFEST_NAME = "manifest.json"

@@ -16,7 +16,7 @@ from evogrpo.storage.atomic_files import (
     sync_folder,
 )
 
-VERSION = 3
+VERSION = 4
 """Version of the format, in the first event; only this one is read."""
 
 # Start of every line of a journal. Other files are refused, so that they are not changed.

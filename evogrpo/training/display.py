@@ -147,15 +147,13 @@ class RunDisplay(Callback):
         # `born` does not tell new members: it may be a generation of an earlier run of this population.
         before = [slot.member for each in self._trainer.run_state.history[-2:-1] for slot in each.slots if slot.member]
         new = {each.index for each in report.members} - {each.index for each in before} if before else set()
-        by = self._trainer.fitness.by
-        measure = "fitness" if by == "validation" else "training"
+        measure = "fitness" if self._trainer.fitness.uses_validation else "training"
         shown.append(
             generation_table(report, evolving, width, self.terms, best_so_far=best_so_far, new=new, measure=measure)
         )
-        if best is not None and (by == "both" or not best_so_far):  # with "both", the table has training rewards only
+        if best is not None and not best_so_far:
             score = score_text(best.fitness.mean, best.fitness.standard_error)
-            name = "validation fitness" if by == "both" else "fitness"
-            shown.append(f"★ best so far: #{best.index} of generation {best.generation}, {name} {score}")
+            shown.append(f"★ best so far: #{best.index} of generation {best.generation}, fitness {score}")
         shown += plan_lines(report)
         table = completions_table(report.examples, report.best.index, width)
         if table is not None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from evogrpo.algorithms.evaluation import evaluate_states, measure_fitness
 from evogrpo.data import LearnReport
@@ -14,12 +15,15 @@ from evogrpo.reporting.records import (
     TestReport,
 )
 from evogrpo.text import pluralize, score_text
-from evogrpo.training.run_state import Best, RunParts, RunState
+from evogrpo.training.run_state import Best, RunState
 from evogrpo.training.schedule import REMEDY, TOO_FEW
 from evogrpo.warnings import warn
 
+if TYPE_CHECKING:
+    from evogrpo.training.trainer import Trainer
 
-def measure_baseline(run: RunParts) -> BaselineReport:
+
+def measure_baseline(run: "Trainer") -> BaselineReport:
     """Measure the untrained base on the first validation questions."""
     began, config = run.clock.now(), run.fitness
     fitness, tokens = measure_fitness(
@@ -41,7 +45,7 @@ def measure_baseline(run: RunParts) -> BaselineReport:
     )
 
 
-def _add_cost(run: RunParts, tokens: int, began: float) -> EvaluationCost:
+def _add_cost(run: "Trainer", tokens: int, began: float) -> EvaluationCost:
     """Add the cost of an evaluation to the run, and return it."""
     cost = EvaluationCost(tokens=tokens, seconds=run.clock.now() - began)
     run.run_state.add_evaluation(cost)
@@ -84,7 +88,7 @@ class Measured:
     cost: EvaluationCost = field(default_factory=EvaluationCost)
 
 
-def measure(run: RunParts) -> dict[int, Measured]:
+def measure(run: "Trainer") -> dict[int, Measured]:
     """Measure every healthy member, and set the measure that selection uses as its fitness.
 
     Returns:
@@ -97,14 +101,12 @@ def measure(run: RunParts) -> dict[int, Measured]:
     # 1. Training rewards of every member.
     training_fitness = {agent.slot: run_state.training_fitness(agent.slot) for agent in population.healthy}
     rollouts = {slot: fitness for slot, fitness in training_fitness.items() if fitness is not None}
-    if config.selection_measure == ROLLOUTS and len(rollouts) < len(training_fitness):
+    if not config.uses_validation and len(rollouts) < len(training_fitness):
         lacking = min(training_fitness.keys() - rollouts.keys())
         count = len({(step, position) for step, position, _ in run_state.rollouts[lacking]})
         raise ValueError(f"{TOO_FEW}, got {count} of member {population.agents[lacking].index}. {REMEDY}")
-    # 2. Validation questions, for all members or for those near the best.
-    slots = list(training_fitness) if config.by == "validation" else []
-    if config.by == "both":
-        slots = candidates(rollouts, config.z, config.candidates)
+    # 2. Validation questions.
+    slots = list(training_fitness) if config.uses_validation else []
     began, answered, tokens = run.clock.now(), dict[int, Fitness](), dict[int, int]()
     if slots:
         answered, tokens = measure_fitness(
@@ -137,29 +139,17 @@ def measure(run: RunParts) -> dict[int, Measured]:
     return measured
 
 
-def candidates(fitness: Mapping[int, Fitness], z: float, limit: int) -> list[int]:
-    """Return at most `limit` slots, the best and those within z standard errors of it, in slot order."""
-    ranked, near = sorted(fitness, key=lambda slot: (-fitness[slot].mean, slot)), []
-    for slot in ranked:
-        lead, standard_error = difference(fitness[ranked[0]], fitness[slot])
-        if lead <= z * standard_error:
-            near.append(slot)
-    return sorted(near[:limit])
-
-
-def update_best(run: RunParts, measured: Mapping[int, Measured]) -> int:
+def update_best(run: "Trainer", measured: Mapping[int, Measured]) -> int:
     """Compare the best of a generation with the best so far, and return its slot.
 
-    The best is chosen on validation questions if there are any. Of equal members the one with the lowest index is
-    chosen, as in `evogrpo.evolution.history.Generation.healthy`.
+    Of equal members the one with the lowest index is chosen, as in `evogrpo.evolution.history.Generation.healthy`.
 
     Args:
         run: The run, whose best member is updated.
         measured: Fitness of the members, by slot.
     """
-    population, config, run_state = run.population, run.fitness, run.run_state
-    name = config.validation_measure if config.uses_validation else config.selection_measure
-    fitness = {slot: each.fitness[name] for slot, each in measured.items() if name in each.fitness}
+    population, run_state = run.population, run.run_state
+    fitness = {slot: each.fitness[run.fitness.selection_measure] for slot, each in measured.items()}
     slot = min(fitness, key=lambda slot: (-fitness[slot].mean, population.agents[slot].index, slot))
     best = Best(
         member=population.agents[slot].record(),
@@ -172,7 +162,7 @@ def update_best(run: RunParts, measured: Mapping[int, Measured]) -> int:
     return slot
 
 
-def run_test(run: RunParts) -> TestReport:
+def run_test(run: "Trainer") -> TestReport:
     """Evaluate the best member and the untrained base on the test split."""
     best, began, questions = run.run_state.best, run.clock.now(), run.schedule.questions("test", run.env)
     assert best is not None  # checked by the caller

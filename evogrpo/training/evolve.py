@@ -19,8 +19,7 @@ from evogrpo.algorithms.population import Population
 from evogrpo.distributed import is_rank_zero
 from evogrpo.envs.protocol import GroupEnvironment, SupportsPreflight
 from evogrpo.evolution.fitness import FitnessBy, FitnessConfig
-from evogrpo.evolution.shared_experience import SharedExperience
-from evogrpo.evolution.strategies import Strategy, with_defaults
+from evogrpo.evolution.strategies import Strategy, default_strategy
 from evogrpo.interruption import STOPPED, stopping_on_signals
 from evogrpo.models.devices import single_threaded
 from evogrpo.reporting.records import GenerationReport, Result
@@ -32,7 +31,7 @@ from evogrpo.training.display import RunDisplay
 from evogrpo.training.forecast import check_memory
 from evogrpo.training.run_dir import RunDir, open_run
 from evogrpo.training.run_state import best_agent
-from evogrpo.training.schedule import LIMITS, Schedule, why_not_shared
+from evogrpo.training.schedule import LIMITS, Schedule
 from evogrpo.training.task_types import TASK_TYPES
 from evogrpo.training.trainer import Callback, Trainer
 from evogrpo.validation import lists_options, refuse_unknown, whole_between
@@ -145,7 +144,6 @@ class Run(Iterator[GenerationReport]):
             fitness=trainer.fitness,
             run_dir=run_dir,
             run_state=trainer.run_state if trainer.run_state.threads else None,  # 0 threads: the run has not begun
-            experience=trainer.experience,
             callbacks=[each for each in trainer.callbacks if each is not self._display],
         )
         self._start(continued)
@@ -209,7 +207,6 @@ def evolve(
     env: GroupEnvironment,
     *,
     strategy: Strategy | type[Strategy] | str | None = None,
-    experience: SharedExperience | str | None = None,
     fitness: FitnessConfig | FitnessBy | Mapping[str, Any] | None = None,
     run_dir: str | Path | None = None,
     keep_checkpoints: int = 2,
@@ -230,15 +227,11 @@ def evolve(
         population: The members; changed in place.
         env: Environment they act in.
         strategy: Rule of selection and mutation: a strategy, its class, or the name of a built-in one such as
-            "tournament". None = `Narrowing()` for small networks without normalised observations, otherwise
+            "tournament". None = `SuccessiveHalving()` for small networks whose architecture does not evolve, otherwise
             `Tournament()`. With a `run_dir`, a custom class must be defined in an importable module other than the
             program itself, so that the run can be resumed.
-        experience: "own": each member learns from its own samples. "shared", or a `SharedExperience` with settings:
-            also from samples of others. None = "shared" with `Leader`, and where `strategy=None` means `Narrowing()`;
-            otherwise "own".
-        fitness: Measure of fitness: "validation", "rollouts" or "both", or a mapping of the settings of
-            `evogrpo.evolution.FitnessConfig`. None = "both" with shared experience and several steps per generation,
-            otherwise "validation".
+        fitness: Measure of fitness: "validation" or "rollouts", or a mapping of the settings of
+            `evogrpo.evolution.FitnessConfig`. None = "validation".
         run_dir: Directory for journal, checkpoints, the best member and TensorBoard logs; None = keep no records.
         keep_checkpoints: See `evogrpo.training.configuration.sections.LoggingConfig`.
         checkpoint_steps: See `LoggingConfig`.
@@ -271,16 +264,12 @@ def evolve(
         completions=completions,
     )
     planned = Schedule(**schedule)
-    # 2. Fill in the defaults that depend on each other.
-    chosen, shared, measured = with_defaults(
-        None if strategy is None else chosen_strategy(strategy),
-        experience,
-        None if fitness is None else FitnessConfig.of(fitness),
-        can_share=population.plays and len(population) > 1 and why_not_shared(population) is None,
-        steps_per_generation=planned.steps_per_generation,
-    )
-    # 3. Check the memory and the user's code. The run trains when it is iterated over.
-    _check_memory(population, env, planned, shared, allowed=skip_memory_check)
+    if strategy is None:
+        chosen = default_strategy(networks=population.plays, evolve_network=population.members.evolves)
+    else:
+        chosen = chosen_strategy(strategy)
+    # 2. Check the memory and the user's code. The run trains when it is iterated over.
+    _check_memory(population, env, planned, allowed=skip_memory_check)
     if isinstance(env, SupportsPreflight):
         env.preflight()
     trainer = Trainer(
@@ -288,8 +277,7 @@ def evolve(
         env,
         schedule=planned,
         strategy=chosen,
-        experience=shared,
-        fitness=measured,
+        fitness=None if fitness is None else FitnessConfig.of(fitness),
         run_dir=None if run_dir is None else RunDir(run_dir, logging),
         callbacks=callbacks,
     )
@@ -346,7 +334,7 @@ def resume(
     changed = saved.check_data(env, allowed=allow_changed_data)
     # 3. Restore members and state.
     population, run_state = saved.restore(actor_network, algorithm=algorithm)
-    _check_memory(population, env, schedule, saved.record.experience, allowed=skip_memory_check)
+    _check_memory(population, env, schedule, allowed=skip_memory_check)
     trainer = Trainer(
         population,
         env,
@@ -356,7 +344,6 @@ def resume(
         run_dir=saved.run_dir(run_dir),
         run_state=run_state,
         changed_data=changed,
-        experience=saved.record.experience,
         callbacks=callbacks,
     )
     if trainer.limits.finished():
@@ -364,16 +351,9 @@ def resume(
     return Run(trainer, console)
 
 
-def _check_memory(
-    population: Population,
-    env: GroupEnvironment,
-    schedule: Schedule,
-    experience: SharedExperience | None,
-    *,
-    allowed: bool,
-) -> None:
+def _check_memory(population: Population, env: GroupEnvironment, schedule: Schedule, *, allowed: bool) -> None:
     """Raise ValueError if the run needs more memory than is available."""
     population.check(env)
     task_type = TASK_TYPES.get(population.members.kind)
     if task_type is not None:  # the memory of custom members is unknown
-        check_memory(task_type.memory_need(population, env, schedule, experience), allowed=allowed)
+        check_memory(task_type.memory_need(population, env, schedule), allowed=allowed)

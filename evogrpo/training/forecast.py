@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from evogrpo.distributed import processes
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment
-from evogrpo.evolution.strategies import Leader
 from evogrpo.models.devices import device_memory
 from evogrpo.text import count_text, pluralize
 from evogrpo.training.configuration.sections import Config
@@ -31,7 +30,7 @@ def schedule_rows(config: Config, env: GroupEnvironment, held_out: str) -> dict[
         validation, test = schedule.questions("validation", env), schedule.questions("test", env)
         # The untrained base and the members answer validation questions; the base and the best member are tested.
         fitness = config.fitness
-        evaluations = fitness.uses_validation + fitness.answering(size) * generations
+        evaluations = 1 + size * generations if fitness.uses_validation else 0
         evaluated = (validation * evaluations + 2 * test) * fitness.answers
         steps = f"{pluralize(generations * each, 'learning step')} ({whole} × {each}). "
         steps += f"Evaluations: {count_text(evaluated)} {held_out}"
@@ -44,10 +43,7 @@ def samples_text(config: Config, samples: str) -> str:
     resamples = config.agent.objective.dynamic_sampling
     times = "once" if resamples == 1 else f"up to {resamples} times"
     refills = f". Groups with equal rewards are resampled {times}" if resamples else ""
-    if isinstance(config.strategy, Leader):
-        return f"{each} {samples} per learning step, all sampled by the leader. All members learn from them{refills}"
-    each_learns = "" if config.experience is None else ". Each member learns from all of them"
-    return f"{each} {samples} per member and learning step, {size * each} in all{each_learns}{refills}"
+    return f"{each} {samples} per member and learning step, {size * each} in all{refills}"
 
 
 def sizes_text(env: GroupEnvironment) -> str:

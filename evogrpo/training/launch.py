@@ -76,7 +76,6 @@ def make_trainer(prepared: PreparedRun, run_dir: RunDir | None = None, **resumed
     options = {
         "schedule": config.schedule,
         "strategy": config.strategy,
-        "experience": config.experience,
         "fitness": config.fitness,
         "description": {"task": config.task.label, **({"model": config.model} if config.model else {})},
     }
@@ -106,7 +105,6 @@ def dry_run(prepared: PreparedRun) -> None:
         [first],
         config.search_space,
         samples_per_step=config.schedule.samples_per_step,
-        shared=config.experience is not None,
     )
     for message in found.values():
         warn(message)

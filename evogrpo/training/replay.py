@@ -155,10 +155,7 @@ class HyperparameterSchedule:
         start = {name: getattr(first, name) for name in space}
         evolving = {n: p for n, p in space.items() if start[n] is None or p.closest(start[n]) == start[n]}
         # 2. Replace the settings that evolve a population by those of one agent.
-        if values.get("experience", "own") != "own":
-            warn("The run used shared experience, which needs several members. The agent learns from its own samples.")
         values |= {
-            "experience": "own",
             "hyperparameters": first.to_json(),
             "search_space": {name: parameter.to_json() for name, parameter in evolving.items()},
             "population": {"size": 1, "spread": False},

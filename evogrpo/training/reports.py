@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from subprocess import SubprocessError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,7 +22,9 @@ from evogrpo.reporting.records import (
     StepReport,
 )
 from evogrpo.training.evaluation import Measured, estimate
-from evogrpo.training.run_state import RunParts
+
+if TYPE_CHECKING:
+    from evogrpo.training.trainer import Trainer
 
 
 def provenance(population: Population) -> dict[str, Any]:
@@ -43,7 +45,7 @@ def provenance(population: Population) -> dict[str, Any]:
 
 
 def count_step(
-    run: RunParts,
+    run: "Trainer",
     collected: RolloutBatch,
     learned: Mapping[int, LearnReport],
     phases: Mapping[str, float],
@@ -74,10 +76,7 @@ def count_step(
         values = {**report.metrics, "optimizer_steps": report.optimizer_steps, "tokens": tokens[slot]}
         finite = {name: value if abs(value) <= 1e150 else None for name, value in values.items()}
         metrics[slot] = {**collected.scores.metrics, **finite}
-    # With shared experience, the reward of each policy is estimated.
-    earned: Mapping[int, Mapping[int, float]] = {slot: collected.earned.get(slot, {}) for slot in learned}
-    if any(report.gains for report in learned.values()):
-        earned = _estimated_rewards(population, collected, learned)
+    earned = {slot: collected.earned.get(slot, {}) for slot in learned}
     # `collected.tokens` are sampled tokens or environment steps, the unit of `max_timesteps`.
     run_state.add_step(seconds, tokens, metrics, timesteps=collected.tokens, earned=earned)
     # 3. Gather the seconds that each rank has waited for others.
@@ -91,7 +90,7 @@ def count_step(
         reports[slot] = MemberStep(
             index=indices[slot],
             metrics={**metrics[slot], **cost},
-            samples=len(report.advantages) if report.samples is None else report.samples,
+            samples=len(report.advantages),
             failed=report.failed,
         )
     return StepReport(
@@ -104,36 +103,6 @@ def count_step(
         tokens=sum(tokens.values()),
         examples=run_state.examples,
     ), table
-
-
-IN_REWARD_UNITS = ("mean_only", "rloo", "reinforce")
-"""Advantages that are not standardised."""
-
-
-def _estimated_rewards(
-    population: Population, collected: RolloutBatch, learned: Mapping[int, LearnReport]
-) -> dict[int, dict[int, float]]:
-    """Return the reward that each member would earn, estimated on the samples of each member that sampled.
-
-    It is the mean reward of the samples plus the member's gain in reward units: a gain in units of standardised
-    advantages is multiplied by the standard deviation of rewards within groups.
-    """
-    means, objective = collected.mean_rewards(), population.members.settings.objective
-    spreads = [learned[slot].metrics.get("reward_std", 0.0) for slot in means if slot in learned]
-    spread = sum(spreads) / max(1, len(spreads))
-    scaled = objective.whiten_advantages or (objective.reward_norm is not None and objective.reward_scale)
-    units = {}
-    for slot in learned:
-        kind = population.agents[slot].hyperparameters.advantage or objective.advantage
-        units[slot] = 1.0 if kind in IN_REWARD_UNITS and not scaled else spread
-    return {
-        slot: {
-            source: means[source] + units[slot] * gain
-            for source, gain in report.gains.items()
-            if math.isfinite(means[source])
-        }
-        for slot, report in learned.items()
-    }
 
 
 def _select_examples(
@@ -188,7 +157,7 @@ def _number(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def generation_report(run: RunParts, measured: Mapping[int, Measured], *, best: int) -> GenerationReport:
+def generation_report(run: "Trainer", measured: Mapping[int, Measured], *, best: int) -> GenerationReport:
     """Return the report of a generation that was just evaluated, without its plan.
 
     Args:

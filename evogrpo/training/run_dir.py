@@ -14,7 +14,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import torch
 from pydantic import Field
@@ -36,7 +36,6 @@ from evogrpo.envs.fingerprint import check_fingerprint
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.history import Generation, MemberRecord
-from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.extras import install_hint
 from evogrpo.reporting.records import Example, GenerationReport, MemberReport, StepReport
@@ -64,10 +63,13 @@ from evogrpo.storage.lock import DirectoryLock
 from evogrpo.synonyms import unknown_name_error
 from evogrpo.training.configuration.sections import CONFIG_FILE, CONFIG_HEAD, LoggingConfig
 from evogrpo.training.configuration.user_code import restored_strategy, strategy_record
-from evogrpo.training.run_state import Best, RunParts, RunState, as_generation, best_agent
+from evogrpo.training.run_state import Best, RunState, as_generation, best_agent
 from evogrpo.training.schedule import Schedule
 from evogrpo.validation import dump, validate
 from evogrpo.warnings import warn
+
+if TYPE_CHECKING:
+    from evogrpo.training.trainer import Trainer
 
 JOURNAL = "journal.jsonl"
 COMPLETIONS = "completions"
@@ -95,7 +97,6 @@ class RunRecord:
     strategy: Mapping[str, Any]
     strategy_state: Mapping[str, Any]
     schedule: Schedule
-    experience: SharedExperience | None
     fitness: FitnessConfig
     logging: LoggingConfig
     data: Mapping[str, str] | None
@@ -280,7 +281,7 @@ class RunDir:
             self._journal = Journal(self.path / JOURNAL)
         return self._journal
 
-    def save(self, run: RunParts) -> None:
+    def save(self, run: "Trainer") -> None:
         """Write a checkpoint of a run, delete old ones, and export the best member."""
         population, run_state, journal = run.population, run.run_state, self._open_journal()
         tensors, members = population_state(population)
@@ -293,7 +294,6 @@ class RunDir:
             strategy=strategy_record(run.strategy),
             strategy_state=run.strategy.state(),
             schedule=run.schedule,
-            experience=run.experience,
             fitness=run.fitness,
             logging=self.logging,
             data=run.data,

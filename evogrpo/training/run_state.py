@@ -1,10 +1,10 @@
-"""State of a run: everything that a checkpoint holds besides the members, its clock, and the parts of a run."""
+"""State of a run: everything that a checkpoint holds besides the members; its clock and its limits."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 from torch import Tensor
@@ -12,15 +12,14 @@ from torch import Tensor
 from evogrpo.algorithms.policies.policy_set import Banks
 from evogrpo.algorithms.population import Population
 from evogrpo.config.search_space import MAX_SAMPLES
-from evogrpo.envs.protocol import GroupEnvironment
-from evogrpo.evolution.fitness import ROLLOUTS, Fitness, FitnessConfig
+from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import Generation, MemberRecord, SlotRecord
-from evogrpo.evolution.shared_experience import SharedExperience
-from evogrpo.evolution.strategies import Strategy
-from evogrpo.interruption import Stop
 from evogrpo.reporting.records import EvaluationCost, Example, GenerationReport, TestReport
 from evogrpo.training.schedule import Schedule
 from evogrpo.validation import MAX_STEPS, Real, Whole
+
+if TYPE_CHECKING:
+    from evogrpo.training.trainer import Trainer
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Samples = Annotated[int, Field(ge=0, le=MAX_SAMPLES)]
@@ -69,7 +68,6 @@ class RunState:
         step_in_generation: Learning steps of the generation under way.
         samples_per_step: Current completions per member and learning step; 0 before the run began.
         steps_per_generation: Current learning steps per generation; 0 before the run began.
-        samples: Samples per slot instead of `samples_per_step`; None = equal numbers.
         block: Number of starts (prompts or reset seeds) that each step takes from their order, which never shrinks; 0
             before the run began.
         unplanned: The last generation was evaluated, but its plan was not applied.
@@ -92,8 +90,7 @@ class RunState:
         longest_evaluation: Seconds of the longest evaluation after a generation so far; before the first one, an
             estimate from that of the untrained base.
         rollouts: Rewards of each slot in the generation under way: step, position of the start in that step's block,
-            and mean raw reward of the group. Under shared experience: step, source, and estimated mean reward on the
-            source's samples.
+            and mean raw reward of the group.
         examples: One completion of each member, from the last learning step.
         baseline: Fitness of the untrained base; None before it was measured.
         best: Best member so far; None before the first evaluation.
@@ -109,7 +106,6 @@ class RunState:
     step_in_generation: Count = 0
     samples_per_step: Samples = 0
     steps_per_generation: Annotated[int, Field(ge=0, le=MAX_STEPS)] = 0
-    samples: list[Count] | None = None
     block: Samples = 0
     unplanned: bool = False
     threads: Count = 0
@@ -141,9 +137,9 @@ class RunState:
         if not self.member_tokens:  # a new run; one from a checkpoint has them
             self.slot_tokens = [0] * self.members
             self.start_generation()
-        for name in ("slot_tokens", "member_tokens", "member_seconds", "metrics", "rollouts", "samples"):
+        for name in ("slot_tokens", "member_tokens", "member_seconds", "metrics", "rollouts"):
             by_slot = getattr(self, name)
-            if by_slot is not None and len(by_slot) != self.members:
+            if len(by_slot) != self.members:
                 raise ValueError(f"{name} must hold a value for each of {self.members} slots, got {len(by_slot)}.")
 
     @property
@@ -202,7 +198,7 @@ class RunState:
             tokens: Tokens processed, by slot.
             metrics: Metrics, by slot.
             timesteps: Tokens sampled, by slot.
-            earned: By slot, the rewards to add to `rollouts`, by position of the start or by source.
+            earned: By slot, the rewards to add to `rollouts`, by position of the start.
         """
         # 1. Rewards. They have the number of this step, so they come before the counters.
         for slot, groups in earned.items():
@@ -337,34 +333,6 @@ class Clock:
             self._run_state.out_of_time = max(self._run_state.out_of_time, self._limit)
 
 
-class RunParts:
-    """Parts of a run that its phases share; see `evogrpo.training.trainer.Trainer`.
-
-    Attributes:
-        population: The members.
-        env: Environment they act in.
-        schedule: Length and limits of the run.
-        strategy: Rule of selection and mutation.
-        fitness: Measure of fitness.
-        experience: Rule for learning from samples of other members; None = each from its own.
-        data: Fingerprint of the environment; None if it has none.
-        run_state: Counters, best member and history.
-        clock: Seconds of the run, and its time limit.
-        stop_request: Stop request of the run.
-    """
-
-    population: Population
-    env: GroupEnvironment
-    schedule: Schedule
-    strategy: Strategy
-    fitness: FitnessConfig
-    experience: SharedExperience | None
-    data: Mapping[str, str] | None
-    run_state: RunState
-    clock: Clock
-    stop_request: Stop
-
-
 class Limits:
     """Limits of a run, which decide whether another learning step or generation begins.
 
@@ -372,7 +340,7 @@ class Limits:
         run: The run.
     """
 
-    def __init__(self, run: RunParts) -> None:
+    def __init__(self, run: "Trainer") -> None:
         self._run, self._schedule, self._run_state = run, run.schedule, run.run_state
 
     def step_fits(self) -> bool:
@@ -383,7 +351,7 @@ class Limits:
         if state.step_in_generation:
             # Continue past the limits until all healthy members have enough training rewards to be evaluated.
             healthy = [agent.slot for agent in self._run.population.healthy]
-            if self._run.fitness.selection_measure == ROLLOUTS and not all(map(state.training_fitness, healthy)):
+            if not self._run.fitness.uses_validation and not all(map(state.training_fitness, healthy)):
                 return True
             spent = state.spent(evaluations=self._schedule.count_evaluations)
             if self._schedule.reached_budget(**spent, seconds=state.seconds) or self._limit_of_next_step():
@@ -393,19 +361,14 @@ class Limits:
         clock, run = self._run.clock, self._run
         tested, members = 2 * self._schedule.questions("test", run.env), len(run.population)
         if run.fitness.uses_validation:
-            answered = run.fitness.answering(members) * self._schedule.questions("validation", run.env)
+            answered = members * self._schedule.questions("validation", run.env)
             test = state.longest_evaluation * tested / answered
         else:
-            test = state.longest_step * tested * run.fitness.answers / self._samples(members)
+            test = state.longest_step * tested * run.fitness.answers / (members * state.samples_per_step)
         if clock.left() >= state.longest_step + state.longest_evaluation + test:
             return True
         clock.expire()
         return False
-
-    def _samples(self, members: int) -> int:
-        """Return the samples of this many members in a learning step."""
-        state = self._run_state
-        return sum(state.samples) if state.samples else members * state.samples_per_step
 
     def finished(self) -> bool:
         """Return True if no further generation will start; the test may still follow."""
@@ -443,8 +406,10 @@ class Limits:
         healthy = len(self._run.population.healthy)
         if not (schedule.count_evaluations and state.latest_timesteps and healthy):
             return None
-        answers = fitness.answering(healthy) * schedule.questions("validation", self._run.env) * fitness.answers
-        evaluation = answers * state.latest_timesteps / self._samples(healthy)
+        evaluation = 0.0
+        if fitness.uses_validation:
+            answers = schedule.questions("validation", self._run.env) * fitness.answers
+            evaluation = answers * state.latest_timesteps / state.samples_per_step
         spent = state.spent(evaluations=True)
         steps = {"timesteps": state.latest_timesteps, "tokens": state.latest_tokens}
         for name, limit in (("timesteps", schedule.max_timesteps), ("tokens", schedule.max_tokens)):

@@ -18,7 +18,6 @@ from evogrpo.validation import (
     PositiveFloat,
     PositiveInt,
     settings,
-    whole_between,
 )
 from evogrpo.warnings import warn
 
@@ -26,8 +25,6 @@ if TYPE_CHECKING:  # a configuration is checked before torch and numpy are impor
     from evogrpo.algorithms.population import Population
     from evogrpo.envs.protocol import GroupEnvironment, Split
     from evogrpo.evolution.fitness import FitnessConfig
-    from evogrpo.evolution.shared_experience import SharedExperience
-    from evogrpo.evolution.strategies import Strategy
 
 LIMITS = ("generations", "max_timesteps", "max_tokens", "max_seconds", "target_fitness", "test_questions")
 """Fields of `Schedule` that a resumed run may change."""
@@ -144,12 +141,11 @@ class Schedule:
             if questions is not None and questions > size:
                 warn(f"{split}_questions={questions} exceeds the {split} split. All {size} questions are used.")
 
-    def block(self, population: "Population", *, distinct_starts: bool = False) -> int:
+    def block(self, population: "Population") -> int:
         """Return the maximum number of prompts (or reset seeds) that a member, current or evolved, uses in a step.
 
         Args:
             population: The members.
-            distinct_starts: Members use different prompts: return the maximum number of all members together.
 
         Raises:
             ValueError: If a group size that a member has or can evolve to does not divide samples_per_step.
@@ -162,15 +158,10 @@ class Schedule:
         parameter = population.space.for_samples_per_step(samples).get("group_size")
         if parameter is not None:
             sizes.append(int(parameter.bounds[0]))
-        return samples // min(sizes) * (len(members) if distinct_starts else 1)
+        return samples // min(sizes)
 
-    def warn_without_effect(self, population: "Population", *, shared: bool) -> None:
-        """Warn about hyperparameters that evolve without effect under this schedule and objective.
-
-        Args:
-            population: The members.
-            shared: Members also learn from each other's samples.
-        """
+    def warn_without_effect(self, population: "Population") -> None:
+        """Warn about hyperparameters that evolve without effect under this schedule and objective."""
         from evogrpo.config.objective import without_effect
 
         if "objective" in population.algorithm.unused_options:
@@ -181,25 +172,9 @@ class Schedule:
             population.space,
             samples_per_step=self.samples_per_step,
             rows_are_samples=not population.plays,
-            shared=shared,
         )
         for message in found.values():
             warn(message)
-
-
-def why_not_shared(population: "Population") -> str | None:
-    """Return an error message if the members cannot learn from each other's samples; None if they can."""
-    if getattr(population.members.settings, "normalise_observations", False):
-        return (
-            "normalise_observations must be False with shared experience, as each member would normalise by its own "
-            "statistics. Set it to False, or experience='own'."
-        )
-    if "objective" in population.algorithm.unused_options:
-        return (
-            f"Shared experience needs the learning rule of GRPO, but {population.algorithm.__name__} has its own. Set "
-            "experience='own'."
-        )
-    return None
 
 
 def check_run(
@@ -207,51 +182,27 @@ def check_run(
     env: "GroupEnvironment",
     schedule: Schedule,
     fitness: "FitnessConfig",
-    experience: "SharedExperience | None",
 ) -> None:
     """Raise ValueError if the parts of a run do not fit together."""
-    # 1. Members, environment and schedule.
     population.check(env)
     schedule.check_held_out(env)
     schedule.check_timesteps(plays=population.plays)
-    # 2. Shared experience.
-    if experience is not None:
-        experience.check_size(len(population))
-        if (reason := why_not_shared(population)) is not None:
-            raise ValueError(reason)
-    # 3. Training rewards, if selection uses them.
     sizes = [agent.hyperparameters.group_size for agent in population.agents if not agent.retired]
-    check_training_rewards(schedule, fitness, experience, sizes, population.space)
+    check_training_rewards(schedule, fitness, sizes, population.space)
 
 
 def check_training_rewards(
-    schedule: Schedule,
-    fitness: "FitnessConfig",
-    experience: "SharedExperience | None",
-    group_sizes: Sequence[int],
-    space: HyperparameterConfig,
+    schedule: Schedule, fitness: "FitnessConfig", group_sizes: Sequence[int], space: HyperparameterConfig
 ) -> None:
     """Raise ValueError if selection uses training rewards and a generation gives too few of them.
 
     Args:
         schedule: Schedule of the run.
         fitness: Measure of fitness.
-        experience: Rule for learning from samples of other members; None = each from its own.
         group_sizes: Group sizes of the members.
         space: Search space, by which they may evolve.
     """
-    from evogrpo.evolution.fitness import ROLLOUTS
-
-    if fitness.selection_measure != ROLLOUTS:
-        return
-    if experience is not None:
-        if not experience.min_ess:
-            raise ValueError("min_ess must be above 0 for fitness by training rewards with shared experience, got 0.")
-        if schedule.steps_per_generation < 2:
-            raise ValueError(
-                "steps_per_generation must be at least 2 for fitness by training rewards with shared experience, got "
-                f"{schedule.steps_per_generation}. Members are compared on samples that they have not learned from."
-            )
+    if fitness.uses_validation:
         return
     # Each group gives one score. Larger groups give fewer scores, so the largest size that may occur counts.
     space, largest = space.for_samples_per_step(schedule.samples_per_step), max(group_sizes)
@@ -261,25 +212,3 @@ def check_training_rewards(
     starts = schedule.samples_per_step // largest * math.ceil(schedule.steps_per_generation / 2)
     if starts < 2:
         raise ValueError(f"{TOO_FEW}, got {starts} with group_size {largest}. {REMEDY}")
-
-
-def first_samples(
-    strategy: "Strategy", schedule: Schedule, members: int, experience: "SharedExperience | None"
-) -> list[int] | None:
-    """Return the samples of each slot per learning step in the first generation; None = `samples_per_step` each.
-
-    Raises:
-        ValueError: If a number is invalid, or some members neither sample nor learn from samples of others.
-    """
-    from evogrpo.evolution.plan import Stateless
-
-    if not isinstance(strategy, Stateless):
-        return None
-    first = strategy.first_samples(members, schedule.samples_per_step)
-    samples = None if first is None else [whole_between("first_samples", number, 0) for number in first]
-    if experience is None and samples is not None and not all(samples):
-        raise ValueError(
-            f"The strategy {type(strategy).__name__} needs shared experience: some members do not sample. Set "
-            "experience='shared'."
-        )
-    return samples

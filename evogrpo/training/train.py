@@ -50,7 +50,7 @@ _SECTIONS: Mapping[str, frozenset[str]] = {
     "logging": _names(LoggingConfig, "completions"),
 }
 """Section of each setting; names are unique over all sections."""
-_WITHOUT_SECTION = ("seed", "device", "hp_config", "strategy", "experience", "fitness")
+_WITHOUT_SECTION = ("seed", "device", "hp_config", "strategy", "fitness")
 _PARAMETERS = ("env", "total_timesteps", "preset", "run_dir", "progress", "callback", "callbacks", "skip_memory_check")
 _POLICIES = ("MlpPolicy", "CnnPolicy", "MultiInputPolicy")
 _SPACE_EXAMPLE = "HyperparameterConfig(lr=RLParameter(min=1e-3, max=1e-2))"
@@ -199,8 +199,6 @@ def _configured(
     if settings.get("hp_config", "auto") != "auto":
         space = settings["hp_config"] or HyperparameterConfig()
         values["search_space"] = instance("hp_config", space, HyperparameterConfig, _SPACE_EXAMPLE).to_json()
-    if "experience" in settings:
-        values["experience"] = settings["experience"]
     if settings.get("fitness") is not None:
         values["fitness"] = plain(FitnessConfig.of(settings["fitness"]))
     strategy = settings.get("strategy")

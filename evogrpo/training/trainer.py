@@ -15,7 +15,6 @@ from evogrpo.envs.fingerprint import fingerprint_of
 from evogrpo.envs.protocol import GroupEnvironment, SupportsProgress
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.plan import Plan
-from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.interruption import STOPPED, Interrupted
 from evogrpo.reporting.records import (
@@ -42,8 +41,8 @@ from evogrpo.training.evaluation import (
 )
 from evogrpo.training.reports import count_step, generation_report, provenance
 from evogrpo.training.run_dir import RunDir, generation_curves, step_curves
-from evogrpo.training.run_state import Clock, Limits, RunParts, RunState, as_generation
-from evogrpo.training.schedule import Schedule, check_run, first_samples
+from evogrpo.training.run_state import Clock, Limits, RunState, as_generation
+from evogrpo.training.schedule import Schedule, check_run
 from evogrpo.validation import dump
 from evogrpo.warnings import warn
 
@@ -78,7 +77,7 @@ class Callback:
         """Called when the run is complete or was stopped, once everything is saved; not after an error."""
 
 
-class Trainer(RunParts):
+class Trainer:
     """Training loop of a population.
 
     Args:
@@ -92,7 +91,6 @@ class Trainer(RunParts):
         description: Further facts for the journal's first event, such as task (by default the environment's name) and
             model.
         changed_data: Differences between this environment and the one the run began in, for the journal.
-        experience: Rule for learning from samples of other members; None = each from its own.
         callbacks: Hooks of the run.
 
     Attributes:
@@ -103,7 +101,6 @@ class Trainer(RunParts):
         run_state: Counters, best member and history.
         data: Fingerprint of the environment.
         changed_data: As given.
-        experience: As given.
         schedule: As given.
         callbacks: As given, as a list.
         stop_request: Stop request of the run.
@@ -125,12 +122,11 @@ class Trainer(RunParts):
         run_state: RunState | None = None,
         description: dict[str, Any] | None = None,
         changed_data: Sequence[str] = (),
-        experience: SharedExperience | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         # 1. Check that population, environment, schedule and strategy fit together.
         self.fitness = fitness or FitnessConfig()
-        check_run(population, env, schedule, self.fitness, experience)
+        check_run(population, env, schedule, self.fitness)
         check_strategy(strategy)
         hooks = [name for name in vars(Callback) if name.startswith("on_")]
         if not isinstance(callbacks, Sequence):
@@ -139,7 +135,7 @@ class Trainer(RunParts):
             if isinstance(each, type) or not all(callable(getattr(each, hook, None)) for hook in hooks):
                 raise ValueError(f"callbacks must be instances of subclasses of evogrpo.Callback, got {each!r:.80}.")
         # 2. Assemble the parts of the loop.
-        self.population, self.env, self.strategy, self.experience = population, env, strategy, experience
+        self.population, self.env, self.strategy = population, env, strategy
         self.schedule, self.run_state = schedule, run_state or RunState(members=len(population))
         self.callbacks = list(callbacks)
         processes = population.processes
@@ -154,15 +150,13 @@ class Trainer(RunParts):
         generations = schedule.generations
         steps = generations and generations * schedule.steps_per_generation
         self._learning_signal = LearningSignalCheck(steps, taken=self.run_state.step)
-        if run_state is None:
-            self.run_state.samples = first_samples(strategy, schedule, len(population), experience)
         self._set_budgets(None, None)
         # 3. State of the loop itself.
         self._ended: str | None = None
         self._complete = False
         self._resumed = run_state is not None
         if run_state is None:
-            schedule.warn_without_effect(population, shared=experience is not None)
+            schedule.warn_without_effect(population)
             if run_dir is not None:
                 check_resumable(strategy)
             # Create the directory and lock it; an error stops all ranks.
@@ -180,7 +174,7 @@ class Trainer(RunParts):
     def reports(self) -> Iterator[Report]:
         """Run to the end of the schedule; yield a report after every step, every generation and the test."""
         state, population, clock = self.run_state, self.population, self.clock
-        banks, stop, shared = population.members.banks, self.stop_request, self.experience
+        banks, stop = population.members.banks, self.stop_request
         if self._resumed and self.run_dir is not None:
             self.run_dir.export_best(population, state.best)
         questions = self.schedule.questions("test", self.env)
@@ -212,18 +206,11 @@ class Trainer(RunParts):
                                 step=state.step,
                                 samples_per_step=state.samples_per_step,
                                 block=state.block,
-                                samples=state.samples,
-                                distinct_starts=shared is not None,
                                 stop=stop,
                             )
                             collected_at = clock.now()
                             # 3. Learn: one learning step of every member.
-                            learned = population.learn(
-                                collected.experience,
-                                step=state.step,
-                                shared=shared,
-                                stop=stop,
-                            )
+                            learned = population.learn(collected.experience, step=state.step, stop=stop)
                     except BaseException as error:  # go back to the state after the last step, which can be resumed
                         for slot, train_state in snapshot.items():
                             banks.load_state(slot, train_state)
@@ -299,7 +286,7 @@ class Trainer(RunParts):
         self._set_progress()
         with self.stop_request.interruptible():
             report = measure_baseline(self)
-        state.longest_evaluation = self.fitness.answering(len(self.population)) * report.cost.seconds  # an estimate
+        state.longest_evaluation = len(self.population) * report.cost.seconds  # an estimate
         self.clock.tick()
         self._report(report)
         self._save()
@@ -326,7 +313,6 @@ class Trainer(RunParts):
                 for a in population.agents
             ],
             strategy=strategy_record(self.strategy),
-            experience="own" if self.experience is None else dump(self.experience),
             data=self.data,
             lineage=[dump(member) for member in population.lineage],
             **provenance(population),
@@ -405,13 +391,6 @@ class Trainer(RunParts):
         strategy_state = self.strategy.state()
         try:
             plan = self.population.plan(self.strategy, self.run_state.history)
-            if self.experience is None:
-                idle = [slot for slot, count in enumerate(plan.samples or ()) if not count and slot not in plan.vacant]
-                if idle:
-                    raise ValueError(
-                        f"samples must be positive in every occupied slot, got {plan.samples} with 0 in slots {idle}. "
-                        "Set experience='shared' to let members learn from others' samples."
-                    )
             if self.shared_run_dir is not None:
                 dump_json(self.strategy.state(), what="the state of the strategy")  # raises if it cannot be stored
         except (Exception, SystemExit) as error:
@@ -424,7 +403,6 @@ class Trainer(RunParts):
         """Clone and mutate members, and set the budgets of the next generation."""
         state = self.run_state
         self.population.apply(plan)
-        state.samples = None if plan.samples is None else list(plan.samples)
         self._set_budgets(plan.samples_per_step, plan.steps_per_generation)
         state.unplanned = False
 
@@ -435,12 +413,8 @@ class Trainer(RunParts):
         state.steps_per_generation = steps_per_generation or state.steps_per_generation or schedule.steps_per_generation
         # The block never shrinks, even after the members with the smallest groups are replaced: it determines which
         # questions a step takes.
-        shared, agents = self.experience is not None, self.population.agents
-        counts = zip(agents, state.samples, strict=True) if state.samples else ()
-        starts = [count // agent.hyperparameters.group_size for agent, count in counts]
         budget = replace(schedule, samples_per_step=state.samples_per_step)
-        needed = budget.block(self.population, distinct_starts=shared and not starts)
-        state.block = max(state.block, needed, sum(starts) if shared else max(starts, default=0))
+        state.block = max(state.block, budget.block(self.population))
 
     def _record_end(self) -> None:
         """Record why the run has ended, and by how much it exceeded its time limit."""

@@ -86,7 +86,7 @@ class Reports(Reinforce):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("tokens", 1.5), ("tokens", torch.tensor(2)), ("optimizer_steps", -1), ("samples", "8"), ("failed", True)],
+    [("tokens", 1.5), ("tokens", torch.tensor(2)), ("optimizer_steps", -1), ("failed", True)],
 )
 def test_reports_that_a_journal_cannot_hold_are_refused(monkeypatch, name, value):
     env = cart_pole()

@@ -26,8 +26,8 @@ CASE = CASES["discrete"]
 PLAIN = {"max_grad_norm": 1e9, "lr": 1e-2, "batch_size": 10**6}
 
 
-def learner(slot=0, sources=None, **choices):
-    return Learner(slot=slot, index=slot, step=0, hyperparameters=Hyperparameters(**PLAIN | choices), sources=sources)
+def learner(slot=0, **choices):
+    return Learner(slot=slot, index=slot, step=0, hyperparameters=Hyperparameters(**PLAIN | choices))
 
 
 def experience(shared, case=CASE):
@@ -160,18 +160,6 @@ def test_kl_to_the_old_policy_acts_from_the_second_optimizer_step(kind):
     (free, _), (second, moved) = learnt(0.0, 2), learnt(2.0, 2)
     assert moved.kl > 1e-5
     assert float((second["exp_avg"] - free["exp_avg"]).norm()) > 1e-2 * float(free["exp_avg"].norm())
-
-
-def test_shared_samples_use_the_policy_that_acted():
-    shared = members(2, kl_estimator="full_reversed", reference="old", case=CASES["discrete"])
-    batch = experience(shared).select_members([0])
-    mask = batch.action_mask
-    actor_outputs = shared.bank.distributions(batch, reference=False)[mask]
-    learner_outputs = shared.bank.distributions(replace(batch, member_ids=batch.member_ids + 1), reference=False)[mask]
-    expected = kl_divergence(Categorical(logits=actor_outputs), Categorical(logits=learner_outputs)).mean()
-    reports = learn(shared, [learner(1, sources=(0,), beta=0.5)], {"default": batch})
-    assert reports[1].kl == pytest.approx(float(expected), rel=1e-4)
-    assert expected > 1e-3
 
 
 def test_the_optimizer_steps_of_a_script_are_reproduced():

@@ -14,7 +14,7 @@ def chosen(**options):
     return argparse.Namespace(**NAMES | options)
 
 
-def record(task="CartPole-v1", unknown="lr", arm="leader", seed=0, score=500.0, early=23.0, seconds=4.0):
+def record(task="CartPole-v1", unknown="lr", arm="halving", seed=0, score=500.0, early=23.0, seconds=4.0):
     return {
         "task": task, "unknown": unknown, "arm": arm, "seed": seed, "score": score, "early": early, "cost": 1000,
         "evaluations": 100, "seconds": seconds, "steps": 3, "best": {"lr": 1e-3},
@@ -40,7 +40,7 @@ def test_known_arms_run_once_and_only_where_values_are_known():
         ("calibrated", "lr", 2e-3, 0.01),  # a given learning rate is only the first guess
         ("tournament", "lr", 2e-3, None),
         ("calibrated", "all", None, 0.003),
-        ("leader", "all", None, 0.003),
+        ("halving", "all", None, 0.003),
     ],
 )
 def test_learning_rates_are_calibrated_where_they_are_unknown_and_not_searched(arm, unknown, lr, target_kl):
@@ -58,14 +58,14 @@ def test_recorded_runs_are_read_by_their_key_and_not_repeated(tmp_path, capsys):
     for run in runs:
         (tmp_path / f"{run['task']}.jsonl").write_text(json.dumps(run) + "\n")
     assert study.recorded(tmp_path) == {
-        ("CartPole-v1", "all", "leader", 0): runs[0],
+        ("CartPole-v1", "all", "halving", 0): runs[0],
         ("Acrobot-v1", "nothing", "default", 1): runs[1],
     }
-    words = ["--tasks", "CartPole-v1", "--unknown", "all", "--arms", "leader", "--seeds", "0"]
+    words = ["--tasks", "CartPole-v1", "--unknown", "all", "--arms", "halving", "--seeds", "0"]
     study.main(["run", *words, "--results", str(tmp_path)])
     assert capsys.readouterr().out == ""
     study.main(["table", *words, "--results", str(tmp_path)])
-    assert "| leader | 1.00 | 1.00 (1.00 to 1.00) | 4 s |" in capsys.readouterr().out
+    assert "| halving | 1.00 | 1.00 (1.00 to 1.00) | 4 s |" in capsys.readouterr().out
 
 
 def test_tables_show_single_scores_intervals_and_overall_columns():
@@ -83,13 +83,13 @@ def test_tables_show_single_scores_intervals_and_overall_columns():
     samples, time = (table.splitlines() for table in tables[1:4:2])
     assert samples[0] == "| arm | CartPole-v1 | Acrobot-v1 | all environments | processor time |"
     rows = {line.split(" | ")[0].strip("| "): line for line in samples[2:]}
-    assert rows.keys() == {"leader", "default"}  # those that ran
+    assert rows.keys() == {"halving", "default"}  # those that ran
     # Scores are normalised. Of seven, one is left out at each end: 4 of the other 5 are 1.
-    assert rows["leader"].startswith("| leader | 1.00 (1.00 to 1.00) | 0.00 0.00 | 0.80 (")
-    assert rows["leader"].endswith(" | 4 s |")
+    assert rows["halving"].startswith("| halving | 1.00 (1.00 to 1.00) | 0.00 0.00 | 0.80 (")
+    assert rows["halving"].endswith(" | 4 s |")
     assert rows["default"] == "| default | 0.50 |  |  | 4 s |"  # known values are in both tables; not on every task
-    (leader,) = (line for line in time if "leader" in line)
-    assert leader.startswith("| leader | 0.00 (0.00 to 0.00) | 1.00 1.00 | 0.20 (")
+    (halving,) = (line for line in time if "halving" in line)
+    assert halving.startswith("| halving | 0.00 (0.00 to 0.00) | 1.00 1.00 | 0.20 (")
     everything = tables[5].splitlines()
     columns = ["arm", "CartPole-v1", "two_digit_sums", "all environments", "all language tasks", "processor time"]
     assert everything[0] == f"| {' | '.join(columns)} |"
@@ -98,7 +98,7 @@ def test_tables_show_single_scores_intervals_and_overall_columns():
 
 
 @pytest.mark.parametrize(
-    ("unknown", "arm"), [pytest.param("lr", "leader", marks=pytest.mark.slow), ("all", "calibrated")]
+    ("unknown", "arm"), [pytest.param("lr", "halving", marks=pytest.mark.slow), ("all", "calibrated")]
 )
 def test_a_short_run_pays_for_everything_but_its_test(unknown, arm):
     found = json.loads(json.dumps(study.run_one("CartPole-v1", unknown, arm, 1000, 0.02)))

@@ -49,8 +49,6 @@ questions   | strategy=turnament                       | unknown strategy 'turna
 questions   | strategy.z=-1                            | strategy: z must be at least 0, got -1
 questions   | fitness={by: rollouts, racing: true}     | fitness: racing needs validation questions; by='rollouts'
 questions   | fitness=rollouts hyperparameters.group_size=64 schedule.steps_per_generation=2 | got 1 with group_size 64
-questions   | strategy=leader experience=own population.size=2 | Leader needs shared experience
-questions   | experience=shared                        | at least 2 members, got 1
 questions   | search_space.lr={min: 1, max: 0.1}       | search_space.lr: min must be below max
 questions   | search_space.lr={min: 0.1, max: 1, mim: 1} | unknown key in search_space.lr 'mim': did you mean 'min'?
 questions   | search_space.lr.choices=[a, b]           | search_space: lr must be a number, got 'a'

@@ -16,7 +16,7 @@ from evogrpo.cli import main
 from evogrpo.config.objective import Objective
 from evogrpo.distributed import processes
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
-from evogrpo.evolution import FitnessConfig, Leader, SharedExperience, SuccessiveHalving, Tournament
+from evogrpo.evolution import FitnessConfig, SuccessiveHalving, Tournament
 from evogrpo.models.language.loading import load_base
 from evogrpo.models.networks.architecture import NetworkConfig
 from evogrpo.training.evolve import Run
@@ -46,7 +46,7 @@ def base_of(folder: Path) -> PreTrainedModel:
 
 def language(folder: Path, size: int, objective: Objective | None = None, **options: Any) -> Trainer:
     """Language models; `options` are those of members and of the schedule."""
-    of_run = ("generations", "steps_per_generation", "experience", "strategy")
+    of_run = ("generations", "steps_per_generation", "strategy")
     run = {"generations": 2, "test_questions": 4} | {name: options.pop(name) for name in of_run if name in options}
     options = {"beta": 0.02, "actor_network": base_of(folder), "source": "tiny", **options}
     if objective is not None:
@@ -84,13 +84,12 @@ def team(folder: Path) -> Trainer:
     return start_run(population, env, folder, **QUICK | {"generations": 2})
 
 
-def lent(folder: Path) -> Trainer:
-    """Small networks that learn from all members' samples, with racing."""
+def raced(folder: Path) -> Trainer:
+    """Small networks with racing and importance correction."""
     return step_run(
         folder,
         size=4,
         fitness=FitnessConfig(racing=True),
-        experience=SharedExperience(min_ess=0.2),
         options={"objective": Objective(loss_type="dapo", importance_correction="token_truncate")},
         generations=2,
         steps_per_generation=1,
@@ -98,13 +97,11 @@ def lent(folder: Path) -> Trainer:
     )
 
 
-def led(folder: Path) -> Trainer:
-    """Small networks that learn from the leader's samples, with the full KL."""
+def divergent(folder: Path) -> Trainer:
+    """Small networks with the full KL."""
     return step_run(
         folder,
         size=6,
-        experience=SharedExperience(),
-        strategy=Leader(),
         options={"objective": Objective(loss_type="dapo", kl_estimator="full", reference="old"), "beta": 0.05},
         generations=2,
     )
@@ -122,7 +119,7 @@ def full(folder: Path) -> Trainer:
 
 
 SCENARIOS: dict[str, Callable[[Path], Trainer]] = {
-    scenario.__name__: scenario for scenario in (networks, words, pair, team, lent, led, thinned, full)
+    scenario.__name__: scenario for scenario in (networks, words, pair, team, raced, divergent, thinned, full)
 }
 
 

@@ -14,8 +14,8 @@ from tests.distributed.parting import store
 from tests.distributed.scenarios import SCENARIOS, go_on, perform, quantised, stopped
 from tests.tiny_training import finish, shared_model
 
-QUICK = ["networks", "lent", "team", "pair", "full"]
-SLOW = ["pair", "words", "led", "thinned", "parts/pair", "parts/thinned"]
+QUICK = ["networks", "raced", "team", "pair", "full"]
+SLOW = ["pair", "words", "divergent", "thinned", "parts/pair", "parts/thinned"]
 GROUPS = {"two": (2, *QUICK, "back/networks+3"), "three": (3, *SLOW, "back/pair+3", "parts/back/pair+3")}
 """Numbers of ranks and scenarios: `back` resumes a run of one process, and `parts` have a sharded base."""
 
@@ -68,7 +68,7 @@ def several(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Several:
     [*(("two", name) for name in QUICK), *(pytest.param("three", name, marks=pytest.mark.slow) for name in SLOW)],
 )
 def test_several_ranks_give_the_results_of_one(group: str, name: str, alone: Alone, several: Several) -> None:
-    """For changing networks, dynamic sampling, shared samples, retired members, few members and a sharded base."""
+    """For changing networks, dynamic sampling, racing, retired members, few members and a sharded base."""
     assert_same(alone / Path(name).name, several / group / name)
 
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from evogrpo.functional.loss_types import IMPORTANCE_CORRECTIONS
 from evogrpo.functional.losses import (
     ENTROPY_TOLERANCE,
-    effective_sample_fraction,
     high_entropy_mask,
     importance_weights,
 )
@@ -74,18 +73,3 @@ def test_entropies_equal_up_to_rounding_are_kept_together():
         kept = high_entropy_mask(rounded, mask, members, share)
         assert torch.equal(kept, high_entropy_mask(entropies, mask, members, share))
         assert len(set(kept[:, 0].tolist())) == 1
-
-
-@pytest.mark.parametrize("learner", [(0.2, 0.3, 0.5), (0.5, 0.25, 0.25), (0.1, 0.1, 0.8), (0.001, 0.001, 0.998)])
-def test_effective_sample_size_of_two_categorical_policies(learner):
-    """With actions in proportion to the acting policy p it is 1 / sum q^2 / p."""
-    acted = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
-    actions = torch.arange(3).repeat_interleave((acted * 40).round().long())
-    log_ratios = (torch.tensor(learner, dtype=torch.float64) / acted).log()[actions]
-    expected = 1 / (torch.tensor(learner, dtype=torch.float64) ** 2 / acted).sum()
-    # Beside another source, and with weights known up to a factor only.
-    both = torch.cat([log_ratios, torch.zeros(7, dtype=torch.float64), log_ratios - 500.0])
-    sources = torch.tensor([0] * 40 + [1] * 7 + [3] * 40)
-    found = effective_sample_fraction(both, sources, 5)
-    torch.testing.assert_close(found[[0, 1, 3]], torch.stack([expected, torch.ones_like(expected), expected]))
-    assert found[[2, 4]].isnan().all()

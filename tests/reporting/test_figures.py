@@ -18,8 +18,7 @@ from evogrpo.cli.running import show_files
         {"size": 1, "generations": 6, "evolve": ()},
         {"size": 8, "generations": 3, "evolve": ("lr", "group_size", "loss_type", "beta"), "failures": [(2, 3)]},
         {"size": 1, "generations": 2, "evolve": ("loss_type",)},  # an axis with one name
-        {"size": 3, "generations": 0, "test": False},
-        {"size": 3, "generations": 0, "test": False, "by": "both"},  # nothing to put into the legend
+        {"size": 3, "generations": 0, "test": False},  # nothing but the base to put into the legend
         {"size": 2, "generations": 2, "failures": [(1, 0), (1, 1), (2, 0), (2, 1)], "test": False},
         {"size": 2, "generations": 2, "task": "$x_{ <b> \x1b[0m \0 漢字 %s" + "long " * 100},
     ],

@@ -84,7 +84,7 @@ def test_a_lineage_with_a_cycle_ends():
         (outcome(0) | {"before": {}}, "before.fitness"),
         ({"event": "stopped", "reason": None}, "reason"),
         (planned(reasons=[3, 3]), "reasons"),
-        (planned(samples=[8, True]), "samples"),
+        (planned(samples_per_step=True), "samples_per_step"),
     ],
 )
 def test_invalid_values_are_refused_with_their_place(event, words):

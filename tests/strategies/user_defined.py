@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from evogrpo import HyperparameterConfig, Hyperparameters
-from evogrpo.evolution import Choice, Fixed, History, Mutation, Plan, Stateless, proposals
+from evogrpo.evolution import Choice, History, Mutation, Plan, Stateless, proposals
 
 
 class Bandit:
@@ -97,21 +97,6 @@ class Halving(Stateless):
 
     def to_json(self) -> dict[str, Any]:
         return {"survivors": self.survivors}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Turns(Fixed):
-    """Members sample the amounts of `shares` after each generation, and equal amounts at the end of it."""
-
-    shares: tuple[tuple[int, ...], ...] = ((12, 8, 4), (4, 4, 16))
-
-    def plan(self, history: History, rng: np.random.Generator) -> Plan:
-        number = history.last.number - 1
-        samples = tuple(self.shares[number]) if number < len(self.shares) else None
-        return replace(super().plan(history, rng), samples=samples)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"shares": [list(each) for each in self.shares]}
 
 
 def halved(hyperparameters: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator) -> Hyperparameters:

@@ -7,7 +7,8 @@ import pytest
 from evogrpo import GRPO, GymnasiumGroups, Objective, evolve
 from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, HYPERPARAMETER_NAMES
 from evogrpo.config.search_space import DEFAULT_SEARCHED, LANGUAGE_RANGES, NETWORK_RANGES
-from evogrpo.evolution import FitnessConfig, Narrowing, RandomSearch, SharedExperience, Tournament, spread_founders
+from evogrpo.evolution import RandomSearch, SuccessiveHalving, Tournament, spread_founders
+from evogrpo.models.networks.architecture import ArchitectureLimits
 from evogrpo.training.configuration.reading import parse_config
 from tests.tiny_models import tiny_model
 
@@ -69,57 +70,38 @@ def test_the_search_space_defaults_to_auto_and_explicit_values_are_fixed(values)
     assert list(explicit.search_space) == ["beta"]
 
 
-BY_BOTH = FitnessConfig(by="both", racing=True, candidates=3)
-SEARCH, SEPARATE = (Narrowing(), SharedExperience(), BY_BOTH), (Tournament(), None, FitnessConfig())
-
-
-def evolution_of(values, **changes):
+def strategy_of(values, **changes):
     config = parse_config({**values, "schedule": {"generations": 3}, **changes})
     assert parse_config(config.to_json()) == config
-    return config.strategy, config.experience, config.fitness
+    return config.strategy
 
 
-class TestDefaultsOfEvolution:
+class TestDefaultStrategy:
     @pytest.mark.parametrize("changes", [{}, {"search_space": {"clip_coef": "auto"}}], ids=["nothing", "search_space"])
-    def test_networks_narrow_and_share_and_language_models_do_not(self, changes):
-        assert evolution_of(PLAY, **changes) == SEARCH
-        assert evolution_of(QUESTIONS, **changes) == SEPARATE
+    def test_networks_are_halved_and_language_models_hold_tournaments(self, changes):
+        assert strategy_of(PLAY, **changes) == SuccessiveHalving()
+        assert strategy_of(QUESTIONS, **changes) == Tournament()
 
     @pytest.mark.parametrize(
         ("changes", "expected"),
         [
-            ({"strategy": "random_search"}, (RandomSearch(), None, FitnessConfig())),
-            ({"strategy": "random_search", "experience": "shared"}, (RandomSearch(), SharedExperience(), BY_BOTH)),
-            ({"experience": "own"}, (Narrowing(), None, FitnessConfig())),
-            ({"fitness": "validation"}, (Narrowing(), SharedExperience(), FitnessConfig())),
-            ({"experience": {"min_ess": 0}}, (Narrowing(), SharedExperience(min_ess=0), FitnessConfig())),
-            ({"population": {"size": 1}}, SEPARATE),
-            ({"agent": {"normalise_observations": True}}, SEPARATE),
+            ({"strategy": "random_search"}, RandomSearch()),
+            ({"fitness": "rollouts"}, SuccessiveHalving()),
+            ({"agent": {"evolve_network": {}}}, Tournament()),  # halving does not mutate
         ],
-        ids=["strategy", "strategy and experience", "experience", "fitness", "all sources", "one member", "statistics"],
     )
-    def test_settings_keep_the_defaults_of_others(self, changes, expected):
-        assert evolution_of(PLAY, **changes) == expected
-
-    def test_language_models_may_share_experience(self):
-        assert evolution_of(QUESTIONS, experience="shared") == (Tournament(), SharedExperience(), BY_BOTH)
-
-    def test_a_single_step_per_generation_uses_validation_fitness(self):
-        schedule = {"generations": 3, "steps_per_generation": 1}
-        assert evolution_of(PLAY, schedule=schedule) == (Narrowing(), SharedExperience(), FitnessConfig())
-        assert evolution_of(PLAY, schedule=schedule | {"steps_per_generation": 2}) == SEARCH
+    def test_other_settings(self, changes, expected):
+        assert strategy_of(PLAY, **changes) == expected
 
     def test_evolve_has_the_same_defaults(self):
         env = GymnasiumGroups("CartPole-v1")
 
-        def defaults(size, **options):
-            trainer = evolve(
-                GRPO.population(size, *(env.observation_space, env.action_space), **options), env, generations=1
-            ).trainer
-            return trainer.strategy, trainer.experience, trainer.fitness
+        def default(**options):
+            spaces = env.observation_space, env.action_space
+            return evolve(GRPO.population(4, *spaces, **options), env, generations=1).trainer.strategy
 
-        assert defaults(4) == SEARCH
-        assert defaults(1) == defaults(4, normalise_observations=True) == SEPARATE
+        assert default() == SuccessiveHalving()
+        assert default(evolve_network=ArchitectureLimits()) == Tournament()
 
 
 @pytest.mark.parametrize("section", ["hyperparameters", "search_space"])
@@ -135,9 +117,7 @@ def test_any_hyperparameter_may_be_auto_in_either_section(values, ranges, sectio
 
 def test_ineffective_hyperparameters_do_not_evolve():
     once = {"update_epochs": 1, "batch_size": 64}  # one optimizer step per rollout clips nothing
-    assert "clip_coef" not in parse_config({**QUESTIONS, "hyperparameters": once, "experience": "own"}).search_space
-    shared = {"experience": "shared", "schedule": {"generations": 3, "samples_per_step": 64}}
-    assert "clip_coef" in parse_config({**QUESTIONS, "hyperparameters": once, **shared}).search_space
+    assert "clip_coef" not in parse_config({**QUESTIONS, "hyperparameters": once}).search_space
     soft = {"agent": {"objective": {"loss_type": "sapo"}}}  # a soft gate instead of a clip
     assert "clip_coef" not in parse_config({**QUESTIONS, **soft}).search_space
     indivisible = {"schedule": {"generations": 1, "samples_per_step": 34}, "hyperparameters": {"batch_size": 8}}

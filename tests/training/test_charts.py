@@ -33,7 +33,7 @@ def curve(logs, tag):
 def run(tmp_path_factory):
     """Train, stop after a generation and resume; return the folder and the reports of generations."""
     folder = tmp_path_factory.mktemp("charts") / "run"
-    quick = QUICK | {"generations": 1, "run_dir": folder}
+    quick = QUICK | {"generations": 1, "strategy": "tournament", "run_dir": folder}
     reports = list(evolve(step_population(2, hp_config=EVOLVING), cart_pole(), **quick))
     for file in (folder / "tensorboard").glob("events.out.tfevents.*"):
         # Resumes a second later: TensorBoard reads files of the same second in any order.

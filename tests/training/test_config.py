@@ -205,6 +205,6 @@ def test_the_schema_accepts_what_is_read(tmp_path):
     task = {"task": {"env": "CartPole-v1"}}
     for section in set(Config.__dataclass_fields__) - {"task"}:
         assert accepts({**task, section: None})
-    for values in ({"fitness": "both"}, {"experience": "shared"}, {"search_space": {"lr": "auto"}}):
+    for values in ({"fitness": "rollouts"}, {"search_space": {"lr": "auto"}}):
         assert accepts({**task, **values})
         assert not accepts({**task, next(iter(values)): "other"})

@@ -1,4 +1,4 @@
-"""Fitness by greedy and sampled evaluation, by training rewards, and by both; costs and resumption."""
+"""Fitness by greedy and sampled evaluation, and by training rewards; costs and resumption."""
 
 from dataclasses import replace
 
@@ -10,16 +10,15 @@ from rich.console import Console
 from evogrpo import GymnasiumGroups, Objective
 from evogrpo.algorithms.evaluation import evaluate_questions, measure_fitness
 from evogrpo.algorithms.policies.policy_set import EvaluationRequest
-from evogrpo.evolution import Fitness, FitnessConfig, SharedExperience
+from evogrpo.evolution import Fitness, FitnessConfig
 from evogrpo.reporting.records import GenerationReport, StepReport
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.display import RunDisplay
-from evogrpo.training.evaluation import candidates
 from evogrpo.training.evolve import Run
 from evogrpo.training.forecast import schedule_rows
 from evogrpo.training.run_dir import generation_curves
 from tests.envs import joint_probes
-from tests.tiny_steps import cart_pole, start_run, step_population, step_run
+from tests.tiny_steps import cart_pole, step_population, step_run
 from tests.tiny_teams import team_env, team_population
 from tests.tiny_training import finish, random_population, tiny_env, tiny_population
 
@@ -177,7 +176,7 @@ def test_rollout_fitness_evaluates_only_the_test():
     assert run.result.test.cost.tokens > 0
 
 
-@pytest.mark.parametrize(("fitness", "budget"), [("rollouts", 1), ("both", 150)])
+@pytest.mark.parametrize(("fitness", "budget"), [("rollouts", 1), ("validation", 150)])
 def test_a_step_limit_within_a_generation_works(fitness, budget):
     sizes = {"samples_per_step": 8, "steps_per_generation": 4, "generations": None}
     run = step_run(None, fitness=fitness, max_timesteps=budget, options={"group_size": 8}, **sizes)
@@ -218,37 +217,6 @@ def test_a_large_gap_between_greedy_and_training_rewards_warns_once(tries, fitne
     assert (
         sum("with greedy answers to validation questions" in str(each.message) for each in recwarn) == warnings_expected
     )
-
-
-def test_fitness_by_both_plans_by_rollouts_and_selects_the_best_on_validation(tmp_path):
-    run = step_run(tmp_path / "run", size=4, fitness={"by": "both", "candidates": 2, "z": 99.0}, samples_per_step=16)
-    reports = [report for report in finish(run) if isinstance(report, GenerationReport)]
-    crowned = []
-    for report in reports:
-        asked = [member for member in report.members if member.questions]
-        assert len(asked) == 2
-        ranked = sorted(report.members, key=lambda member: -member.fitness)
-        assert {member.index for member in asked} == {member.index for member in ranked[:2]}
-        assert all(member.fitness == member.measured["rollouts"].mean for member in report.members)
-        assert report.best.measured["greedy"].mean == max(member.measured["greedy"].mean for member in asked)
-        crowned.append(report.best.measured["greedy"].mean)
-    assert run.result.best.fitness.mean == max(crowned)
-    agent = run.population.agents[0].clone()
-    agent.load_state(run.run_state.best.state)
-    assert agent.test(cart_pole()) == pytest.approx(max(crowned))
-
-
-def test_candidates_are_the_best_and_those_within_the_noise():
-    rng = np.random.default_rng(0)
-    noise = rng.normal(size=40)
-    levels = {0: 0.0, 1: 1.0, 2: 0.99, 3: -5.0}
-    fitness = {
-        slot: Fitness.from_scores((noise + 0.1 * rng.normal(size=40) + level).tolist())
-        for slot, level in levels.items()
-    }
-    assert candidates(fitness, 3.0, 4) == [1, 2]
-    assert candidates(fitness, 3.0, 1) == [max(fitness, key=lambda slot: fitness[slot].mean)]
-    assert candidates(fitness, 1e9, 4) == [0, 1, 2, 3]
 
 
 def test_costs_of_evaluations_add_up(tmp_path):
@@ -298,37 +266,21 @@ def test_a_continued_run_takes_further_steps_although_evaluations_count():
 
 @pytest.mark.parametrize(
     ("fitness", "evaluations"),
-    [("rollouts", 0), ("validation", 16 + 2 * 3 * 16), ({"by": "both", "candidates": 2}, 16 + 2 * 2 * 16)],
+    [("rollouts", 0), ("validation", 16 + 2 * 3 * 16)],
 )
 @pytest.mark.parametrize("answers", [1, 3])
 def test_the_plan_counts_the_answers_to_held_out_questions(fitness, evaluations, answers):
-    measured = {"by": fitness} if isinstance(fitness, str) else fitness
     held_out = {"validation_size": 16, "test_size": 10}
     config = parse_config(
         {
             "task": {"env": "CartPole-v1", **held_out},
             "population": {"size": 3},
-            "schedule": {"generations": 2, "steps_per_generation": 2, "samples_per_step": 16},
-            "fitness": {**measured, "answers": answers, "sampled": answers > 1},
+            "schedule": {"generations": 2, "steps_per_generation": 4, "samples_per_step": 16},
+            "fitness": {"by": fitness, "answers": answers, "sampled": answers > 1},
         }
     )
     steps = schedule_rows(config, cart_pole(**held_out), "episodes")["steps"]
     assert steps.endswith(f"Evaluations: {answers * (evaluations + 2 * 10)} episodes")
-
-
-def test_estimated_rewards_have_the_units_of_rewards():
-    """Advantages without a standard deviation are in reward units already."""
-    rollouts = []
-    for scale in (1.0, 100.0):
-        population = random_population(3, objective=Objective(advantage="mean_only"))
-        env = tiny_env(reward_fn=lambda completion, answer, question, scale=scale: scale * len(set(completion)))
-        shared = SharedExperience(min_ess=0.01)
-        run = start_run(population, env, None, experience=shared, generations=1, samples_per_step=8)
-        assert any(isinstance(report, StepReport) for report in run.reports())
-        rollouts.append([{source: score for _, source, score in scores} for scores in run.run_state.rollouts])
-    assert rollouts[0][0] != rollouts[0][1]
-    for one, other in zip(*rollouts, strict=True):
-        assert other == {source: pytest.approx(100.0 * score, rel=1e-4) for source, score in one.items()}
 
 
 def test_discarded_groups_of_dynamic_sampling_count():

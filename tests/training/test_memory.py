@@ -5,12 +5,9 @@ import numpy as np
 import pytest
 
 from evogrpo import GRPO, GymnasiumGroups, NetworkConfig, evolve
-from evogrpo.evolution.shared_experience import shared_experience
 from evogrpo.models.devices import process_memory
 from evogrpo.training.configuration.question_tasks import LanguageAgent
 from evogrpo.training.forecast import MemoryNeed, check_memory
-from evogrpo.training.schedule import Schedule
-from evogrpo.training.task_types import TASK_TYPES
 from evogrpo.training.task_types.language import peak_memory
 from tests.tiny_models import tiny_model
 
@@ -100,16 +97,3 @@ def test_images_of_a_batch_count():
     with pytest.raises(ValueError, match=r"5,[56]\d\d GB.*samples_per_step.*skip_memory_check=True"):
         evolve(population, env, **run)
     evolve(population, env, **run, skip_memory_check=True)  # nothing is played before the first iteration
-
-
-@pytest.mark.parametrize(("experience", "others"), [("own", 0), ("shared", 2)])
-def test_shared_samples_count(experience, others):
-    """250 bytes per shared action."""
-    env = GymnasiumGroups("CartPole-v1", max_episode_steps=10**7, validation_size=2, test_size=2)
-    population = GRPO.population(3, env.observation_space, env.action_space, network=NetworkConfig(hidden=(4,)))
-    own_need = TASK_TYPES["networks"].memory_need(population, env, Schedule(generations=1, samples_per_step=64), None)
-    shared = shared_experience(experience)
-    need = TASK_TYPES["networks"].memory_need(population, env, Schedule(generations=1, samples_per_step=64), shared)
-    assert need.size - own_need.size == others * 3 * 64 * 10**7 * 250
-    with pytest.raises(ValueError, match=f"needs about {need.size / 1e9:,.0f} GB"):
-        evolve(population, env, generations=1, samples_per_step=64, experience=experience)

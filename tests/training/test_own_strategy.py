@@ -20,11 +20,10 @@ from evogrpo.training.display import plan_lines
 from evogrpo.training.run_dir import open_run
 from evogrpo.training.trainer import StrategyError
 from tests.evolution.simulated_training import Simulation, Surface, wrong_founders
-from tests.strategies.user_defined import Gaussian, Halving, Turns, halved
+from tests.strategies.user_defined import Gaussian, Halving, halved
 from tests.tiny_steps import cart_pole, step_population, step_run
 from tests.tiny_training import (
     equal_states,
-    events_of,
     final_states,
     finish,
     resumed_run,
@@ -141,20 +140,6 @@ def test_evaluation_and_best_ignore_retired_slots(halving):
     assert sum(agent.retired for agent in population) == 2
     assert not population.best.retired
     assert [agent.slot for agent in population.healthy] == [agent.slot for agent in population if not agent.retired]
-
-
-def test_members_sample_as_planned(tmp_path):
-    options = {"hp_config": None, "evolve_network": None, "group_size": 4}
-    env = cart_pole(max_episode_steps=10)
-    run = step_run(tmp_path / "run", strategy=Turns(), env=env, options=options, generations=4)
-    reports = finish(run)
-    samples = [[m.samples for m in r.learned.values()] for r in reports if isinstance(r, StepReport)]
-    assert samples[::2] == samples[1::2] == [[8, 8, 8], [12, 8, 4], [4, 4, 16], [8, 8, 8]]
-    assert run.run_state.block == 4  # groups of the largest number of samples
-    plans = [event["plan"] for event in events_of(tmp_path / "run") if event["event"] == "generation"]
-    assert [plan and plan.get("samples") for plan in plans] == [[12, 8, 4], [4, 4, 16], None, None]
-    lines = [str(line) for r in reports if isinstance(r, GenerationReport) for line in plan_lines(r)]
-    assert "selection: 4 4 16 samples per step by slot from the next generation" in lines
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

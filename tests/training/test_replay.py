@@ -108,19 +108,15 @@ SECTIONS = {
 
 
 @pytest.mark.filterwarnings("ignore:No learning signal")
-@pytest.mark.parametrize("setting", [{"experience": "shared"}, {"fitness": "both"}])
-def test_a_configured_run_is_replayed_with_its_settings(tmp_path, setting):
+def test_a_configured_run_is_replayed_with_its_settings(tmp_path):
     settings = {name: value for part in SECTIONS.values() for name, value in part.items()}
-    train("CartPole-v1", run_dir=tmp_path / "run", progress=False, strategy=EVENTFUL, **settings, **setting)
+    settings |= {"strategy": EVENTFUL, "fitness": {"racing": True}}
+    train("CartPole-v1", run_dir=tmp_path / "run", progress=False, **settings)
     stored = HyperparameterSchedule.read(tmp_path / "run")
     stored.write(tmp_path / "found.yaml")
-    if "experience" in setting:
-        with pytest.warns(UserWarning, match="shared experience"):
-            config = HyperparameterSchedule.read(tmp_path / "found.yaml").config(["seed=3"])
-    else:
-        run = replay(tmp_path / "found.yaml", run_dir=tmp_path / "again", overrides=["seed=3"], progress=False).finish()
-        assert run.result.generations == sum(len(stage.generations) for stage in stored.stages)
-        config = load_config(tmp_path / "again" / "config.yaml")
+    run = replay(tmp_path / "found.yaml", run_dir=tmp_path / "again", overrides=["seed=3"], progress=False).finish()
+    assert run.result.generations == sum(len(stage.generations) for stage in stored.stages)
+    config = load_config(tmp_path / "again" / "config.yaml")
     original = load_config(tmp_path / "run" / "config.yaml")
     assert (config.seed, config.population.size) == (3, 1)
     assert (config.task, config.agent, config.fitness) == (original.task, original.agent, original.fitness)
@@ -168,12 +164,14 @@ def test_later_training_of_an_ancestor_is_excluded():
     assert [(stage.hyperparameters.lr, stage.generations) for stage in found.stages] == [(1e-3, (5,)), (2e-3, (4, 3))]
 
 
-def test_samples_per_member_and_changed_budgets_are_part_of_the_schedule():
+def test_changed_budgets_are_part_of_the_schedule():
     other = member(1, 1, **at(1e-4))
     events = [
         RUN,
-        generation(1, member(0, 0, **at(1e-3)), other, step=2, plan=plan(1, [0, 1], samples=[4, 12])),
-        generation(2, member(0, 0, **at(1e-3)), other, step=4, plan=plan(2, [0, 1], samples_per_step=16)),
+        generation(1, member(0, 0, **at(1e-3)), other, step=2, plan=plan(1, [0, 1], samples_per_step=4)),
+        generation(
+            2, member(0, 0, **at(1e-3)), other, step=4, samples_per_step=4, plan=plan(2, [0, 1], samples_per_step=16)
+        ),
         generation(3, member(0, 0, fitness=0.9, **at(1e-3)), other, step=6, samples_per_step=16),
     ]
     assert [stage.samples_per_step for stage in best_schedule(summarise(events)).stages] == [8, 4, 16]

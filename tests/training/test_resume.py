@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from evogrpo import GymnasiumGroups, HyperparameterConfig, Hyperparameters, Objective, RLParameter, Tournament
-from evogrpo.evolution import Choice, Plan, Replay, ScheduleStage, SharedExperience, Stateless, SuccessiveHalving
+from evogrpo.evolution import Choice, Plan, Replay, ScheduleStage, Stateless, SuccessiveHalving
 from evogrpo.reporting.records import GenerationReport, StepReport
 from evogrpo.storage.checkpoint import CheckpointError, generation_folder
 from evogrpo.storage.journal import read_journal
@@ -17,7 +17,7 @@ from evogrpo.storage.lock import LOCK
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.evolve import Run
 from evogrpo.training.run_dir import open_run
-from tests.strategies.user_defined import Bandit, Gaussian, Halving, Turns
+from tests.strategies.user_defined import Bandit, Gaussian, Halving
 from tests.tiny_models import tiny_model
 from tests.tiny_steps import step_run
 from tests.tiny_teams import team_run
@@ -56,7 +56,6 @@ def test_a_run_stopped_after_every_step_resumes_equal(stored_network_run, tmp_pa
 
 SPACE_OF_RATES = HyperparameterConfig(lr=RLParameter(min=1e-3, max=3e-2, scale="log"))
 SAME_GROUPS = {"hp_config": SPACE_OF_RATES, "evolve_network": None, "group_size": 4}
-SHARED = SharedExperience(min_ess=0.2)
 STAGES = tuple(
     ScheduleStage(hyperparameters=Hyperparameters(lr=rate, group_size=4), generations=(2,), samples_per_step=8)
     for rate in (1e-3, 2e-3, 3e-3)
@@ -85,20 +84,13 @@ QUICK_RUNS = {
         "size": 2,
         "generations": 2,
     },
-    "fitness by both": {
-        "fitness": {"by": "both", "sampled": True, "racing": True, "candidates": 3, "z": 9.0},
-        "samples_per_step": 16,
-    },
+    "sampled and raced fitness": {"fitness": {"sampled": True, "answers": 2, "racing": True}},
 }
-SLOW_RUNS = {  # test_shared_runs.py resumes a run with samples per member and shared experience
+SLOW_RUNS = {
     "replay": {"strategy": lambda: Replay(stages=STAGES), "options": SAME_GROUPS | {"hp_config": None, "lr": 1e-3}},
     "object as mutation": {"strategy": lambda: Tournament(z=0.0, mutation=Gaussian(width=0.3))},
-    "samples per member": {"strategy": Turns, "options": SAME_GROUPS},
-    "shared experience of language models": {"start": tiny_run, "experience": SHARED, "generations": 2},
-    "shared experience of networks": {"experience": SHARED},
-    "shared experience of teams": {"start": team_run, "experience": SHARED, "samples_per_step": 8},
+    "teams": {"start": team_run},
     "fitness by rollouts": {"fitness": "rollouts", "samples_per_step": 16},
-    "sampled and raced fitness": {"fitness": {"sampled": True, "answers": 2, "racing": True}},
 }
 
 

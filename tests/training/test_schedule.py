@@ -31,12 +31,6 @@ def test_the_block_holds_the_questions_of_the_smallest_group_size(group_size, sp
     assert Schedule(generations=1, samples_per_step=32).block(population) == expected
 
 
-def test_the_block_of_distinct_starts_leaves_out_retired_members():
-    population = tiny_population(3, group_size=4)
-    population[1].retired = True
-    assert Schedule(generations=1, samples_per_step=8).block(population, distinct_starts=True) == 2 * 8 // 4
-
-
 CLIP = {"clip_coef": RLParameter(min=0.1, max=0.3)}
 
 
@@ -56,12 +50,8 @@ def test_evolving_hyperparameters_without_effect_warn(options, space, neutral):
     population = tiny_population(2, hp_config=HyperparameterConfig(**space), **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        Schedule(generations=1, samples_per_step=64).warn_without_effect(population, shared=False)
+        Schedule(generations=1, samples_per_step=64).warn_without_effect(population)
     assert [str(each.message).split()[0] for each in caught if "evolves without effect" in str(each.message)] == neutral
-    with warnings.catch_warnings():  # shared samples come from other policies, so that ratios differ from 1
-        warnings.filterwarnings("error", message="clip_coef evolves")
-        warnings.filterwarnings("ignore", message="batch_size evolves")
-        Schedule(generations=1, samples_per_step=64).warn_without_effect(population, shared=True)
 
 
 def test_explicit_sizes_beyond_the_held_out_questions_warn():

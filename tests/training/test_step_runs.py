@@ -84,7 +84,7 @@ def test_a_team_evolves(tmp_path):
     env = team_env()
     population = team_population(3, env)
     schedule = TEAM_QUICK | {"steps_per_generation": 6}
-    reports = list(evolve(population, env, fitness="validation", run_dir=tmp_path / "run", **schedule))
+    reports = list(evolve(population, env, strategy="narrowing", run_dir=tmp_path / "run", **schedule))
     events = read_journal(tmp_path / "run" / "journal.jsonl")
     by_name = {event["event"]: event for event in events}
     assert by_name["baseline"]["fitness"] < 1.8  # of 3; chance is 1

@@ -73,9 +73,7 @@ class TaskTypeTestCase(ABC):
 
     def test_memory_does_not_depend_on_how_a_run_starts(self, kind, prepared):
         need = prepared.forecast().memory
-        assert need == kind.memory_need(
-            prepared.population(), prepared.env, prepared.config.schedule, prepared.config.experience
-        )
+        assert need == kind.memory_need(prepared.population(), prepared.env, prepared.config.schedule)
         assert need.size > 0
         assert need.savings
 

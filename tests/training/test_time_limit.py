@@ -78,14 +78,11 @@ def test_a_step_begins_only_if_a_step_an_evaluation_and_the_test_still_fit(clock
         assert result.generations > 0
 
 
-@pytest.mark.parametrize(
-    ("fitness", "evaluation"), [("rollouts", 0.0), ({"by": "both", "candidates": 2, "z": 99.0}, 8.0)]
-)
-def test_the_test_fits_with_every_measure_of_fitness(clock, fitness, evaluation):
-    # As above; without validation, the test is expected to cost as much per episode as a step.
-    finished, _ = run(costly(clock, validation_size=16, test_size=32), max_seconds=60.0, fitness=fitness)
+def test_the_test_fits_without_validation(clock):
+    # As above; the test is expected to cost as much per episode as a step.
+    finished, _ = run(costly(clock, validation_size=16, test_size=32), max_seconds=60.0, fitness="rollouts")
     assert finished.result.test is not None
-    assert 60 - 6 - evaluation <= finished.result.seconds <= 60
+    assert 60 - 6 <= finished.result.seconds <= 60
 
 
 def test_a_resumed_run_knows_how_long_a_step_and_an_evaluation_take(clock, tmp_path):

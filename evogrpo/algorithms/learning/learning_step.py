@@ -46,17 +46,17 @@ def learn(members: "PolicySet", learners: Sequence[Learner], experience: Experie
     Args:
         members: All members.
         learners: The members that learn.
-        experience: Rows of these members and of their sources, and no others, by policy.
+        experience: Rows of these members, and no others, by policy.
 
     Returns:
         One report per learner, by slot. Over several policies, costs and optimizer steps are summed, metrics
         averaged.
 
     Raises:
-        ValueError: If a policy is unknown, a learner has no rows, a row belongs to no learner or source, a reward is
-            infinite, or the objective does not fit the batch.
+        ValueError: If a policy is unknown, a learner has no rows, a row belongs to no learner, a reward is infinite, or
+            the objective does not fit the batch.
     """
-    # 1. Check that the experience has rows of every member that is learned from, and of no other.
+    # 1. Check that the experience has rows of every member that learns, and of no other.
     policies = members.policies
     unknown = sorted(set(experience) - set(policies))
     if unknown:
@@ -64,9 +64,8 @@ def learn(members: "PolicySet", learners: Sequence[Learner], experience: Experie
     by_slot = {learner.slot: learner for learner in learners}
     sampled = {policy: set(batch.member_ids.tolist()) for policy, batch in experience.items()}
     present = set[int]().union(*sampled.values())
-    sources = {source for each in learners for source in each.source_slots}
-    if not sources <= present <= sources | set(by_slot):
-        raise ValueError(f"experience must have rows of slots {sorted(sources)}, got rows of slots {sorted(present)}.")
+    if present != set(by_slot):
+        raise ValueError(f"experience must have rows of slots {sorted(by_slot)}, got rows of slots {sorted(present)}.")
     for batch in experience.values():
         for name, values in (("rewards", batch.rewards), ("step rewards", batch.step_rewards)):
             infinite = None if values is None else values.isinf().reshape(len(values), -1).any(1)
@@ -82,7 +81,7 @@ def learn(members: "PolicySet", learners: Sequence[Learner], experience: Experie
     for policy, batch in experience.items():
         # With several agents, a policy may have taken no action in some rows.
         acting = set(batch.member_ids[batch.present.any(1)].tolist())
-        policy_learners = {slot: each for slot, each in by_slot.items() if acting & set(each.source_slots)}
+        policy_learners = {slot: each for slot, each in by_slot.items() if slot in acting}
         if not policy_learners:
             continue
         if acting != sampled[policy]:
@@ -120,8 +119,6 @@ def minibatches(learner: Learner, batch: Batch, seed: int, *, keep_groups: bool 
     """
     rows = (batch.member_ids == learner.slot).nonzero()[:, 0]
     size = learner.hyperparameters.batch_size
-    if learner.shared is not None and batch.sampled_by is not None:  # the number of steps stays, each has more rows
-        size *= max(1, len(batch.sampled_by[rows].unique()))
     rng = generator(seed, "minibatches", learner.step, learner.index)
     group, groups = torch.arange(len(rows), device=rows.device), len(rows)
     if keep_groups:
@@ -151,15 +148,14 @@ class _LearningStep:
         if objective.importance_correction is not None and batch.sampler_log_probs is None:
             raise ValueError("importance_correction needs sampler_log_probs in the batch. Add them or leave it out.")
 
-        # 2. List the training rows: each row once for every member that learns from it, without groups of extreme mean
-        #    reward.
+        # 2. List the training rows, without groups of extreme mean reward.
         low, high = objective.min_group_reward, objective.max_group_reward
         if low is not None or high is not None:
             inside = difficulty_mask(batch.rewards, batch.group_ids, low, high)
             batch = replace(batch, action_mask=batch.action_mask & inside[:, None])
         # The sampler's log-probabilities serve as the old ones if they equal the trainer's.
         trust_sampler = batch.exact and objective.importance_correction is None and batch.sampler_log_probs is not None
-        self._training_rows = training_rows = TrainingRows(self._bank, batch, learners, trust_sampler=trust_sampler)
+        self._training_rows = training_rows = TrainingRows(self._bank, batch, trust_sampler=trust_sampler)
         self._episodes = episodes = training_rows.outcomes
 
         # 3. Compute reference log-probabilities or distributions, only where beta > 0.
@@ -181,7 +177,6 @@ class _LearningStep:
             self._sums[:, ACTION_SUMS.index("kl")].index_add_(0, episodes.member_ids.cpu(), kl.double().sum(1).cpu())
             kl_penalty = per_row.beta * kl
         self._advantages = compute_advantages(episodes, objective, per_row, self._bank.running_stats, kl_penalty)
-        self._gains = training_rows.policy_gains(self._advantages)
 
         # 5. Split rows into single actions, which small networks learn from.
         row_advantages = self._advantages
@@ -218,13 +213,11 @@ class _LearningStep:
             for slot, learner in self._learners.items()
         }
         # The first optimizer step's own forward pass gives the old log-probabilities of its rows. All other rows need
-        # a pass now, before weights change; so do rows sampled by another member, whose policy is the behaviour policy.
+        # a pass now, before weights change.
         later = self._has_gradient.clone()
         for plan in plans.values():
             if plan:
                 later[plan[0]] = False
-        if self._rows.sampled_by is not None:
-            later |= self._has_gradient & (self._rows.sampled_by != self._rows.member_ids)
         self._training_rows.compute_old(later.nonzero()[:, 0])
         longest = max(map(len, plans.values()))
         return [{slot: plan[number] for slot, plan in plans.items() if number < len(plan)} for number in range(longest)]
@@ -270,7 +263,8 @@ class _LearningStep:
             `chosen` counts within `computed_rows`.
             """
             row_numbers = select_rows(computed_rows, chosen)
-            old = self._training_rows.old_log_probs(row_numbers, log_probs if first else None)
+            # In the first optimizer step, the policy is still the one that sampled.
+            old = log_probs.detach() if first else select_rows(self._training_rows.old, row_numbers)
             losses = self._losses(row_numbers, log_probs, old, select_rows(in_policy_loss, chosen), divergences)
             return (select_rows(weights, chosen) * losses - select_rows(entropy_weights, chosen) * entropies).sum(1)
 
@@ -320,18 +314,14 @@ class _LearningStep:
 
     def _report(self, slot: int) -> LearnReport:
         """Return the report of one member: metrics of samples and updates, and why it has failed, if it has."""
-        # 1. Select the rows that the member has learned from. Metrics describe those that it has sampled, if any.
+        # 1. Select the member's rows.
         updates, h = self._updates[slot], self._learners[slot].hyperparameters
-        learned = self._episodes.member_ids == slot
-        episodes, member_advantages = self._episodes.select(learned.nonzero()[:, 0]), self._advantages[learned]
-        self_sampled = torch.ones(len(episodes), dtype=torch.bool, device=member_advantages.device)
-        if episodes.sampled_by is not None:
-            self_sampled = episodes.sampled_by == slot
-        sampled = episodes.select(self_sampled.nonzero()[:, 0]) if bool(self_sampled.any()) else episodes
+        own = self._episodes.member_ids == slot
+        episodes, member_advantages = self._episodes.select(own.nonzero()[:, 0]), self._advantages[own]
 
-        # 2. Measure the samples, the updates, the sampler and the samples of other members.
+        # 2. Measure the samples, the updates and the sampler.
         sums = dict(zip(ACTION_SUMS, self._sums[slot].tolist(), strict=True))
-        metrics = sample_metrics(sampled)
+        metrics = sample_metrics(episodes)
         metrics |= update_metrics(updates, sums, float(self._action_counts[slot]))
         sampler = self._rows.sampler_log_probs
         if sampler is not None:
@@ -339,7 +329,7 @@ class _LearningStep:
             rows = rows[self._rows.member_ids[rows] == slot]
             mask = self._rows.action_mask[rows]
             metrics |= sampling_metrics(self._objective, self._training_rows.old[rows], sampler[rows], mask)
-        metrics |= self._training_rows.shared_metrics.get(slot, {}) | self.step_sizes.metrics.get(slot, {})
+        metrics |= self.step_sizes.metrics.get(slot, {})
         if h.beta > 0:
             in_reward = self._objective.kl_placement == "reward"
             actions = float(episodes.action_mask.sum()) if in_reward else sums["actions"]
@@ -349,10 +339,8 @@ class _LearningStep:
 
         # 3. Collect the reasons why the member has failed.
         failures = list[str]()
-        if self._learners[slot].shared is not None and not len(episodes):
-            failures.append("its policy is too far from the policies that sampled (min_ess)")
-        if sampled.sampler_log_probs is not None:
-            invalid = sampled.sampler_log_probs[sampled.action_mask].isnan()
+        if episodes.sampler_log_probs is not None:
+            invalid = episodes.sampler_log_probs[episodes.action_mask].isnan()
             if bool(invalid.any()):
                 failures.append(f"log-probabilities were NaN at {int(invalid.sum())} of {len(invalid)} actions")
         bad = [update for update in updates if not math.isfinite(update.grad_norm)]
@@ -363,11 +351,9 @@ class _LearningStep:
         per_sample = member_advantages.double().sum(1) / episodes.action_mask.sum(1).clamp(min=1)
         return LearnReport(
             metrics={name: value for name, value in metrics.items() if not math.isnan(value)},
-            advantages=tuple(per_sample[self_sampled].tolist()),
+            advantages=tuple(per_sample.tolist()),
             optimizer_steps=len(updates) - len(bad),
             tokens=self._training_rows.tokens.get(slot, 0),
-            samples=len(episodes),
-            gains=self._gains.get(slot, {}),
             failed="; ".join(failures) or None,
         )
 

@@ -107,20 +107,12 @@ def merge_reports(reports: Mapping[str, LearnReport], *, several: bool) -> Learn
         for name in PER_POLICY
         if name in report.metrics
     }
-    gains: dict[int, float] = {}
-    for report in reports.values():
-        for source, gain in report.gains.items():
-            gains[source] = gains.get(source, 0.0) + gain
     failures = [f"policy {policy}: {report.failed}" for policy, report in reports.items() if report.failed]
     return LearnReport(
         metrics=metrics,
         advantages=tuple(value for report in reports.values() for value in report.advantages),
         optimizer_steps=sum(report.optimizer_steps for report in reports.values()),
         tokens=sum(report.tokens for report in reports.values()),
-        samples=sum(
-            len(report.advantages) if report.samples is None else report.samples for report in reports.values()
-        ),
-        gains=gains,
         failed="; ".join(failures) or None,
     )
 

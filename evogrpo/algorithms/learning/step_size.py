@@ -204,7 +204,7 @@ class StepSizes:
         self.idle, self.undone, self.metrics = set[int](), set[int](), dict[int, dict[str, float]]()
         self.hyperparameters = {slot: learner.hyperparameters for slot, learner in learners.items()}
         self._controls = dict[int, StepControl]()
-        self._rows, self._before = dict[int, Tensor](), dict[int, Tensor]()
+        self._rows = dict[int, Tensor]()
         outcomes, transitions = training_rows.outcomes, bank.rows_are_transitions
         for slot, learner in learners.items():
             target_kl = learner.hyperparameters.target_kl
@@ -224,15 +224,8 @@ class StepSizes:
             # 3. Control the step by the KL of some rows.
             target = step_target(target_kl, signal, transitions=transitions)
             self._controls[slot] = StepControl(factor, ceiling, target=target, target_kl=target_kl)
-            # Measure on rows that the member has sampled, or on rows of other members if it has sampled none.
-            if outcomes.sampled_by is not None:
-                own_rows = rows[outcomes.sampled_by[rows] == slot]
-                rows = own_rows if len(own_rows) else rows
             count = MEASURED_ACTIONS if transitions else MEASURED_COMPLETIONS
             self._rows[slot] = rows[torch.linspace(0, len(rows) - 1, min(count, len(rows))).long().to(rows.device)]
-            # Old log-probabilities of other members' rows are those of the policies that sampled, not of this member.
-            if outcomes.sampled_by is not None and not len(own_rows):
-                self._before[slot] = self._bank.log_probs(self._training_rows.select_for_pass(self._rows[slot]))
         self._states = {slot: bank.state(slot) for slot in self._controls}
 
     def _set_factor(self, slot: int, factor: float) -> None:
@@ -259,7 +252,7 @@ class StepSizes:
         for slot, log_probs in zip(slots, after.split([len(self._rows[slot]) for slot in slots]), strict=True):
             # 2. Measure the KL between the policies before and after the pass.
             control, rows = self._controls[slot], self._rows[slot]
-            before = self._before[slot] if slot in self._before else self._training_rows.old[rows]
+            before = self._training_rows.old[rows]
             mask = self._training_rows.outcomes.action_mask[rows]
             kl, clipped = measured_step(before, log_probs, mask, *self._learners[slot].hyperparameters.clip_bounds)
             if not all(math.isfinite(report.grad_norm) for report in updates[slot]):

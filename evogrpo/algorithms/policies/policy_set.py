@@ -198,15 +198,6 @@ class RolloutBatch:
 
     __repr__ = short_repr
 
-    def mean_rewards(self) -> dict[int, float]:
-        """Return each member's mean reward, by slot; NaN where no reward applies to any of its samples."""
-        means, member_ids = {}, self.member_ids.numpy()
-        for slot in np.unique(member_ids).tolist():
-            rewards = self.scores.rewards[member_ids == slot]
-            known = rewards[~np.isnan(rewards)]
-            means[slot] = float(known.mean()) if len(known) else float("nan")
-        return means
-
     def mean_group_rewards(self) -> dict[int, dict[int, float]]:
         """Return the mean raw reward of each group, by slot and position of its start."""
         groups: dict[int, dict[int, list[float]]] = {}

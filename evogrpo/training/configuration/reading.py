@@ -20,7 +20,7 @@ from evogrpo.training.configuration.sections import (
     LoggingConfig,
     PopulationConfig,
 )
-from evogrpo.training.schedule import Schedule, check_training_rewards, first_samples
+from evogrpo.training.schedule import Schedule, check_training_rewards
 from evogrpo.validation import build, json_schema, plain
 
 if TYPE_CHECKING:
@@ -45,9 +45,10 @@ def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) 
     """
     # 1. Sections that need no torch. A section that is null has its defaults.
     values, auto = _without_auto({name: value for name, value in values.items() if value is not None})
-    # The types of these two sections import numpy, so they are loaded only if needed.
-    given = any(name in values for name in ("experience", "fitness"))
-    sections = build(_sections_model(evolution=given), {"schedule": DEFAULT_SCHEDULE, **values}, misplaced=_misplaced)
+    # The type of the section `fitness` imports numpy, so it is loaded only if needed.
+    sections = build(
+        _sections_model(fitness="fitness" in values), {"schedule": DEFAULT_SCHEDULE, **values}, misplaced=_misplaced
+    )
     parsed = {name: getattr(sections, name) for name in sections.model_fields_set}
     # Check hyperparameters before torch is imported. Their defaults follow from the task type in phase 2.
     set_values = values.get("hyperparameters", {})
@@ -73,21 +74,16 @@ def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) 
     parsed["model"] = parsed.get("model") or kind.model
     parsed["logging"] = LoggingConfig(**{"completions": kind.completions, **values.get("logging", {})})
     parsed["hyperparameters"] = with_path("hyperparameters", lambda: space.first(kind.hyperparameters, set_values))
-    from evogrpo.evolution.strategies import with_defaults
+    # 3. Strategy and search space.
+    from evogrpo.evolution.strategies import default_strategy
 
-    # 3. Strategy, shared experience, fitness and search space, whose defaults depend on each other.
-    parsed["strategy"], parsed["experience"], parsed["fitness"] = with_defaults(
-        parsed.get("strategy") if strategy is None else strategy,
-        values.get("experience"),
-        parsed.get("fitness"),
-        # The same condition as in `evolve`; there is no population yet.
-        can_share=(
-            kind.word != "language"
-            and parsed["population"].size > 1
-            and not parsed["agent"].normalise_observations  # each member would have its own statistics
-        ),
-        steps_per_generation=parsed["schedule"].steps_per_generation,
-    )
+    if strategy is not None:
+        parsed["strategy"] = strategy
+    elif parsed.get("strategy") is None:
+        evolve_network = getattr(parsed["agent"], "evolve_network", None)  # language models have no such setting
+        parsed["strategy"] = default_strategy(
+            networks=kind.word != "language", evolve_network=evolve_network is not None
+        )
     space = parsed["search_space"] = _complete_space(parsed, auto, kind, set_values)
     # Check again: the start of an evolving hyperparameter must be in its range.
     parsed["hyperparameters"] = with_path("hyperparameters", lambda: space.first(kind.hyperparameters, set_values))
@@ -99,33 +95,27 @@ def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) 
         samples = config.schedule.samples_per_step
         (first, *_), _ = warm_start_founders(config.founders, config.hyperparameters, config.search_space, samples)
         config = replace(config, hyperparameters=first)
-    if config.experience is not None:
-        config.experience.check_size(config.population.size)
     # The trainer checks the same, but only once the weights are loaded.
-    schedule, experience = config.schedule, config.experience
-    check_training_rewards(
-        schedule, config.fitness, experience, [config.hyperparameters.group_size], config.search_space
-    )
-    first_samples(config.strategy, schedule, config.population.size, experience)
+    group_sizes = [config.hyperparameters.group_size]
+    check_training_rewards(config.schedule, config.fitness, group_sizes, config.search_space)
     kind.check(config)
     return config
 
 
 @cache
-def _sections_model(task: Any = Any, agent: Any = Any, *, evolution: bool = True) -> type[BaseModel]:
+def _sections_model(task: Any = Any, agent: Any = Any, *, fitness: bool = True) -> type[BaseModel]:
     """Return a pydantic model with one field for each section of a configuration file.
 
     Args:
         task: Type of the task section.
         agent: Type of the agent section.
-        evolution: Check `experience` and `fitness` too, whose types import numpy.
+        fitness: Check `fitness` too, whose type imports numpy.
     """
-    types: dict[str, Any] = dict.fromkeys(("Strategy", "SharedExperience", "FitnessConfig"), Any)
-    if evolution:
+    types: dict[str, Any] = dict.fromkeys(("Strategy", "FitnessConfig"), Any)
+    if fitness:
         from evogrpo.evolution.fitness import FitnessConfig
-        from evogrpo.evolution.shared_experience import SharedExperience
 
-        types |= {"SharedExperience": SharedExperience, "FitnessConfig": FitnessConfig}
+        types["FitnessConfig"] = FitnessConfig
     hints = get_type_hints(Config, localns=types, include_extras=True) | {"task": task, "agent": agent}
     fields: dict[str, Any] = {
         field.name: (hints[field.name], ... if field.name == "task" else None) for field in dataclasses.fields(Config)
@@ -150,7 +140,6 @@ def configuration_schema() -> dict[str, Any]:
         (hyperparameters, HYPERPARAMETER_NAMES, {"const": AUTO}),
         (ranges, ("additionalProperties",), {"const": AUTO}),
         (sections, (SEARCH_SPACE,), {"const": AUTO}),
-        (sections, ("experience",), {"enum": ["own", "shared"]}),
         (sections, ("fitness",), {"enum": list(get_args(FitnessBy))}),
         (sections, [name for name in sections if name not in schema["required"]], {"type": "null"}),
     ]
@@ -265,7 +254,6 @@ def _complete_space(
             fixed=set_values,
             samples_per_step=parsed["schedule"].samples_per_step,
             rows_are_samples=kind.rows_are_samples,
-            shared=parsed["experience"] is not None,
         )
     return HyperparameterConfig(**{**space, **ranges})
 

@@ -17,7 +17,6 @@ from evogrpo.validation import WHOLE, Flag, NonNegativeInt, PositiveInt, Seed, T
 
 if TYPE_CHECKING:
     from evogrpo.evolution.fitness import FitnessConfig
-    from evogrpo.evolution.shared_experience import SharedExperience
     from evogrpo.evolution.strategies import Strategy
 
 CONFIG_FILE = "config.yaml"
@@ -58,12 +57,6 @@ def _sampler(value: Any) -> Any:
             raise ValueError(f"needs {VLLM} (or url), adapters_dir and optionally timeout. Check {', '.join(wrong)}.")
         factory(None, **{key: each for key, each in values.items() if key != "name"})
     return dict(values)
-
-
-def _experience(value: Any) -> "SharedExperience | None":
-    from evogrpo.evolution.shared_experience import shared_experience
-
-    return shared_experience(value)
 
 
 def _fitness(value: Any = "validation") -> "FitnessConfig":
@@ -143,16 +136,12 @@ class Config:
         search_space: Hyperparameters that may evolve, with their ranges.
         population: Number of members and their start.
         strategy: Rule of selection and mutation, with its settings: a name in `evogrpo.evolution.strategies`, or a
-            class as "path.py:Class" or "module:Class", or a plugin. Default: "narrowing" for small networks
-            without normalised observations, otherwise "tournament".
-        experience: "own" if each member learns from its own samples, "shared", or settings of
-            `evogrpo.evolution.SharedExperience`. Default: "shared" for small networks without a `strategy` and for the
-            strategy "leader", otherwise "own".
+            class as "path.py:Class" or "module:Class", or a plugin. Default: "successive_halving" for small networks
+            whose architecture does not evolve, otherwise "tournament".
         sampler: Another engine that samples completions, with its settings. `{vllm: URL, adapters_dir: FOLDER}` uses
             vLLM servers (see `evogrpo.VLLMSampler`). Others are a function as "path.py:function" or "module:function",
             or a plugin, called as `function(population, **settings)` at the start and on resume; null = the bank.
-        fitness: "validation", "rollouts" or "both", or settings of `FitnessConfig`. Default: "both" with shared
-            experience, otherwise "validation".
+        fitness: "validation" or "rollouts", or settings of `FitnessConfig`.
         agent: Settings that all members share.
         logging: Records besides the journal.
         run_id: Id of the run in whose folder this configuration was written; a new run gets a new id.
@@ -170,7 +159,6 @@ class Config:
     search_space: HyperparameterConfig = field(default_factory=HyperparameterConfig)
     population: PopulationConfig = field(default_factory=PopulationConfig)
     strategy: Annotated["Strategy", PlainValidator(_strategy), _NAME_OR_SETTINGS] = field(default_factory=_strategy)
-    experience: Annotated["SharedExperience | None", BeforeValidator(_experience)] = None
     sampler: Annotated[Mapping[str, Any] | None, PlainValidator(_sampler), _SAMPLER_SCHEMA] = None
     fitness: Annotated["FitnessConfig", BeforeValidator(_fitness)] = field(default_factory=_fitness)
     agent: Any
@@ -236,5 +224,4 @@ class Config:
             "hyperparameters": self.hyperparameters.to_json(),
             "search_space": self.search_space.to_json(),
             "strategy": strategy_record(self.strategy),
-            "experience": "own" if self.experience is None else plain(self.experience),
         }

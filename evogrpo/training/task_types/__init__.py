@@ -10,7 +10,6 @@ from evogrpo.algorithms.grpo import GRPO, MultiAgentGRPO
 from evogrpo.algorithms.population import Population
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import LANGUAGE_RANGES, RLParameter
-from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.storage.checkpoint import CheckpointError, is_path, read_record
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask, ParallelTask
 from evogrpo.training.configuration.question_tasks import (
@@ -76,9 +75,7 @@ class LanguageTask:
 
         return prepare(config)
 
-    def memory_need(
-        self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None
-    ) -> MemoryNeed:
+    def memory_need(self, population: Population, env: Any, schedule: Schedule) -> MemoryNeed:
         """Estimate the memory from the base model, the members and the longest prompt."""
         from evogrpo.training.task_types.language import memory_need
 

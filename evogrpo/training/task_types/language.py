@@ -13,7 +13,6 @@ from evogrpo.algorithms.population import Population
 from evogrpo.distributed import processes
 from evogrpo.envs.text.huggingface_gym import SAMPLE_COMPLETIONS, Preflight, PromptEnvironment
 from evogrpo.envs.text.reward_functions import RewardError
-from evogrpo.evolution.strategies import Leader
 from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS, available_device
 from evogrpo.models.language.bank import REDUCED_LOGITS_ROWS
 from evogrpo.models.language.compatibility import check_causal_class, check_context, check_token_ids, context_of
@@ -281,9 +280,6 @@ def _member_tokens(config: Config, groups: int, longest_prompt: int, row_tokens:
     sampling = (1 + config.agent.objective.dynamic_sampling) * one_pass
     # A group that is split between two optimizer steps runs its prompt twice.
     updates = epochs * (one_pass + splits * longest_prompt)
-    if config.experience is not None:  # learn from the samples of every source, after a pass that measures them
-        sources = 1 if isinstance(config.strategy, Leader) else config.population.size
-        updates = sources * (updates + (one_pass if config.experience.min_ess else 0))
     has_reference = config.hyperparameters.beta > 0 or "beta" in config.search_space
     total: int = sampling + updates + (one_pass if has_reference else 0)
     return total

@@ -19,7 +19,6 @@ from evogrpo.data import DEFAULT_POLICY
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import PolicyMapping
-from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.models.devices import available_device
 from evogrpo.models.networks.networks import ObservationEncoder
 from evogrpo.spaces import leaf_spaces
@@ -45,7 +44,6 @@ COPIES = 3.5
 """Copies of each observation at the peak: while acting, by episode, by action, and by optimizer step. Measured with
 images of 64 and 120 pixels a side. Evaluations do not make the last copy."""
 ACTION_BYTES = 64  # an action, its log-probability, reward and position
-SHARED_ACTION_BYTES = 250  # an action that another member learns from; measured
 SAVINGS = "schedule.samples_per_step, population.size, schedule.validation_questions or task.max_episode_steps"
 
 ONE_THREAD_PARAMETERS = 1 << 15
@@ -139,7 +137,7 @@ class PreparedNetworks:
             joint, networks, by_agent = "joint ", "s", f", {count_text(actions)} actions of single agents"
             steps = [f"at most {pluralize(most, 'step')} of {policy}" for policy, most in optimizer.items()]
         # 3. Memory, and rows of the plan.
-        need = _memory_need(self.mapping, self.env, config.schedule, members, self.parameters, config.experience)
+        need = _memory_need(self.mapping, self.env, config.schedule, members, self.parameters)
         rounds = schedule_rows(config, self.env, f"{joint}episodes")
         rows = {
             "samples": samples_text(config, f"{joint}episodes"),
@@ -195,13 +193,11 @@ class NetworkTask:
         """Check a configuration against the environment and the device."""
         return prepare_in(config, config.task.environment(seed=config.task_seed))
 
-    def memory_need(
-        self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None
-    ) -> MemoryNeed:
+    def memory_need(self, population: Population, env: Any, schedule: Schedule) -> MemoryNeed:
         """Estimate the memory from the environment's spaces and its maximum number of steps."""
         members: Any = population.members
         parameters = _parameters(members.banks.state(0))
-        return _memory_need(members.mapping, env, schedule, len(population), parameters, experience)
+        return _memory_need(members.mapping, env, schedule, len(population), parameters)
 
     def record_videos(self, config: Config, best: Path, folder: Path, episodes: int) -> tuple[RecordedEpisode, ...]:
         """Record videos of the best member on the first test episodes."""
@@ -246,10 +242,9 @@ def _memory_need(
     schedule: Schedule,
     members: int,
     parameters: int,
-    experience: SharedExperience | None,
 ) -> MemoryNeed:
     """Estimate the peak memory, for episodes of full length; `parameters` are those of one member."""
-    agents, longest, samples = len(mapping.observation_spaces), env.max_episode_steps, schedule.samples_per_step
+    longest, samples = env.max_episode_steps, schedule.samples_per_step
     observation_bytes = sum(
         np.dtype(leaf.dtype).itemsize * math.prod(leaf.shape or ())
         for space in mapping.observation_spaces.values()
@@ -257,11 +252,9 @@ def _memory_need(
     )
     validation = schedule.questions("validation", env)
     episodes = members * max(COPIES * samples, (COPIES - 1) * validation)
-    others = 0 if experience is None else members - 1
-    shared = others * members * samples * longest * agents * SHARED_ACTION_BYTES
     # Weights, a gradient, two moments, the copy of the best, and a copy of weights and moments before a learning step.
     return MemoryNeed(
-        size=int(episodes * longest * (observation_bytes + ACTION_BYTES)) + 8 * 4 * members * parameters + shared,
+        size=int(episodes * longest * (observation_bytes + ACTION_BYTES)) + 8 * 4 * members * parameters,
         device="cpu",
         savings=SAVINGS,
         processes=processes_per_device("cpu"),
