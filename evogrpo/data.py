@@ -55,6 +55,11 @@ UNTRUNCATED = SamplingOptions()
 """The whole distribution."""
 
 
+def changed_options(options: SamplingOptions) -> dict[str, float]:
+    """Return the options that change the distribution, by name."""
+    return {name: value for name, value in vars(options).items() if value != getattr(UNTRUNCATED, name)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingBatch:
     """Rows to sample, in any order: one completion of a prompt by a member each.

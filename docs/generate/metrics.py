@@ -31,7 +31,8 @@ NAMES: Mapping[str, str] = {
     "kl": "mean KL(policy || reference) per action by kl_estimator, in nats; missing if none was measured (beta 0)",
     "kl_coef": "beta times the factor of adaptive KL; missing unless kl_target is set",
     "entropy": "mean entropy of the action distributions, in nats, over the actions that needed a forward pass",
-    "sampling/sampling_logp_difference/mean": "mean of |trainer - sampler| log-probability at sampling time, in nats",
+    "sampling/sampling_logp_difference/mean": "mean of |trainer - sampler| log-probability at sampling time, in nats; "
+    "missing with restricted sampling",
     "sampling/sampling_logp_difference/max": "largest |trainer - sampler| log-probability difference, in nats",
     "sampling/importance_sampling_ratio/min": "smallest weight of the importance correction",
     "sampling/importance_sampling_ratio/mean": "mean weight of the importance correction",

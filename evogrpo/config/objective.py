@@ -91,7 +91,8 @@ class Objective:
         entropy_reduction: Reduction of the entropy bonus. "loss" weighs every action as the loss does; "mean" is the
             mean over the actions in the policy loss, for every loss type (TRL).
         importance_correction: Weights for samples of an engine whose log-probabilities differ from the trainer's, per
-            action or per completion, truncated at `importance_cap` or left out beyond it; None = no weights.
+            action or per completion, truncated at `importance_cap` or left out beyond it; None = no weights. Samples
+            must come from the whole distribution: refused beside `top_k`, `top_p`, `min_p` and `repetition_penalty`.
         importance_cap: Upper bound of these weights, at least 1.
         reward_norm: Standardise rewards over the group, the member's batch, or by its running statistics, before the
             advantage's own statistics. Refused where those undo it.

@@ -284,6 +284,12 @@ def _importance(trl: SettingsReader) -> dict[str, Any]:
     """Return the importance weights between vLLM and the trainer."""
     mode, cap, bound = (f"vllm_importance_sampling_{part}" for part in ("mode", "cap", "clip_max"))
     if trl["use_vllm"] and trl["vllm_importance_sampling_correction"]:
+        for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
+            if trl[name] not in (None, FIELDS[name].default):
+                trl.refused.append(
+                    f"TRL field vllm_importance_sampling_correction compares with the whole distribution, got {name} "
+                    f"{trl[name]}: set it to False, or leave out {name}"
+                )
         importance_cap = trl[bound] if trl[cap] is None else trl[cap]
         return {"importance_correction": trl[mode], "importance_cap": importance_cap}
     trl.ignore("used by a correction for vLLM only", mode, bound, cap)

@@ -82,18 +82,22 @@ def test_an_environment_instead_of_spaces_raises(make, argument):
 NARROW = {"top_k": 4, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
 
 
-def test_the_correction_compares_the_truncated_distribution_with_the_trainers():
-    gaps = {}
-    for name, options in (("narrow", NARROW), ("whole", {})):
-        objective = Objective(importance_correction="token_truncate") if options else Objective()
-        population = random_population(2, objective=objective, **options)
-        batch = population.collect(tiny_env(), step=0, samples_per_step=8, block=4).experience["default"]
-        assert batch.exact is (name == "whole")
-        trainer = population.members.banks["default"].log_probs(batch)
-        gaps[name] = (batch.sampler_log_probs - trainer)[batch.action_mask]
-        reports = population.learn({"default": batch}, step=0)
-        assert all(report.failed is None for report in reports.values())
-        if name == "narrow":
-            assert reports[0].metrics["sampling/importance_sampling_ratio/min"] < 0.9
-    assert float(gaps["whole"].abs().max()) < 1e-4
-    assert float(gaps["narrow"].max()) > 0.1, "the truncated distribution puts more probability on fewer tokens"
+@pytest.mark.parametrize("name", NARROW)
+def test_the_correction_is_refused_where_the_sampler_truncates(name):
+    with pytest.raises(ValueError, match=f"importance_correction.* {name}={NARROW[name]}"):
+        tiny_agent(objective=Objective(importance_correction="sequence_mask"), **{name: NARROW[name]})
+
+
+@pytest.mark.parametrize("options", [NARROW, {}], ids=["narrow", "whole"])
+def test_ratios_compare_whole_distributions(options):
+    """Weights hardly move, so that every ratio is 1: the sampler's own log-probabilities do not enter it."""
+    population = random_population(2, lr=1e-12, batch_size=4, clip_low=0.01, clip_high=0.01, **options)
+    batch = population.collect(tiny_env(), step=0, samples_per_step=8, block=4).experience["default"]
+    assert batch.exact is (not options)
+    trainer = population.members.banks["default"].log_probs(batch)
+    gap = float((batch.sampler_log_probs - trainer)[batch.action_mask].max())
+    assert gap > 0.1 if options else abs(gap) < 1e-4, "a truncated distribution has more probability on fewer tokens"
+    for report in population.learn({"default": batch}, step=0).values():
+        assert report.failed is None
+        assert report.metrics["clip_ratio/region_mean"] == 0.0
+        assert ("sampling/sampling_logp_difference/max" in report.metrics) is (not options)

@@ -9,7 +9,7 @@ import torch
 from evogrpo import Objective
 from evogrpo.algorithms.learning.learning_step import learn, minibatches
 from evogrpo.data import Batch
-from evogrpo.functional.loss_types import ADVANTAGES, LOSS_TYPES
+from evogrpo.functional.loss_types import ADVANTAGES, IMPORTANCE_CORRECTIONS, LOSS_TYPES
 from evogrpo.functional.losses import ENTROPY_TOLERANCE
 from tests.oracles.objective_by_hand import ByHand, rows_of
 from tests.oracles.slow_advantages import outcome
@@ -19,12 +19,14 @@ from tests.tiny_training import (
     DAMPED,
     HOLES,
     REWARDS,
+    collect_alone,
     flat,
     flat_gradient,
     learn_from,
     peft_twin,
     random_agent,
     sampled,
+    tiny_env,
 )
 
 TWICE = {"update_epochs": 2, "lr": 5e-3, "batch_size": 8}  # ratios differ from 1 after the first of 4 steps
@@ -236,6 +238,20 @@ def test_importance_weights_correct_for_a_different_sampler(kind):
     assert metrics[f"{ratio}/max"] == pytest.approx(float(all_weights.max()), rel=1e-3)
     assert metrics[f"{difference}/mean"] == pytest.approx(float(all_differences.mean()), rel=1e-3)
     assert metrics[f"{difference}/max"] == pytest.approx(float(all_differences.max()), rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", IMPORTANCE_CORRECTIONS)
+def test_an_exact_sampler_needs_no_correction(kind):
+    """Temperature and forbidden end tokens are those of the trainer, so every weight is 1."""
+    gradients = []
+    for objective in (Objective(), Objective(importance_correction=kind, importance_cap=1.1)):
+        agent = random_agent(max_grad_norm=1e9, temperature=1.3, min_output_tokens=3, objective=objective)
+        batch = collect_alone(agent, tiny_env(), samples=8, block=2).experience["default"]
+        metrics = learn_from(agent, replace(batch, rewards=torch.arange(8.0))).metrics
+        gradients.append(agent.state()["exp_avg"])
+    assert equal_and_nonzero(*gradients)
+    for bound in ("min", "max"):
+        assert metrics[f"sampling/importance_sampling_ratio/{bound}"] == pytest.approx(1.0, abs=1e-4)
 
 
 def test_importance_weights_stay_fixed_while_the_policy_moves():

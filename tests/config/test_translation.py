@@ -45,6 +45,7 @@ trl | use_vllm: true, vllm_importance_sampling_mode: token_truncate, vllm_import
   importance_correction: token_truncate, importance_cap: 2.5}}
 trl | use_vllm: true, vllm_importance_sampling_cap: 4.0 -> importance_correction: sequence_mask, importance_cap: 4.0
 trl | use_vllm: true, vllm_importance_sampling_correction: false -> {{}}
+trl | use_vllm: true, top_p: 1, top_k: -1, min_p: 0.0 -> importance_correction: sequence_mask, importance_cap: 3.0
 roll |  -> {{}}
 roll | loss_agg_mode: seq-mean-token-sum-norm -> aggregation: seq-mean-token-sum-norm
 roll | importance_sampling: seq -> loss_type: gspo
@@ -135,6 +136,8 @@ trl | max_steps: 9, lr_scheduler_type: cosine_with_min_lr -> min_lr and min_lr_r
 trl | max_steps: 9, lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 1}, learning_rate: 0 -> lr must
 trl | per_device_train_batch_size: 0 -> per_device_train_batch_size must be at least 1, got 0
 trl | top_p: 2.0 -> top_p.*2.0
+trl | use_vllm: true, top_p: 0.8 -> vllm_importance_sampling_correction.*top_p 0.8
+trl | use_vllm: true, repetition_penalty: 1.1 -> vllm_importance_sampling_correction.*repetition_penalty 1.1
 trl | optim: sgd -> optim.*'sgd'
 trl | generation_kwargs: {num_beams: 2} -> TRL field generation_kwargs
 trl | use_adaptive_entropy: true -> TRL field use_adaptive_entropy

@@ -14,7 +14,7 @@ from evogrpo.algorithms.learning.metrics import merge_reports, sample_metrics, s
 from evogrpo.algorithms.learning.step_size import StepSizes
 from evogrpo.algorithms.learning.training_rows import Learner, TrainingRows
 from evogrpo.config.objective import Objective
-from evogrpo.data import Batch, Experience, LearnReport, UpdateReport, select_rows
+from evogrpo.data import UNTRUNCATED, Batch, Experience, LearnReport, UpdateReport, select_rows
 from evogrpo.functional.advantages import advantages
 from evogrpo.functional.loss_types import FULL_KLS, STEP_ADVANTAGES
 from evogrpo.functional.losses import adaptive_kl, high_entropy_mask, kl_estimate, loss_weights
@@ -324,7 +324,8 @@ class _LearningStep:
         metrics = sample_metrics(episodes)
         metrics |= update_metrics(updates, sums, float(self._action_counts[slot]))
         sampler = self._rows.sampler_log_probs
-        if sampler is not None:
+        # Under truncated sampling, the sampler's log-probabilities are those of another distribution.
+        if sampler is not None and self._settings.sampling_options == UNTRUNCATED:
             rows = self._training_rows.from_trainer.nonzero()[:, 0]
             rows = rows[self._rows.member_ids[rows] == slot]
             mask = self._rows.action_mask[rows]

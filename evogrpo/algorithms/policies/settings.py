@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, InstanceOf
 from evogrpo.config.hyperparameters import Hyperparameters, Optimizer, check_calibration
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import HyperparameterConfig
-from evogrpo.data import SamplingOptions
+from evogrpo.data import UNTRUNCATED, SamplingOptions, changed_options
 from evogrpo.envs.control.policy_mapping import Policies
 from evogrpo.functional.loss_types import FULL_KLS, LOSS_TYPES
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig, mutate_architecture
@@ -101,6 +101,7 @@ class NetworkSettings:
     seed: Seed = 0
 
     max_actions: ClassVar[int] = 1  # episodes are split into single actions
+    sampling_options: ClassVar[SamplingOptions] = UNTRUNCATED
 
     def __post_init__(self) -> None:
         if self.objective.overlong_buffer is not None:
@@ -210,7 +211,13 @@ class LanguageSettings:
             raise ValueError(
                 f"overlong_buffer must be at most max_output_tokens = {self.max_output_tokens}, got {buffer}."
             )
-        _ = self.sampling_options  # raises for values out of range
+        narrowed = changed_options(self.sampling_options)  # raises for values out of range
+        if self.objective.importance_correction is not None and narrowed:
+            # The sampler's log-probabilities are then those of another distribution than the trainer's.
+            given = ", ".join(f"{name}={value}" for name, value in narrowed.items())
+            raise ValueError(
+                f"importance_correction needs samples from the whole distribution, got {given}. Remove one of them."
+            )
 
     @cached_property
     def sampling_options(self) -> SamplingOptions:
