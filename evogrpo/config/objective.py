@@ -93,7 +93,7 @@ class Objective:
         importance_correction: Weights for samples of an engine whose log-probabilities differ from the trainer's, per
             action or per completion, truncated at `importance_cap` or left out beyond it; None = no weights. Samples
             must come from the whole distribution: refused beside `top_k`, `top_p`, `min_p` and `repetition_penalty`.
-        importance_cap: Upper bound of these weights, at least 1.
+        importance_cap: Upper bound of these weights, at least 1; above 1 where weights beyond it are left out.
         reward_norm: Standardise rewards over the group, the member's batch, or by its running statistics, before the
             advantage's own statistics. Refused where those undo it.
         reward_shift: Only subtract the mean of `reward_norm`.
@@ -270,6 +270,10 @@ def _loss_problems(objective: Objective) -> Iterator[str]:
                 yield f"{name} is used by loss_type={owner!r} only, got loss_type={loss!r}. Remove it."
     if loss_facts.ratio == "geometric mean" and objective.aggregation is not None:
         yield f"aggregation has no meaning with loss_type={loss!r}, which is one number per completion. Remove it."
+    correction = objective.importance_correction
+    if correction in ("token_mask", "sequence_mask") and objective.importance_cap == 1:
+        # The ratios of an exact sampler are 1 up to rounding, so that half of them would be left out at random.
+        yield f"importance_cap must be above 1 with importance_correction={correction!r}, got 1. Raise it."
     if not loss_facts.per_action:
         rule = f"needs one ratio per action, but loss_type={loss!r} has one per completion. Choose another loss type."
         if objective.is_set("top_entropy_quantile"):

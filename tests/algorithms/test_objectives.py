@@ -10,7 +10,7 @@ from evogrpo import Objective
 from evogrpo.algorithms.learning.learning_step import learn, minibatches
 from evogrpo.data import Batch
 from evogrpo.functional.loss_types import ADVANTAGES, IMPORTANCE_CORRECTIONS, LOSS_TYPES
-from evogrpo.functional.losses import ENTROPY_TOLERANCE
+from evogrpo.functional.losses import ROUNDING
 from tests.oracles.objective_by_hand import ByHand, rows_of
 from tests.oracles.slow_advantages import outcome
 from tests.policy_banks import assert_states_agree
@@ -180,7 +180,7 @@ def test_the_policy_loss_uses_the_most_uncertain_actions():
         entropies = [member.entropies(r.prompt, r.tokens, temperature=agent.temperature) for r in rows_of(batch)]
     all_entropies = sorted(torch.cat(entropies).tolist())
     kept = len(all_entropies) - math.ceil((1 - quantile) * (len(all_entropies) - 1))
-    threshold = all_entropies[-kept] - ENTROPY_TOLERANCE  # completions of one prompt begin with equal entropies
+    threshold = all_entropies[-kept] - ROUNDING  # completions of one prompt begin with equal entropies
     expected = weighted_gradient(agent, batch, [(entropy > threshold).float() for entropy in entropies])
     learn_from(agent, batch)
     assert equal_and_nonzero(agent.state()["exp_avg"] / (1 - DECAY), expected)
@@ -199,7 +199,7 @@ def test_the_entropy_bonus_follows_entropy_reduction(reduction):
     all_entropies = torch.cat(entropies).detach().sort().values
     kept = len(all_entropies) - math.ceil(0.6 * (len(all_entropies) - 1))
     if reduction == "mean":
-        chosen = [values[values > all_entropies[-kept] - ENTROPY_TOLERANCE] for values in entropies]
+        chosen = [values[values > all_entropies[-kept] - ROUNDING] for values in entropies]
         bonus = torch.cat(chosen).mean()
     else:
         bonus = torch.stack([values.mean() for values in entropies]).mean()

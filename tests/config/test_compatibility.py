@@ -16,6 +16,8 @@ LOSSES, ADVANTAGES = CATEGORIES["loss_type"], CATEGORIES["advantage"]
         ({"kl_estimator": "k1"}, "kl_estimator"),
         ({"kl_horizon": 100}, "kl_horizon.*kl_target"),
         ({"importance_cap": 3.0}, "importance_cap.*importance_correction"),
+        ({"importance_cap": 1.0, "importance_correction": "token_mask"}, "importance_cap.*'token_mask'"),
+        ({"importance_cap": 1.0, "importance_correction": "sequence_mask"}, "importance_cap.*'sequence_mask'"),
         ({"reference_mixing": 0.5}, "reference_mixing.*reference_sync_steps"),
         ({"reference_sync_steps": 4}, "reference_sync_steps"),
         ({"reference": "old", "reference_sync_steps": 4}, "reference_sync_steps"),

@@ -28,7 +28,7 @@ NAMES = [
 # Settings required by a field.
 BESIDE = {
     "kl_horizon": {"kl_target": 0.1},
-    "importance_cap": {"importance_correction": "token_mask"},
+    "importance_cap": {"importance_correction": "token_truncate"},
     "reference_sync_steps": {"reference": "snapshot"},
     "reference_mixing": {"reference": "snapshot", "reference_sync_steps": 4},
     "sapo_tau_positive": {"loss_type": "sapo"},

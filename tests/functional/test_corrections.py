@@ -7,11 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evogrpo.functional.loss_types import IMPORTANCE_CORRECTIONS
+from evogrpo.functional.loss_types import ACTION_KLS, IMPORTANCE_CORRECTIONS, LOSS_TYPES
 from evogrpo.functional.losses import (
-    ENTROPY_TOLERANCE,
+    ROUNDING,
     high_entropy_mask,
     importance_weights,
+    kl_estimate,
+    policy_loss,
 )
 
 RATIOS = torch.tensor([[1.5, 0.5, 3.0, 9.0], [1.6, 1.6, 1.0, 9.0]])
@@ -60,7 +62,7 @@ def test_high_entropy_mask_keeps_the_quantile_of_each_member(seed, quantile):
         member_mask = mask & (members == member)[:, None]
         values = entropies[member_mask].double()
         least = values[values >= torch.quantile(values, 1 - quantile) - 1e-7].min()
-        assert torch.equal(kept & member_mask, member_mask & (entropies >= least.float() - ENTROPY_TOLERANCE))
+        assert torch.equal(kept & member_mask, member_mask & (entropies >= least.float() - ROUNDING))
         assert bool(kept[member_mask].any())
 
 
@@ -73,3 +75,51 @@ def test_entropies_equal_up_to_rounding_are_kept_together():
         kept = high_entropy_mask(rounded, mask, members, share)
         assert torch.equal(kept, high_entropy_mask(entropies, mask, members, share))
         assert len(set(kept[:, 0].tolist())) == 1
+
+
+# ---- where two policies agree, rounding must not decide anything
+
+SHAPE = (16, 4)
+ZEROS, EVERY_ACTION = torch.zeros(SHAPE), torch.ones(SHAPE, dtype=torch.bool)
+NOISE = 1e-6 * torch.randn(SHAPE, generator=torch.Generator().manual_seed(3))
+VALUES = torch.tensor([1.0, -1.0, 0.0, 2.0]).expand(SHAPE) + 0.1 * NOISE  # advantages
+
+
+def gradient_of(loss_of, log_probs):
+    log_probs = log_probs.clone().requires_grad_()
+    loss_of(log_probs).sum().backward()
+    return log_probs.grad
+
+
+def assert_gradient_ignores_rounding(loss_of):
+    exact = gradient_of(loss_of, ZEROS)
+    for noise in (NOISE, -NOISE):
+        torch.testing.assert_close(gradient_of(loss_of, noise), exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ACTION_KLS)
+def test_rounding_does_not_decide_the_gradient_of_a_kl(kind):
+    assert_gradient_ignores_rounding(lambda log_probs: kl_estimate(kind, log_probs, ZEROS))
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_rounding_does_not_decide_the_gradient_of_a_loss(loss_type):
+    options = {"dual_clip": 2.0} if LOSS_TYPES[loss_type].bounded else {}
+    clips = {"clip_low": 0.2, "clip_high": 0.3}
+    assert_gradient_ignores_rounding(
+        lambda log_probs: policy_loss(loss_type, log_probs, ZEROS, VALUES, EVERY_ACTION, **clips, **options)
+    )
+
+
+@pytest.mark.parametrize("kind", IMPORTANCE_CORRECTIONS)
+def test_rounding_does_not_decide_an_importance_weight(kind):
+    weights = importance_weights(kind, NOISE, ZEROS, EVERY_ACTION, cap=1.01)
+    torch.testing.assert_close(weights, torch.ones(SHAPE), rtol=1e-4, atol=1e-5)
+
+
+def test_the_gradient_of_abs_is_the_sign_beyond_rounding():
+    difference = torch.tensor([-0.5, -2 * ROUNDING, 2 * ROUNDING, 3.0])
+    kl = kl_estimate("abs", difference, torch.zeros(4))
+    assert torch.equal(kl, difference.abs())
+    gradient = gradient_of(lambda values: kl_estimate("abs", values, torch.zeros(4)), difference)
+    assert torch.equal(gradient, difference.sign())
