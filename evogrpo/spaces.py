@@ -13,6 +13,19 @@ ActionDim = int | tuple["ActionDim", ...] | dict[str, "ActionDim"]
 TensorTree = Tensor | tuple["TensorTree", ...] | dict[str, "TensorTree"]
 
 
+class CompletionSpace(spaces.Sequence):
+    """Space of completions: sequences of token ids that end with a token that ends a turn, or at a limit.
+
+    Args:
+        vocabulary: Number of tokens.
+        end_ids: Tokens that end a turn.
+    """
+
+    def __init__(self, vocabulary: int, end_ids: Sequence[int]) -> None:
+        super().__init__(spaces.Discrete(vocabulary))
+        self.end_ids = tuple(end_ids)
+
+
 def leaf_spaces(space: spaces.Space[Any]) -> list[spaces.Space[Any]]:
     """Return the spaces at the leaves of a (nested) Dict or Tuple, in order.
 

@@ -91,7 +91,8 @@ class Options(CommonOptions, total=False):
         min_p: Sample from tokens at least this many times as likely as the most likely one; 0 by default.
         repetition_penalty: Divisor of the logits of tokens that occurred before, also in greedy decoding; 1 (default) =
             none.
-        eos_token_ids: Token or tokens that end a completion; by default those of the model's generation config.
+        eos_token_ids: Token or tokens that end a completion; by default all that the model's configurations, the
+            tokenizer or its chat template name as the end of a turn.
         lora_config: A `peft.LoraConfig`; None (default) = rank 16, alpha 32, on all linear layers except the head.
         full_finetuning: Train all weights of the model instead of adapters; False by default. Each member needs at
             least three times the memory of a base in float32, and members do not share passes.
@@ -252,15 +253,9 @@ def _language_policy_set(
     full = flag("full_finetuning", options.get("full_finetuning") or False)
     if full and (lora is not None or start is not None):
         raise ValueError("full_finetuning trains all weights. Leave out lora_config and adapter.")
-    # 3. Choose the end-of-sequence tokens: as given, or else from the first configuration that has one.
-    configs = model.generation_config, model.config.get_text_config()
-    candidates = options.get("eos_token_ids"), *(getattr(config, "eos_token_id", None) for config in configs)
-    end_tokens = next((tokens for tokens in candidates if tokens is not None), None)
-    if end_tokens is None:
-        raise ValueError("eos_token_ids must be given: the model's configuration has no end-of-sequence token.")
-    # 4. Build the settings, the first member's hyperparameters and the policy set.
+    # 3. Build the settings, the first member's hyperparameters and the policy set.
     chosen = {name: options[name] for name in _LANGUAGE if name in options}
-    settings = LanguageSettings(**{**chosen, "pad_token_id": pad_token_id, "eos_token_ids": end_tokens})
+    settings = LanguageSettings(**{**chosen, "pad_token_id": pad_token_id})
     first = _first_hyperparameters(options, settings, {})
     members = LanguagePolicySet(
         model,

@@ -55,8 +55,8 @@ def test_eos_token_ids_and_pad_token_id_are_used():
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     with pytest.raises(ValueError, match="eos_token_ids must be given"):
         tiny_agent(actor_network=model)
-    assert tiny_agent().members.settings.eos_token_ids == (EOS,)
-    assert tiny_agent(eos_token_ids=5).members.settings.eos_token_ids == (5,)
+    assert tiny_agent().members.bank.end_ids.tolist() == [EOS]
+    assert tiny_agent(eos_token_ids=5).members.bank.end_ids.tolist() == [5]
     agent = tiny_agent(actor_network=model, eos_token_ids=(5, 7), pad_token_id=9)
     ids, masks = agent.get_action([{"input_ids": torch.tensor([[8, 9]])}] * 6)
     ends = 0

@@ -68,6 +68,15 @@ def test_tokens_match_the_chat_template(marker, ending):
     assert (*batch.prompts[0], *conversation.tokens) == encoded(env, rendered)
 
 
+@pytest.mark.parametrize("space", ["", " "])
+def test_a_turn_that_ended_with_another_end_token_is_not_closed_again(space):
+    env = gym(CLOSED.replace("}}<eos>", f"}}}}{space}<s>"))
+    batch, conversation = converse(env, "x<eos>")
+    text = env.tokenizer.decode([*batch.prompts[0], *conversation.tokens])
+    closed = f"<u>{batch.questions[0]}{space}<s>\n<a>x<eos>\n<u>no: x is not it\nafter 2{space}<s>\n<a>"
+    assert text == closed
+
+
 def test_templates_without_end_markers_work():
     env = gym(CHAT)
     batch, conversation = converse(env, "x")

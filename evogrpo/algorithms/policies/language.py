@@ -37,8 +37,9 @@ from evogrpo.algorithms.policies.policy_set import (
     space_to_json,
 )
 from evogrpo.algorithms.policies.settings import LanguageSettings
+from evogrpo.chat_templates import end_of_turn_ids
 from evogrpo.config.search_space import HyperparameterConfig
-from evogrpo.data import DEFAULT_POLICY, Conversation, Experience, Rollout, SamplingBatch
+from evogrpo.data import DEFAULT_POLICY, Conversation, Experience, Rollout, SamplingBatch, unpadded
 from evogrpo.distributed import Processes
 from evogrpo.envs.protocol import GroupEnvironment, PromptBatch, Scores, Split
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
@@ -47,7 +48,13 @@ from evogrpo.interruption import Stop
 from evogrpo.models.bank import Sampler
 from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS, check_stored_size
 from evogrpo.models.language.bank import AdapterBank
-from evogrpo.models.language.compatibility import check_context, check_token_ids, is_quantised
+from evogrpo.models.language.compatibility import (
+    check_context,
+    check_token_ids,
+    end_ids_of,
+    is_quantised,
+    vocabulary_of,
+)
 from evogrpo.models.language.fsdp import sharded_over
 from evogrpo.models.language.full_finetuning import choose_trained
 from evogrpo.models.language.loading import fingerprint, load_base, load_tokenizer
@@ -55,6 +62,7 @@ from evogrpo.models.language.lora import StoredAdapter, lora_from_json, lora_to_
 from evogrpo.models.language.sizing import size_for_memory
 from evogrpo.models.language.vllm_sampler import VLLMSampler
 from evogrpo.randomness import generator
+from evogrpo.spaces import CompletionSpace
 from evogrpo.storage.checkpoint import CheckpointError, is_path
 from evogrpo.validation import validate, whole_between
 
@@ -81,6 +89,7 @@ class LanguagePolicySet:
         action_space: Action space, if given.
         start: Adapter that members start from, with its lora_config; None = fresh adapters.
         like: A bank with the same base and adapters, whose compatibility checks are not repeated.
+        end_ids: Tokens that end a completion; None = those of the settings, or of the model and the action space.
 
     Attributes:
         hp_config: As given.
@@ -117,6 +126,7 @@ class LanguagePolicySet:
         action_space: spaces.Space[Any] | None = None,
         start: StoredAdapter | None = None,
         like: AdapterBank | None = None,
+        end_ids: Sequence[int] | None = None,
     ) -> None:
         # 1. Move the base model to the device, if one is given. A sharded or quantised one cannot be moved.
         immovable = sharded_over(model) > 1 or is_quantised(model)
@@ -127,7 +137,14 @@ class LanguagePolicySet:
                 f"A sharded or quantised base stays on {model.device.type}, where it was loaded. Load it with "
                 f"load_base(..., device={str(device)!r})."
             )
-        # 2. Build the bank. On CUDA, the default size of micro-batches depends on the memory that members leave.
+        # 2. Choose the tokens that end a completion.
+        ends = end_ids or settings.eos_token_ids or end_ids_of(model) | self._end_ids_in(action_space, model)
+        if not ends:
+            raise ValueError(
+                "eos_token_ids must be given: neither the model's configuration nor the action space has a token that "
+                "ends a completion."
+            )
+        # 3. Build the bank. On CUDA, the default size of micro-batches depends on the memory that members leave.
         self.hp_config = hp_config
         self.observation_space, self.action_space = observation_space, action_space
         self.start = start
@@ -135,7 +152,7 @@ class LanguagePolicySet:
             model,
             size=size,
             pad_token_id=settings.pad_token_id,
-            eos_token_ids=settings.eos_token_ids,
+            eos_token_ids=tuple(ends),
             lora_config=lora_config,
             optimizer=settings.optimizer,
             seed=settings.seed,
@@ -150,7 +167,7 @@ class LanguagePolicySet:
         if settings.micro_batch_tokens is None and self.device.type == "cuda":
             self.bank.micro_batch_tokens = size_for_memory(self.bank, model)
         self.settings = replace(settings, micro_batch_tokens=self.bank.micro_batch_tokens)
-        # 3. Set the attributes that all kinds of policy sets have, and the identity of the base model.
+        # 4. Set the attributes that all kinds of policy sets have, and the identity of the base model.
         self.sampler: Sampler = self.bank
         self.policies = {DEFAULT_POLICY: self}
         self.banks = Banks({DEFAULT_POLICY: self.bank})
@@ -193,6 +210,7 @@ class LanguagePolicySet:
             observation_space=self.observation_space,
             action_space=self.action_space,
             like=self.bank,
+            end_ids=self.bank.end_ids.tolist(),
         )
 
     def arguments(self) -> dict[str, Any]:
@@ -221,13 +239,23 @@ class LanguagePolicySet:
         check_token_ids(self.bank.base.model, [largest], "tokens of prompts")
         check_context(self.bank.base.context, longest + self.settings.max_output_tokens)
 
+    @staticmethod
+    def _end_ids_in(space: object, model: "PreTrainedModel") -> set[int]:
+        """Return the tokens that end a turn in an action space and are in the model's vocabulary."""
+        ends = space.end_ids if isinstance(space, CompletionSpace) else ()
+        return {token for token in ends if token < vocabulary_of(model)}
+
     def _open(self, env: Any, split: Split, starts: Sequence[int]) -> PromptBatch:
+        """Open starts; from then on, completions also end with the tokens that end a turn in the environment."""
         batch = env.open(split, starts)
         if not isinstance(batch, PromptBatch):
             raise ValueError(
                 f"Language models need an environment of prompts, but {type(env).__name__} is played step by step. Use "
                 "HuggingFaceGym, or train small networks: pass its observation_space and action_space."
             )
+        if self.settings.eos_token_ids is None:
+            ends = self._end_ids_in(getattr(env, "action_space", None), self.bank.base.model)
+            self.bank.end_ids = torch.tensor(sorted(ends | set(self.bank.end_ids.tolist())), device=self.device)
         return batch
 
     def sample(self, env: GroupEnvironment, starts: Sequence[int], request: SamplingRequest) -> RolloutBatch:
@@ -416,10 +444,13 @@ class LanguagePolicySet:
             options=settings.sampling_options,
         )
         rollout = self._synced_sampler().sample(rows, base=base)
-        return [
-            str(tokenizer.decode(tokens[present].tolist(), skip_special_tokens=True))
-            for tokens, present in zip(rollout.actions, rollout.present, strict=True)
-        ]
+        # 3. Decode. The tokenizer may name further tokens that end a turn.
+        ends = end_of_turn_ids(tokenizer, {}) if settings.eos_token_ids is None else ()
+        texts = []
+        for tokens in unpadded(rollout.actions, rollout.present):
+            first = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
+            texts.append(str(tokenizer.decode(tokens[:first], skip_special_tokens=True)))
+        return texts
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -453,7 +484,7 @@ class LanguagePolicySet:
     # ---- checkpoints
 
     def checkpoint_record(self) -> dict[str, Any]:
-        """Return source and fingerprint of the base model, LoRA settings (None without adapters), micro-batch size.
+        """Return source and fingerprint of the base model, LoRA settings (None without adapters), settings of the bank.
 
         Also the spaces; those of a kind that checkpoints cannot store are left out.
         """
@@ -468,6 +499,7 @@ class LanguagePolicySet:
             "source": self.source,
             "fingerprint": self.fingerprint,
             "micro_batch_tokens": self.bank.micro_batch_tokens,
+            "end_ids": self.bank.end_ids.tolist(),
         }
 
     def shared_tensors(self) -> dict[str, Tensor]:
@@ -550,6 +582,7 @@ class LanguagePolicySet:
             autocast=autocast_context(accelerator),
             observation_space=observations,
             action_space=actions,
+            end_ids=[whole_between("end_ids", token, 0) for token in record["end_ids"]],
         )
         members.bank.micro_batch_tokens = whole_between("micro_batch_tokens", record["micro_batch_tokens"], 1)
         return members

@@ -154,7 +154,8 @@ class LanguageSettings:
 
     Attributes:
         pad_token_id: Token used for padding.
-        eos_token_ids: Tokens that end a completion.
+        eos_token_ids: Tokens that end a completion; None = those that the model, the tokenizer or its chat template
+            names.
         max_output_tokens: Maximum number of tokens of a completion, or of each turn of a conversation.
         min_output_tokens: Number of first tokens of a completion or turn at which an end of sequence has probability 0,
             in sampling and learning.
@@ -175,7 +176,7 @@ class LanguageSettings:
     """
 
     pad_token_id: NonNegativeInt
-    eos_token_ids: Annotated[tuple[Int, ...], Field(min_length=1), BeforeValidator(_as_tuple)]
+    eos_token_ids: Annotated[Annotated[tuple[Int, ...], Field(min_length=1)] | None, BeforeValidator(_as_tuple)] = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_OUTPUT_TOKENS), WHOLE] = 128
     min_output_tokens: Int = 0
     max_episode_tokens: Int | None = None

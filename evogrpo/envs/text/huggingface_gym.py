@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evogrpo.chat_templates import end_of_turn_ids
 from evogrpo.data import single_turn_conversations
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import SPLITS, Split, deal_starts
@@ -52,6 +53,7 @@ from evogrpo.envs.text.templates import (
 )
 from evogrpo.envs.text.verifier_pool import make_reward_runner
 from evogrpo.extras import require
+from evogrpo.spaces import CompletionSpace
 from evogrpo.validation import lists_options, names_unknown, refuse_unknown, whole_between, whole_number
 
 SAMPLE_COMPLETIONS = ("This is a made-up completion: 42.", "This is another made-up completion.")
@@ -181,8 +183,8 @@ class PromptEnvironment:
             tables_read, max_prompt_length=max_prompt_length, sizes=sizes, seed=self.seed
         )
         vocabulary = gymnasium.spaces.Discrete(len(tokenizer))
-        self.observation_space: gymnasium.Space[Any] = gymnasium.spaces.Sequence(vocabulary)
-        self.action_space: gymnasium.Space[Any] = gymnasium.spaces.Sequence(vocabulary)
+        self.observation_space = gymnasium.spaces.Sequence(vocabulary)
+        self.action_space = CompletionSpace(len(tokenizer), end_of_turn_ids(tokenizer, self._options))
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{split} {self.size(split)}" for split in SPLITS)
@@ -379,7 +381,7 @@ class HuggingFaceGym(PromptEnvironment):
         on_reward_error: As in the constructor.
         filtered: Number of rows left out by split and reason, as `Filtered`.
         observation_space: One prompt, as a sequence of token ids.
-        action_space: One completion, as a sequence of token ids.
+        action_space: One completion, as a sequence of token ids; `end_ids` are the tokens that end a turn.
 
     Raises:
         ValueError: If an argument, a column or a split is invalid.
@@ -504,7 +506,7 @@ class HuggingFaceGym(PromptEnvironment):
 
         Args:
             completion_ids: Per prompt a LongTensor `[group_size, prompt + completion]` with rows that start with the
-                prompt and are padded on the right after their EOS; the same group_size for all.
+                prompt and are padded on the right after their end; the same group_size for all.
 
         Returns:
             The next prompts; rewards `[prompts, group_size]` (float32, NaN = not applicable); terminated (all True) and
@@ -573,13 +575,13 @@ class HuggingFaceGym(PromptEnvironment):
         return [{"input_ids": prompt, "attention_mask": torch.ones_like(prompt)} for prompt in ids]
 
     def _completion(self, row: list[int], prompt: Sequence[int]) -> list[int]:
-        """Return the tokens after the prompt, up to the first EOS or without trailing padding."""
+        """Return the tokens after the prompt, up to the first that ends a turn or without trailing padding."""
         if row[: len(prompt)] != list(prompt):
             raise ValueError("Rows of completion_ids must start with their prompt. Keep the order of the prompts.")
         completion = row[len(prompt) :]
-        eos = self.tokenizer.eos_token_id
-        if eos is not None and eos in completion:
-            return completion[: completion.index(eos) + 1]
+        for place, token in enumerate(completion):
+            if token in self.action_space.end_ids:
+                return completion[: place + 1]
         while completion and completion[-1] == self.tokenizer.pad_token_id:
             completion.pop()
         return completion

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
+from evogrpo.chat_templates import ANSWER
 from evogrpo.data import Conversation
 from evogrpo.envs.fingerprint import code_hash
 from evogrpo.envs.protocol import Split
@@ -15,7 +16,7 @@ from evogrpo.envs.text.reward_functions import (
     as_messages,
     make_rewards,
 )
-from evogrpo.envs.text.templates import ANSWER, Message, Options, Tokenizer, check_messages, reply_tokens, row_options
+from evogrpo.envs.text.templates import Message, Options, Tokenizer, check_messages, reply_tokens, row_options
 from evogrpo.text import escaped_prints
 from evogrpo.validation import lists_options, names_unknown, whole_between
 

@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from evogrpo.chat_templates import ANSWER, QUESTION, closing_token, render_chat
 from evogrpo.validation import refuse_unknown
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "model", "ipython", "environment", "documents")
@@ -19,9 +20,6 @@ TEMPLATE_OPTIONS = "chat_template_kwargs"
 RESERVED_OPTIONS = {
     "conversation", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict",
 }  # fmt: skip
-QUESTION: Message = {"role": "user", "content": "What is asked?"}
-ANSWER: Message = {"role": "assistant", "content": "This is answered."}
-"""Messages that stand for turns before a reply, of which only the markers matter."""
 
 _FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
 _CHUNK = 1024  # prompts per call of the tokenizer
@@ -102,12 +100,12 @@ def render(messages: list[Message], tokenizer: Tokenizer, options: Options | Non
         messages, prefill = messages[:-1], False
     # 1. Render, with the last message open or an assistant turn opened.
     mode = "continue_final_message" if prefill else "add_generation_prompt"
-    keywords = {**(options or {}), "tokenize": False, mode: True}
-    text = str(tokenizer.apply_chat_template(messages, **keywords))
+    keywords = {**(options or {}), mode: True}
+    text = render_chat(tokenizer, messages, **keywords)
     # 2. Tool calls must change the text.
     if any(message.get("tool_calls") for message in messages):
         bare = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
-        if str(tokenizer.apply_chat_template(bare, **keywords)) == text:
+        if render_chat(tokenizer, bare, **keywords) == text:
             raise ValueError("The tokenizer's chat_template does not render tool_calls. Set one that does.")
     return text
 
@@ -126,10 +124,9 @@ def render_reply(
     Raises:
         ValueError: If the template fails, or renders earlier turns differently when a reply follows.
     """
-    keywords = {**options, "tokenize": False}
     try:
-        before = str(tokenizer.apply_chat_template(messages, **keywords))
-        after = str(tokenizer.apply_chat_template([*messages, *reply], **keywords, add_generation_prompt=True))
+        before = render_chat(tokenizer, messages, **options)
+        after = render_chat(tokenizer, [*messages, *reply], **options, add_generation_prompt=True)
     except Exception as error:  # templates may raise jinja2's errors or any others
         raise ValueError(f"The tokenizer's chat_template cannot render a further turn: {error}") from error
     if not after.startswith(before):
@@ -152,23 +149,29 @@ def reply_tokens(
         reply: Messages of the user or of tools.
         tokenizer: A transformers tokenizer with a chat template.
         options: Keyword arguments of the template.
-        completion: Token ids of the completion before the reply. The markers leave out its last token, which has ended
-            it, if they begin with it.
+        completion: Token ids of the completion before the reply. If it ends with a special token or with the text that
+            closes a turn, the markers do not close the turn once more.
 
     Raises:
         ValueError: If there is no template, or it renders earlier turns differently once another turn follows.
     """
     before, after = render_reply([QUESTION, assistant], reply, tokenizer, options)
     # 1. Find the markers that end a turn of the assistant: they follow the text of a plain answer.
-    plain, answer = str(tokenizer.apply_chat_template([QUESTION, ANSWER], **options, tokenize=False)), ANSWER["content"]
+    plain, answer = render_chat(tokenizer, [QUESTION, ANSWER], **options), ANSWER["content"]
     if answer not in plain:
         raise ValueError(
             f"chat_template must render the text of assistant messages, got {plain!r}. Set another template."
         )
     closing = plain[plain.rfind(answer) + len(answer) :]
     # 2. Some templates end a turn with tool calls differently; then only what follows it is rendered.
-    between = (closing if before.endswith(closing) else "") + after[len(before) :]
-    between = between.removeprefix(str(tokenizer.decode(list(completion[-1:]))))
+    if not before.endswith(closing):
+        closing = ""
+    # 3. The completion has closed its turn, with this or with another token that ends a turn.
+    marker = closing_token(tokenizer, options)
+    last = list(completion[-1:])
+    if marker is not None and marker in closing and last and not tokenizer.decode(last, skip_special_tokens=True):
+        closing = closing.partition(marker)[2]
+    between = (closing + after[len(before) :]).removeprefix(str(tokenizer.decode(last)))
     return tuple(tokenizer([between], add_special_tokens=False)["input_ids"][0])
 
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from evogrpo.chat_templates import QUESTION, render_chat
 from evogrpo.envs.text.prompt_batch import POLL_SECONDS
 from evogrpo.envs.text.reward_functions import call_sync, timeout_error
-from evogrpo.envs.text.templates import QUESTION, Message, Options, Tokenizer, render_reply
+from evogrpo.envs.text.templates import Message, Options, Tokenizer, render_reply
 from evogrpo.interruption import NEVER, Stop
 
 Tool = Callable[..., Any]
@@ -166,8 +167,7 @@ def check_tool_template(tokenizer: Tokenizer, options: Options, schemas: Sequenc
     result = {"role": "tool", "name": name, "content": content}
     before, after = render_reply([QUESTION, tool_call(name)], [result], tokenizer, options)
     shown = {  # one text if the template ignores tools
-        tokenizer.apply_chat_template([QUESTION], **options, tools=tools, tokenize=False)
-        for tools in (None, schemas or None)
+        render_chat(tokenizer, [QUESTION], **options, tools=tools) for tools in (None, schemas or None)
     }
     if name not in before or content not in after or len(shown) == 1:
         raise ValueError(

@@ -465,7 +465,7 @@ class AdapterBank(AdapterSampler):
         A function returns the content when it is called, so that files need not be in memory together.
         """
         if isinstance(self.trained, AllWeights):
-            return {**transformers_files(self.member_models["weights"][slot])}
+            return {**transformers_files(self.member_models["weights"][slot], self.end_ids.tolist())}
         tensors, config = self.peft_files(slot)
         return {"adapter_model.safetensors": lambda: tensors_file(tensors), "adapter_config.json": config}
 

@@ -106,6 +106,17 @@ def check_context(context: int | None, width: int) -> None:
         )
 
 
+def end_ids_of(model: PreTrainedModel) -> set[int]:
+    """Return the tokens that end a completion in any of the model's configurations."""
+    config, size = model.config, vocabulary_of(model)
+    ends: set[int] = set()
+    for part in (model.generation_config, config, config.get_text_config()):
+        named = getattr(part, "eos_token_id", None)
+        listed = named if isinstance(named, list | tuple) else [named]
+        ends.update(token for token in listed if isinstance(token, int) and 0 <= token < size)
+    return ends
+
+
 def check_token_ids(model: PreTrainedModel, ids: Sequence[int], name: str) -> None:
     """Raise a ValueError if a token id is not in the model's vocabulary."""
     size = vocabulary_of(model)

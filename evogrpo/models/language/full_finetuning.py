@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +13,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from evogrpo.models.language.compatibility import is_quantised
+from evogrpo.models.language.compatibility import end_ids_of, is_quantised
 from evogrpo.models.language.fsdp import sharded_over
 from evogrpo.models.language.loading import quietly
 from evogrpo.models.language.lora import CONFIG, TENSORS, LoraTargets, check_export, choose_targets
@@ -116,13 +117,20 @@ def _with_weights(model: PreTrainedModel, flat: Tensor) -> PreTrainedModel:
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors")
 
 
-def transformers_files(model: PreTrainedModel) -> dict[str, bytes]:
-    """Return the files of a folder that `from_pretrained` loads, by name."""
+def transformers_files(model: PreTrainedModel, end_ids: Sequence[int]) -> dict[str, bytes]:
+    """Return the files of a folder that `from_pretrained` loads, by name.
+
+    Args:
+        model: The model.
+        end_ids: Tokens that ended completions in training, for its generation config.
+    """
     tensors = {name: values.detach().cpu() for name, values in model.state_dict().items()}
     # `save_pretrained` raises for generation settings that `from_pretrained` accepts, such as a temperature without
     # do_sample. Write them to their file without that check.
-    saved, settings = copy.copy(model), model.generation_config
+    saved, settings = copy.copy(model), copy.copy(model.generation_config)
     saved.generation_config = GenerationConfig()
+    if settings is not None and end_ids_of(model) != set(end_ids):
+        settings.eos_token_id = list(end_ids)
     with TemporaryDirectory() as folder:
         with quietly():
             saved.save_pretrained(folder, state_dict=tensors, max_shard_size="1TB")

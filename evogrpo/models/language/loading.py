@@ -6,7 +6,7 @@ import importlib.util
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,13 +14,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from evogrpo.chat_templates import end_of_turn_ids
 from evogrpo.extras import package_command, require
 from evogrpo.models.devices import Precision, check_device
 from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled, find_weight_layout
-from evogrpo.models.language.compatibility import find_decoder
+from evogrpo.models.language.compatibility import end_ids_of, find_decoder, vocabulary_of
 from evogrpo.models.language.fsdp import shard, shard_count
 from evogrpo.synonyms import unknown_name_error
 from evogrpo.text import expand_user
@@ -255,6 +256,7 @@ def load_base(
         if missing := sorted(info["missing_keys"]):
             raise ValueError(f"{len(missing)} weights are missing in its files, for example {missing[0]}")
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    _add_end_tokens(model, tokenizer)
     if name == DEMO_MODEL:
         model.name_or_path = name  # instead of the cache folder, so that checkpoints load on other machines
     # 3. Quantised and sharded bases are fingerprinted by their plain weights.
@@ -303,8 +305,19 @@ def load_outline(source: str | Path) -> BaseModel:
         config = AutoConfig.from_pretrained(place, trust_remote_code=False)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        with suppress(OSError):  # models need not have this file
+            model.generation_config = GenerationConfig.from_pretrained(place)
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    _add_end_tokens(model, tokenizer)
     return BaseModel(model, tokenizer, name)
+
+
+def _add_end_tokens(model: PreTrainedModel, tokenizer: Any) -> None:
+    """Add the tokens with which the tokenizer or its chat template ends a turn to the generation config."""
+    ends = end_ids_of(model)
+    named = [token for token in end_of_turn_ids(tokenizer, {}) if token < vocabulary_of(model)]
+    if not ends.issuperset(named):
+        model.generation_config.eos_token_id = sorted(ends.union(named))
 
 
 def locate_base(source: str | Path) -> str:

@@ -98,13 +98,12 @@ class LanguageAgent:
             raise ValueError(f"adapter {self.adapter!r} has its own LoRA settings. Remove lora.")
         if self.full_finetuning and (self.adapter is not None or self.lora != LoraSettings()):
             raise ValueError("full_finetuning trains all weights. Remove lora and adapter.")
-        # Validate the settings. Token ids of the tokenizer are not known yet, so 0 stands for them.
-        eos_token_ids = (0,) if self.eos_token_ids is None else self.eos_token_ids
-        LanguageSettings(pad_token_id=0, eos_token_ids=eos_token_ids, **self.settings())
+        # Validate the settings. The padding of the tokenizer is not known yet, so 0 stands for it.
+        LanguageSettings(pad_token_id=0, **self.settings())
 
     def settings(self) -> dict[str, Any]:
         """Return the fields that are passed to `GRPO.population` unchanged."""
-        others = ("lora", "full_finetuning", "adapter", "eos_token_ids")
+        others = ("lora", "full_finetuning", "adapter")
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in others}
 
 

@@ -15,7 +15,13 @@ from evogrpo.envs.text.huggingface_gym import SAMPLE_COMPLETIONS, Preflight, Pro
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS, available_device
 from evogrpo.models.language.bank import REDUCED_LOGITS_ROWS
-from evogrpo.models.language.compatibility import check_causal_class, check_context, check_token_ids, context_of
+from evogrpo.models.language.compatibility import (
+    check_causal_class,
+    check_context,
+    check_token_ids,
+    context_of,
+    end_ids_of,
+)
 from evogrpo.models.language.fsdp import check_sharding, shard_count
 from evogrpo.models.language.full_finetuning import AllWeights, choose_trained
 from evogrpo.models.language.loading import (
@@ -190,6 +196,7 @@ class PreparedLanguage:
             "first prompt": f"{shorten(self.trial.prompt, 400)!r}, {pluralize(len(self.trial.tokens), 'token')}: "
             f"{first}{' …' if len(self.trial.tokens) > 12 else ''}",
             "rewards": f"{', '.join(map(' '.join, earned.items()))} for {SAMPLE_COMPLETIONS[0]!r}",
+            "end tokens": self._end_tokens_text(),
             "samples": samples_text(config, "completions"),
             "groups": rounds["groups"],
             "optimizer": f"{steps} per member and learning step, in micro-batches of {size}",
@@ -210,8 +217,6 @@ class PreparedLanguage:
         options, tokenizer = self.config.agent.settings(), self.outline.tokenizer
         # Padding is masked, so any token can be used.
         padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        if self.config.agent.eos_token_ids is not None:
-            options["eos_token_ids"] = self.config.agent.eos_token_ids
         return GRPO.population(
             self.config.population.size,
             self.env.observation_space,
@@ -234,6 +239,12 @@ class PreparedLanguage:
         precision = self.config.precision
         dtype: Any = precision if precision in PACKAGES else getattr(torch, precision)
         return load_base(self.model, dtype=dtype, device=self.device, parts=self.config.base_parts).model
+
+    def _end_tokens_text(self) -> str:
+        """Return the tokens that end a completion."""
+        config, tokenizer = self.config.agent, self.outline.tokenizer
+        ends = config.eos_token_ids or sorted(end_ids_of(self.outline.model).union(self.env.action_space.end_ids))
+        return ", ".join(f"{token} {shorten(str(tokenizer.decode([token])), 40)!r}" for token in ends)
 
     def _sharding_text(self) -> str:
         """Return a note on the sharding of the base model, if it was requested."""
@@ -374,6 +385,8 @@ def prepare(config: Config) -> PreparedLanguage:
         raise ValueError(f"{error}{user_line(error.__cause__) if error.__cause__ else ''}") from error
     check_token_ids(outline.model, [env.largest_token], "tokens of prompts")
     check_token_ids(outline.model, config.agent.eos_token_ids or (), "eos_token_ids")
+    if not (config.agent.eos_token_ids or end_ids_of(outline.model) or env.action_space.end_ids):
+        raise ValueError("agent.eos_token_ids must be given: neither the model nor its tokenizer has an end token.")
     check_context(context, env.longest_prompt + config.agent.max_output_tokens)
     # 5. Choose the precision, the same on all ranks.
     precision = processes().broadcast(choose_precision(config.precision, outline.model, device, full=lora is None))

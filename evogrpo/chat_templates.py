@@ -1,0 +1,100 @@
+"""Chat templates of tokenizers: rendering within limits, and the tokens that end a turn."""
+
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+RENDER_SECONDS = 10.0
+"""Time limit for rendering one conversation. Templates come with a model and may contain endless loops."""
+MAX_CHARACTERS = 10_000_000
+"""Maximum length of a rendered conversation; beyond any model's context."""
+QUESTION: dict[str, Any] = {"role": "user", "content": "What is asked?"}
+ANSWER: dict[str, Any] = {"role": "assistant", "content": "This is answered."}
+"""Messages that stand for turns of which only the markers matter."""
+
+
+class RenderError(ValueError):
+    """A chat template takes too long, or its text is too long."""
+
+
+def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    """Render a conversation by the tokenizer's chat template, within `RENDER_SECONDS` and `MAX_CHARACTERS`.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        messages: The conversation.
+        options: Keyword arguments of `apply_chat_template`, except `tokenize`.
+
+    Raises:
+        RenderError: If a limit is exceeded.
+    """
+    deadline = time.monotonic() + RENDER_SECONDS
+
+    def on_line(frame: FrameType, event: str, value: Any) -> Any:
+        if time.monotonic() > deadline:
+            raise RenderError(
+                f"chat_template must end within {RENDER_SECONDS:g} seconds. Does it have an endless loop?"
+            )
+        return on_line
+
+    def on_call(frame: FrameType, event: str, value: Any) -> Any:
+        # Jinja compiles a template to Python code of this file name; lines of other functions need no check.
+        return on_line(frame, event, value) if frame.f_code.co_filename == "<template>" else None
+
+    # A trace function can interrupt a loop in any thread, without another process.
+    before = sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        text = str(tokenizer.apply_chat_template(list(messages), **options, tokenize=False))
+    finally:
+        sys.settrace(before)
+    if len(text) > MAX_CHARACTERS:
+        raise RenderError(f"chat_template must render at most {MAX_CHARACTERS} characters, got {len(text)}.")
+    return text
+
+
+def end_of_turn_ids(tokenizer: Any, options: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the tokens that end a turn: the tokenizer's EOS, and the token that closes a turn in the chat template.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        options: Keyword arguments of the chat template.
+    """
+    closing = closing_token(tokenizer, options)
+    ids = {getattr(tokenizer, "eos_token_id", None)}
+    if closing is not None:
+        ids.add(tokenizer.convert_tokens_to_ids(closing))
+    return tuple(sorted(number for number in ids if number is not None))
+
+
+def closing_token(tokenizer: Any, options: Mapping[str, Any]) -> str | None:
+    """Return the token that closes a turn of the assistant in the chat template, such as "<|im_end|>".
+
+    None if there is no template, or it closes a turn with ordinary text.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        return None
+    # 1. Render an answer that is the last message, and the same with the start of a further turn.
+    endings = []
+    for opened in (False, True):
+        with suppress(Exception):  # templates may raise anything; some cannot open a turn after an answer
+            text = render_chat(tokenizer, [QUESTION, ANSWER], **options, add_generation_prompt=opened)
+            endings.append(text.rpartition(ANSWER["content"]))
+    tokens = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+    if not endings or not tokens or not all(answer for _, answer, _ in endings):
+        return None
+    # 2. Split what follows the answer at special tokens. What both have in common closes the turn; some templates end
+    #    the whole conversation with EOS.
+    pattern = "|".join(map(re.escape, tokens))
+    parts = [re.split(f"({pattern})", ending) for *_, ending in endings]
+    last = ""
+    for part, other in zip(parts[0], parts[-1], strict=False):
+        if part != other:
+            break
+        last = part if part.strip() else last
+    # 3. The turn ends with the last of these tokens, unless ordinary text follows it.
+    return last if last in tokens else None
