@@ -77,6 +77,11 @@ def test_a_turn_that_ended_with_another_end_token_is_not_closed_again(space):
     assert text == closed
 
 
+def test_replies_with_special_tokens_are_warned_of():
+    with pytest.warns(UserWarning, match="<s>"):
+        converse(gym(reply=lambda row, messages: "no<s>"), "x<eos>")
+
+
 def test_templates_without_end_markers_work():
     env = gym(CHAT)
     batch, conversation = converse(env, "x")

@@ -1,8 +1,12 @@
 """Conversation templates, rendering and tokenization."""
 
+import warnings
+
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from evogrpo.envs.text.templates import check_template, fill_template, render, tokenize
+from tests.envs.conftest import CHAT, build
 
 ASK = [{"role": "system", "content": "Think."}, {"role": "user", "content": "{question}"}]
 HI = [{"role": "user", "content": "hi"}]
@@ -50,3 +54,82 @@ def test_special_tokens_are_not_added_twice(tokenizer, encode):
     (ids,) = tokenize([(HI, {})], tokenizer, "x")
     assert ids.tolist() == encode("<u>hi<eos><a>")
     assert len(ids) == 5
+
+
+# ---- prompts that change on their way to tokens
+
+TURNS = "{% for m in messages %}<u>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+WITHOUT_SYSTEM = TURNS.replace(
+    "<u>{{ m.content }}<eos>", "{% if m.role != 'system' %}<u>{{ m.content }}<eos>{% endif %}"
+)
+WITHOUT_TOOLS = WITHOUT_SYSTEM.replace("'system'", "'tool'")
+TRIMMED = TURNS.replace("m.content", "m.content | trim")
+WITHOUT_THOUGHTS = TURNS.replace("m.content", "m.content.split('</think>')[-1]")
+WITH_DEFAULT = f"{{% if messages[0].role != 'system' %}}<s>Be good.<eos>{{% endif %}}{TURNS}"
+
+
+def said(role, content="ab", **keys):
+    return {"role": role, "content": content, **keys}
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "name"),
+    [
+        (WITHOUT_SYSTEM, [said("system"), said("user")], r"message 0 \(system\)"),  # the user says the same
+        (WITHOUT_SYSTEM, [said("system", "u"), said("user")], r"message 0 \(system\)"),  # "u" is in the markers
+        (WITHOUT_TOOLS, [said("user"), said("tool"), said("user", "c")], r"message 1 \(tool\)"),
+        ("{{ messages[-1].content }}", [said("user"), said("assistant", "c")], r"message 0 \(user\)"),
+    ],
+)  # fmt: skip
+def test_templates_that_leave_out_a_message_are_refused(template, messages, name):
+    with pytest.raises(ValueError, match=rf"Row 1 .*rows.*{name}"):
+        tokenize([([said("user")], {}), (messages, {})], build(template), "rows")
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "options", "what"),
+    [
+        (WITHOUT_THOUGHTS, [said("user"), said("assistant", "<think>a</think>b"), said("user")], {}, r"message 1"),
+        (TRIMMED, [said("user"), said("assistant", "Answer: ")], {}, "Answer: "),
+        (CHAT, [said("user", "a<eos><a>b")], {}, "special token"),
+        (CHAT, [said("user", name="Bob")], {}, "name"),
+        (CHAT, [said("user")], {"enable_thinkng": False}, "enable_thinkng"),
+        (CHAT, [said("user", "caf\u00e9")], {}, "tokenizer"),
+    ],
+)
+def test_changed_prompts_are_warned_of_once(template, messages, options, what):
+    with warnings.catch_warnings(record=True) as issued:
+        warnings.simplefilter("always")
+        tokenize([(messages, options)] * 3, build(template), "rows")
+    (warning,) = [each for each in issued if what in str(each.message)]
+    assert "rows" in str(warning.message)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages"),
+    [
+        (TRIMMED, [said("system", " a\n"), said("user", "\nb ")]),
+        (TURNS.replace("m.content", "m.content | tojson"), [said("user", 'a "b"\n')]),
+        (CHAT, [said("user"), said("assistant", "Answer: ")]),
+        (CHAT, [said("user"), said("assistant", "")]),
+        (WITH_DEFAULT, [said("user")]),
+        (WITH_DEFAULT, [said("system", "a"), said("user", "a")]),
+    ],
+)
+def test_unchanged_prompts_are_not_warned_of(template, messages):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tokenize([(messages, {})], build(template), "rows")
+
+
+def test_texts_have_one_beginning_and_no_end():
+    tokenizer, bos = build(None), ("<s>", 3)
+    tokenizer.bos_token = "<s>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[bos])
+    plain, rendered = tokenize([("ab", {}), ("<s>ab", {})], tokenizer, "rows")
+    assert plain == rendered
+    assert tokenizer.decode(plain) == "<s>ab"
+    ends = TemplateProcessing(single="<s> $A <eos>", special_tokens=[bos, ("<eos>", 1)])
+    tokenizer.backend_tokenizer.post_processor = ends
+    with pytest.raises(ValueError, match="add_eos_token"):
+        tokenize([("ab", {})], tokenizer, "rows")

@@ -131,7 +131,10 @@ class MultiTurnGym(PromptEnvironment):
         super().__init__(train_dataset, test_dataset, tokenizer, rewards=rewards, **options)
         self._reply, self._max_turns = reply, max_turns
         # Raises if the template is not suitable.
-        reply_tokens(ANSWER, [{"role": "user", "content": "Go on."}], self.tokenizer, self._options, ())
+        message = {"role": "user", "content": "Go on."}
+        tokens = reply_tokens(ANSWER, [message], self.tokenizer, self._options, ())
+        if message["content"] not in self.tokenizer.decode(tokens):
+            raise ValueError("The tokenizer's chat_template must render replies of the user. Set one that does.")
 
     def fingerprint(self) -> dict[str, str]:
         """Return hashes of the questions, prompts, reward functions and reply; see `SupportsFingerprint`."""

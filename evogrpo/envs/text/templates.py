@@ -1,12 +1,16 @@
 """Prompts of dataset rows: conversation templates, chat templates and tokenization."""
 
+import json
 import re
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from evogrpo.chat_templates import ANSWER, QUESTION, closing_token, render_chat
+from evogrpo.text import pluralize
 from evogrpo.validation import refuse_unknown
+from evogrpo.warnings import warn
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "model", "ipython", "environment", "documents")
 Tokenizer = Any
@@ -81,6 +85,19 @@ def check_messages(messages: object, where: str) -> list[Message]:
     return plain
 
 
+def special_tokens(tokenizer: Tokenizer) -> list[str]:
+    """Return the special tokens of a tokenizer, which it finds in any text."""
+    tokens = set(getattr(tokenizer, "all_special_tokens", ()))
+    added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    tokens.update(token.content for token in added.values() if token.special)
+    return sorted(token for token in tokens if token)
+
+
+def _is_prefill(last: Message) -> bool:
+    """Return True for a message that the model continues."""
+    return last["role"] == "assistant" and not last.get("tool_calls")
+
+
 def render(messages: list[Message], tokenizer: Tokenizer, options: Options | None = None) -> str:
     """Render a conversation for the model to continue.
 
@@ -95,7 +112,7 @@ def render(messages: list[Message], tokenizer: Tokenizer, options: Options | Non
         ValueError: If the template omits tool calls of the conversation.
     """
     last = messages[-1]
-    prefill = last["role"] == "assistant" and not last.get("tool_calls")
+    prefill = _is_prefill(last)
     if prefill and not last["content"]:  # an empty prefill is the same as a fresh assistant turn
         messages, prefill = messages[:-1], False
     # 1. Render, with the last message open or an assistant turn opened.
@@ -167,11 +184,24 @@ def reply_tokens(
     if not before.endswith(closing):
         closing = ""
     # 3. The completion has closed its turn, with this or with another token that ends a turn.
-    marker = closing_token(tokenizer, options)
     last = list(completion[-1:])
-    if marker is not None and marker in closing and last and not tokenizer.decode(last, skip_special_tokens=True):
-        closing = closing.partition(marker)[2]
-    between = (closing + after[len(before) :]).removeprefix(str(tokenizer.decode(last)))
+    ending = str(tokenizer.decode(last))
+    is_special = bool(last) and not tokenizer.decode(last, skip_special_tokens=True)
+    if is_special and not closing.startswith(ending):
+        marker = closing_token(tokenizer, options)
+        if marker is not None and marker in closing:
+            closing = closing.partition(marker)[2]
+    between = (closing + after[len(before) :]).removeprefix(ending)
+    # 4. Warn of replies that the model reads as something else.
+    for message in reply:
+        if not _contains(between, message["content"]):
+            warn(f"The chat template changes the text of replies ({message['role']}).", rank_zero_only=False)
+        for token in special_tokens(tokenizer):
+            if token in message["content"]:
+                warn(
+                    f"A reply ({message['role']}) contains {token!r}, which the model reads as a special token.",
+                    rank_zero_only=False,
+                )
     return tuple(tokenizer([between], add_special_tokens=False)["input_ids"][0])
 
 
@@ -208,7 +238,8 @@ def check_options(options: object, where: str) -> Options:
 def tokenize(prompts: Sequence[tuple[Prompt, Options]], tokenizer: Tokenizer, where: str) -> list["array[int]"]:
     """Return the token ids of prompts, as compact integer arrays.
 
-    Special tokens are those of TRL: messages get the chat template's, plain text the tokenizer's default ones.
+    Special tokens are those of TRL: messages get the chat template's, plain text the tokenizer's default ones. Warns of
+    prompts that the chat template or the tokenizer changes, once for each kind of change.
 
     Args:
         prompts: Text or messages (the same for all), with keyword arguments of the chat template.
@@ -216,10 +247,12 @@ def tokenize(prompts: Sequence[tuple[Prompt, Options]], tokenizer: Tokenizer, wh
         where: Name of the dataset, for messages.
 
     Raises:
-        ValueError: If text and messages are mixed, a chat template is missing or fails, or a prompt is empty.
+        ValueError: If text and messages are mixed, a chat template is missing, fails or leaves a message out, or a
+            prompt is empty.
     """
     tokenized: list[array[int]] = []
     kind: type | None = None
+    changes = _Changes(tokenizer=tokenizer, where=where)
     for first in range(0, len(prompts), _CHUNK):
         chunk = prompts[first : first + _CHUNK]
         # 1. Prompts must have one type.
@@ -227,15 +260,169 @@ def tokenize(prompts: Sequence[tuple[Prompt, Options]], tokenizer: Tokenizer, wh
         if any(type(prompt) is not kind for prompt, _ in chunk):
             raise ValueError(f"Prompts of {where} must all be text or all be lists of messages, got both.")
         # 2. Render and tokenize.
-        texts = [
-            _text(prompt, tokenizer, kwargs, numbered(row, where)) for row, (prompt, kwargs) in enumerate(chunk, first)
-        ]
-        options: dict[str, Any] = {} if kind is str else {"add_special_tokens": False}
-        for ids in tokenizer(texts, **options)["input_ids"]:
+        texts = []
+        for row, (prompt, options) in enumerate(chunk, first):
+            texts.append(_text(prompt, tokenizer, options, numbered(row, where)))
+            if not isinstance(prompt, str):
+                changes.check(row, prompt, options, texts[-1])
+        ids_of_texts = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        if kind is str:
+            ids_of_texts = _with_special_tokens(texts, ids_of_texts, tokenizer)
+        for text, ids in zip(texts, ids_of_texts, strict=True):
             if len(ids) == 0:
                 raise ValueError(f"{numbered(len(tokenized), where)} has a prompt without tokens. Remove the row.")
+            # Spaces may differ: some tokenizers begin with one, or drop those beside special tokens.
+            read = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+            if _without_spaces(text) not in _without_spaces(read):
+                pairs = enumerate(zip(text, read, strict=False))
+                place = next((place for place, (wanted, got) in pairs if wanted != got), 0)
+                wanted, got = text[place:], read[place:]
+                changes.add("tokens", len(tokenized), f"the tokenizer changes the text {wanted!r:.40} to {got!r:.40}")
             tokenized.append(array("i", ids))
+    # 3. Warn of changes, and of arguments of the template that have no effect.
+    changes.warn()
+    names = {name for _, options in prompts for name, value in options.items() if value is not None}
+    template = "" if kind is str else str(tokenizer.chat_template)
+    unused = sorted(name for name in names if name not in template)
+    if unused:
+        used_by = "text prompts do not use" if kind is str else "the chat template does not contain"
+        warn(f"{TEMPLATE_OPTIONS} of {where}: {used_by} {', '.join(unused)}. Check the name, or remove it.")
     return tokenized
+
+
+def _with_special_tokens(texts: list[str], plain: list[list[int]], tokenizer: Tokenizer) -> list[list[int]]:
+    """Return the token ids of texts with the tokenizer's special tokens; a text that has its BOS gets no second one.
+
+    Raises:
+        ValueError: If the tokenizer adds tokens after a text: the model would continue after the end.
+    """
+    added: list[list[int]] = tokenizer(texts)["input_ids"]
+    extra = len(added[0]) - len(plain[0])
+    if extra > 0 and added[0][extra:] != plain[0]:
+        raise ValueError(
+            f"The tokenizer must add no tokens after a prompt, got {tokenizer.decode(added[0][-1:])!r}. Set "
+            "tokenizer.add_eos_token = False."
+        )
+    bos = getattr(tokenizer, "bos_token", None)
+    result = []
+    for text, ids, own in zip(texts, added, plain, strict=True):
+        result.append(own if bos and text.startswith(bos) else ids)
+    return result
+
+
+def _without_spaces(text: str) -> str:
+    return "".join(text.split())
+
+
+_UNSEEN_KEYS = ("role", "content", "tool_calls", "tool_call_id")
+"""Keys of messages that templates show in another way, or that only link messages."""
+
+
+@dataclass(kw_only=True)
+class _Changes:
+    """Changes of prompts on their way to tokens, found row by row.
+
+    Attributes:
+        tokenizer: A transformers tokenizer.
+        where: Name of the dataset, for messages.
+        found: Row and description of each change, by kind.
+    """
+
+    tokenizer: Tokenizer
+    where: str
+    found: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+    _shapes: set[str] = field(default_factory=set)
+    _special: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._special = special_tokens(self.tokenizer)
+
+    def add(self, kind: str, row: int, description: str) -> None:
+        """Record a change of one row."""
+        self.found.setdefault(kind, []).append((row, description))
+
+    def warn(self) -> None:
+        """Warn once of each kind of change."""
+        for changes in self.found.values():
+            row, description = changes[0]
+            others = len({number for number, _ in changes}) - 1
+            more = f" {pluralize(others, 'other row')} changed in the same way." if others else ""
+            warn(f"{numbered(row, self.where)}: {description}.{more}")
+
+    def check(self, row: int, messages: list[Message], options: Options, text: str) -> None:
+        """Compare a conversation with its rendered text.
+
+        Raises:
+            ValueError: If the chat template leaves out a message.
+        """
+        # 1. Once for messages of the same roles and keys: find messages and keys that are left out.
+        shape = repr([sorted({**message, "content": "", "role": message["role"]}) for message in messages])
+        shape += repr([(message["role"], bool(message["content"])) for message in messages]) + repr(options)
+        if shape not in self._shapes:
+            self._shapes.add(shape)
+            missing = _left_out(messages, self.tokenizer, options)
+            if missing:
+                raise ValueError(
+                    f"{numbered(row, self.where)}: the chat template leaves out {_named(messages, missing[0])}. Remove "
+                    "the message, or set a chat template that renders it."
+                )
+            for name in _unused_keys(messages, self.tokenizer, options):
+                self.add(f"key {name}", row, f"the chat template does not use the key {name!r:.80} of messages")
+        # 2. For each row: find contents that are changed, and special tokens in them.
+        for number, message in enumerate(messages):
+            name, content = _named(messages, number), message["content"]
+            if not _contains(text, content):
+                self.add("content", row, f"the chat template changes the content of {name}: {content!r:.80}")
+            for token in self._special:
+                if token in content:
+                    self.add("token", row, f"{name} contains {token!r}, which the model reads as a special token")
+        last = messages[-1]
+        if _is_prefill(last) and not text.endswith(last["content"]):
+            self.add("prefill", row, f"the chat template changes the end of the last message {last['content']!r:.80}")
+
+
+def _named(messages: Sequence[Message], number: int) -> str:
+    return f"message {number} ({messages[number]['role']})"
+
+
+def _left_out(messages: list[Message], tokenizer: Tokenizer, options: Options) -> list[int]:
+    """Return the positions of messages that the chat template leaves out, if their contents are replaced by markers."""
+    # Contents of real messages may occur elsewhere in the text by chance.
+    markers = [f"content-{number}-of-a-message" for number in range(len(messages))]
+    marked = []
+    for message, marker in zip(messages, markers, strict=True):
+        marked.append({**message, "content": marker if message["content"] else ""})
+    try:
+        text = render(marked, tokenizer, options)
+    except Exception:  # noqa: BLE001 (a template may refuse other contents)
+        return []
+    return [number for number, marker in enumerate(markers) if messages[number]["content"] and marker not in text]
+
+
+def _unused_keys(messages: list[Message], tokenizer: Tokenizer, options: Options) -> list[str]:
+    """Return the keys of messages without which the rendered text is the same."""
+    names = {name for message in messages for name in message if name not in _UNSEEN_KEYS}
+    if all(message["role"] == "tool" for message in messages if "name" in message):
+        names.discard("name")  # of a tool: most templates show the result alone
+    text = render(messages, tokenizer, options) if names else ""
+    unused = []
+    for name in sorted(names):
+        others = [{key: value for key, value in message.items() if key != name} for message in messages]
+        try:
+            same = render(others, tokenizer, options) == text
+        except Exception:  # noqa: BLE001 (a template may require the key)
+            same = False
+        if same:
+            unused.append(name)
+    return unused
+
+
+def _contains(text: str, content: str) -> bool:
+    """Return True if a text contains a content, without spaces around it or as a JSON string."""
+    stripped = content.strip()
+    return (
+        stripped in text or json.dumps(stripped)[1:-1] in text or json.dumps(stripped, ensure_ascii=False)[1:-1] in text
+    )
 
 
 def _text(prompt: Prompt, tokenizer: Tokenizer, options: Options, where: str) -> str:
