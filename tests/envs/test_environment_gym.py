@@ -116,6 +116,12 @@ def first_of(batch, position=0):
         ('<tool_call>{"name": "add", "argum</tool_call>', "malformed tool call"),
         ("<tool_call>[1]</tool_call>", "malformed tool call"),
         (call(r"\ud800"), "malformed tool call"),
+        (call("add", amuont=1), "no argument amuont"),
+        (call("add", amount=1, extra=2), "no argument extra"),
+        ('<tool_call>{"name": "add", "args": {"amount": 1}}</tool_call>', "malformed tool call"),
+        ('<tool_call>{"name": "show", "amount": 1}</tool_call>', "malformed tool call"),
+        ('<tool_call>{"name": "show", "arguments": {}, "parameters": {"a": 1}}</tool_call>', "malformed tool call"),
+        ('<tool_call>{"name": "show", "arguments": "{}"}</tool_call>', "must be an object"),
         (call("add", amount=float("nan")).replace("nan", "NaN"), "malformed tool call"),
         ('<tool_call>{"name": "add", "arguments": {"amount": -1e999}}</tool_call>', "malformed tool call"),
     ],
@@ -127,6 +133,28 @@ def test_the_model_reads_errors_of_its_calls(completion, error):
     scores = batch.score([conversation])
     assert scores.rewards.tolist() == [first_of(batch)]
     assert scores.metrics["tools/failure_frequency"] == 1.0
+
+
+def test_calls_may_name_their_arguments_parameters():
+    batch = gym().open("train", [0])
+    completion = call("add", amount=2).replace("arguments", "parameters")
+    conversation = converse(batch, f"{completion}<eos>", "done<eos>")
+    assert batch.score([conversation]).rewards.tolist() == [first_of(batch) + 2]
+
+
+@pytest.mark.parametrize(
+    ("opening", "completion"),
+    [
+        ("", f"<think>try {call('show')}</think>done<eos>"),
+        ("", f"try {call('show')}</think>done<eos>"),
+        ("<think>\n", f"try {call('show')}<eos>"),  # the chat template begins to think
+        ("<think>\n", f"try {call('show')}</think>done<eos>"),
+    ],
+)
+def test_calls_in_the_thinking_part_are_not_made(opening, completion):
+    template = CHAT.replace("{% if add_generation_prompt %}<a>", "{% if add_generation_prompt %}<a>" + opening)
+    batch = gym(template).open("train", [0])
+    assert batch.respond([Conversation(row=0, start=0, completions=(encoded(batch, completion),))]) == [None]
 
 
 @pytest.mark.parametrize("name", ["show", "", "s", r"\n", "<eos>"])

@@ -75,6 +75,8 @@ class ToolTurn:
 
 def hermes_template(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the response template of tool calls as JSON in <tool_call> tags, as Qwen and Hermes models write them."""
+    eos = getattr(tokenizer, "eos_token", None)
+    ending = r"\Z" if eos is None else rf"{re.escape(eos)}\s*"
     return {
         "defaults": {"role": "assistant"},
         "start_anchor": "<tool_call>",  # required; unused, as the prefix is empty
@@ -87,7 +89,7 @@ def hermes_template(tokenizer: Tokenizer) -> dict[str, Any]:
                 "content": "json",
                 "transform": {"type": "function", "function": "{content}"},
             },
-            "content": {"close_pattern": rf"{re.escape(str(tokenizer.eos_token))}\s*", "content": "text"},
+            "content": {"close_pattern": ending, "content": "text"},
         },
     }
 
@@ -97,7 +99,8 @@ def parse_completion(
 ) -> ToolTurn:
     """Parse the tool calls of a completion.
 
-    The parser is the tokenizer's `response_template`; without one, calls are JSON in <tool_call> tags.
+    The parser is the tokenizer's `response_template`; without one, calls are JSON in <tool_call> tags. Calls in the
+    thinking part are not made.
 
     Args:
         tokenizer: A transformers tokenizer.
@@ -107,12 +110,21 @@ def parse_completion(
     """
     # 1. Parse the text; a completion that cannot be parsed becomes a plain message with an error.
     template = getattr(tokenizer, "response_template", None)
-    prefix_text = "" if template is None else str(tokenizer.decode(list(prefix)))
+    text = str(tokenizer.decode(list(completion)))
     plain = {"role": "assistant", "content": str(tokenizer.decode(list(completion), skip_special_tokens=True))}
+    if template is not None:
+        prefix_text = str(tokenizer.decode(list(prefix)))
+    else:
+        # Some chat templates begin the thinking part, so that the completion only ends it.
+        thought, ends, _ = text.partition("</think>")
+        opening = str(tokenizer.decode(list(prefix[-10:]))).rstrip()
+        if opening.endswith("<think>") or (ends and "<think>" not in thought):
+            text = f"<think>{text}"
+        template, prefix_text = hermes_template(tokenizer), ""
     try:
         parsed: Message = tokenizer.parse_response(
-            str(tokenizer.decode(list(completion))),
-            schema=hermes_template(tokenizer) if template is None else template,
+            text,
+            schema=template,
             prefix=prefix_text,
             tools=list(schemas),
         )
@@ -130,10 +142,21 @@ def parse_completion(
             return ToolTurn(message=plain, error="malformed tool call: it must be an object with name and arguments")
         if not _is_json(function):
             return ToolTurn(message=plain, error="malformed tool call: it must have valid text and finite numbers")
+        unknown = sorted(function.keys() - _CALL_KEYS)
+        if unknown or {"arguments", "parameters"} <= function.keys():
+            wrong = unknown[0] if unknown else "both arguments and parameters"
+            reason = f"malformed tool call: it must have name and arguments, got {wrong}"
+            return ToolTurn(message=plain, error=reason)
+        # Llama models write "parameters". A call without either has no arguments.
+        arguments = function.pop("parameters", None)
         if function.get("arguments") is None:
-            function["arguments"] = {}
+            function["arguments"] = {} if arguments is None else arguments
         calls.append((function["name"], function["arguments"]))
     return ToolTurn(message=message, calls=tuple(calls))
+
+
+_CALL_KEYS = {"name", "arguments", "parameters", "id"}
+"""Keys of a call. Others are arguments in a wrong place or under a wrong name: the call would be made without them."""
 
 
 def _is_json(value: Any) -> bool:
@@ -187,9 +210,14 @@ def check_tool_template(tokenizer: Tokenizer, options: Options, schemas: Sequenc
 
 # ---- calls
 
+_MANY = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+"""Kinds of parameters that take any arguments, which the schema of a tool does not describe."""
+
 
 def call_tool(tools: Mapping[str, Tool], name: str, arguments: Any) -> tuple[str, bool]:
     """Return the result of a call as text, or the text of its error, and True if there was one.
+
+    The tool is not called if it or one of the arguments does not exist.
 
     Raises:
         ConnectionError: If the tool raises it: the server of the environment is lost.
@@ -197,6 +225,12 @@ def call_tool(tools: Mapping[str, Tool], name: str, arguments: Any) -> tuple[str
     try:
         if name not in tools:
             raise ValueError(f"Tool {name} not found.")
+        if not isinstance(arguments, Mapping):
+            raise ValueError(f"The arguments of {name} must be an object.")
+        parameters = inspect.signature(tools[name]).parameters
+        unknown = [each for each in arguments if each not in parameters or parameters[each].kind in _MANY]
+        if unknown:
+            raise ValueError(f"Tool {name} has no argument {unknown[0]}. Its arguments are: {', '.join(parameters)}.")
         result, failed = str(finished(tools[name](**arguments))), False
     except ConnectionError:
         raise
