@@ -42,7 +42,7 @@ INTERFACES = {
     "evogrpo.models.bank": ("Sampler", "PolicyBank"),
     "evogrpo.envs.protocol": (
         *("GroupEnvironment", "PromptBatch", "Scores", "SPLITS", "Split", "deal_starts"),
-        *("SupportsFingerprint", "SupportsPreflight", "SupportsProgress"),
+        *("SupportsDate", "SupportsFingerprint", "SupportsPreflight", "SupportsProgress"),
     ),
     "evogrpo.envs.text.datasets": ("Filtered",),
     "evogrpo.envs.text.reward_functions": ("RewardError",),

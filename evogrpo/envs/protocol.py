@@ -142,6 +142,18 @@ class SupportsFingerprint(Protocol):
 
 
 @runtime_checkable
+class SupportsDate(Protocol):
+    """A group environment whose prompts may contain the current date, which is fixed for a run and stored with it."""
+
+    @property
+    def date(self) -> str | None:
+        """Date and time in the prompts, in ISO format; None if they contain none."""
+
+    def set_date(self, date: str) -> None:
+        """Build the prompts again with another date, that of the start of a resumed run."""
+
+
+@runtime_checkable
 class SupportsProgress(Protocol):
     """A group environment whose rewards may depend on training progress."""
 

@@ -138,14 +138,18 @@ def difference_of_tests(run: RunSummary, first: RunSummary) -> TestDifference:
     # 1. Different tasks: fingerprints, named such as "test questions" or "reward score", differ in more than questions.
     differs = {str(name) for name in (*data, *reference) if data.get(name) != reference.get(name)}
     other_task = sorted(
-        name for name in differs if not (name in ("seed", "prompts") or name.endswith((" starts", " questions")))
+        name
+        for name in differs
+        if not (name in ("seed", "prompts", "date") or name.endswith((" starts", " questions")))
     )
     if other_task or run.changed_data or first.changed_data:
         reason = ", ".join(other_task) or "data changed when a run was resumed"
         return TestDifference(gain=None, why=f"not the same task: {reason}")
     # 2. Different test questions: compare the means. A dataset has a fingerprint per split, so its test questions can
     # be the same with another seed. Reset seeds depend on the seed and on the sizes of all splits.
-    irrelevant = {"seed", "prompts", "train questions", "validation questions"} if "test questions" in data else set()
+    irrelevant = set()
+    if "test questions" in data:
+        irrelevant = {"seed", "prompts", "date", "train questions", "validation questions"}
     if differs - irrelevant:
         standard_error = math.hypot(test.after.standard_error, first_test.after.standard_error)
         gain = Estimate(mean=test.after.mean - first_test.after.mean, standard_error=standard_error)

@@ -33,7 +33,7 @@ from evogrpo.algorithms.grpo import algorithm_class, own_algorithm
 from evogrpo.algorithms.population import Population
 from evogrpo.distributed import processes
 from evogrpo.envs.fingerprint import check_fingerprint
-from evogrpo.envs.protocol import GroupEnvironment
+from evogrpo.envs.protocol import GroupEnvironment, SupportsDate
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.history import Generation, MemberRecord
 from evogrpo.evolution.strategies import Strategy
@@ -410,8 +410,11 @@ class StoredRun:
     def check_data(self, env: GroupEnvironment, *, allowed: bool) -> tuple[str, ...]:
         """Return the differences from the environment the run began in; see `check_fingerprint`.
 
-        Empty if nothing was measured and no step was taken yet.
+        Empty if nothing was measured and no step was taken yet. Prompts with a date get that of the run's start.
         """
+        date = (self.record.data or {}).get("date")
+        if date is not None and isinstance(env, SupportsDate):
+            env.set_date(date)
         if not self.record.run_state.begun:
             return ()
         return check_fingerprint(self.record.data, env, allowed=allowed)

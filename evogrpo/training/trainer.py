@@ -12,7 +12,7 @@ from evogrpo.algorithms.population import Population
 from evogrpo.data import LearnReport
 from evogrpo.distributed import RunStop
 from evogrpo.envs.fingerprint import fingerprint_of
-from evogrpo.envs.protocol import GroupEnvironment, SupportsProgress
+from evogrpo.envs.protocol import GroupEnvironment, SupportsDate, SupportsProgress
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.strategies import Strategy
@@ -142,6 +142,8 @@ class Trainer:
         self.stop_request: RunStop = RunStop(processes)
         self.clock = Clock(schedule.max_seconds, self.run_state, processes.now)
         self.limits = Limits(self)
+        if run_state is None and isinstance(env, SupportsDate) and env.date is not None:
+            env.set_date(processes.broadcast(env.date))  # ranks may have made their environments on different days
         self.data, self.changed_data = fingerprint_of(env), tuple(changed_data)
         self._description = description or {}
         self.shared_run_dir = run_dir

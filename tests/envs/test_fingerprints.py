@@ -3,6 +3,8 @@
 import functools
 import importlib.util
 import linecache
+import os
+import subprocess
 import sys
 
 import numpy as np
@@ -147,6 +149,142 @@ def test_code_hash_covers_closures_and_attributes():
         assert code_hash(one) != code_hash(other)
     assert code_hash(scaled(1)) == code_hash(scaled(1))
     assert code_hash(Judge(True).grade) == code_hash(Judge(True).grade)
+
+
+CONSTANTS = """
+LIMIT = 4
+def longer(text):
+    return len(text) > LIMIT
+"""
+CHANGING = """
+import functools
+import os
+import time
+from my_constants import LIMIT
+from my_constants import longer
+
+THRESHOLD = 0.5
+CALLS = 0
+try:
+    STARTED = time.time()
+except OSError:
+    STARTED = 0.0
+
+class Judge:
+    def __init__(self, strict, started=time.time()):
+        self.strict, self.pid = strict, os.getpid()
+        self.started = time.time()
+        self.calls = 0
+        self.last = strict
+    def __call__(self, completion, answer, question):
+        self.calls += 1
+        self.last = completion
+        return self.strict + longer(completion)
+    def grade(self, completion, answer, question):
+        return self(completion, answer, question)
+
+class Tally:
+    def __init__(self, first):
+        self.first = first
+TALLY = Tally(0)
+
+def weighted(weight):
+    calls, began = 0, time.time()
+    double = 2 * weight
+    def reward(completion, answer, question):
+        nonlocal calls
+        calls += 1
+        return double + calls + began
+    return reward
+
+def counted(function):
+    calls = 0
+    @functools.wraps(function)
+    def wrapper(*given, **named):
+        nonlocal calls
+        calls += 1
+        return function(*given, **named)
+    return wrapper
+
+@counted
+def reward(completion, answer, question, began=time.time()):
+    global CALLS
+    CALLS += 1
+    TALLY.first += 1
+    reward.calls = CALLS
+    return THRESHOLD + STARTED + (completion in {"a", "b", "c"}) + LIMIT
+
+def local(weight):
+    class Local:
+        def __call__(self, completion, answer, question):
+            return weight
+    return Local()
+
+JUDGE = Judge(2.0)
+REWARDS = [
+    JUDGE, JUDGE.grade, weighted(3.0), reward, local(5.0), functools.partial(JUDGE, question="q"),
+    lambda completion, answer, question: JUDGE(completion, answer, question),
+]
+"""
+HASHES = """
+import my_changing
+from evogrpo.envs.fingerprint import code_hash
+print(*map(code_hash, my_changing.REWARDS))
+"""
+
+
+def changing(folder, constants=CONSTANTS, text=CHANGING):
+    loaded(folder, constants, "my_constants")
+    return loaded(folder, text, "my_changing").REWARDS
+
+
+def test_values_that_change_in_a_run_or_between_processes_do_not_count(tmp_path):
+    rewards = changing(tmp_path)
+    before = [code_hash(each) for each in rewards]
+    assert len({*before}) == len(before)
+    for each in rewards:
+        each("text", "answer", question="q")
+    assert [code_hash(each) for each in rewards] == before
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    other = subprocess.run([sys.executable, "-O", "-c", HASHES], env=environment, capture_output=True, check=True)
+    assert other.stdout.decode().split() == before
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "changed"),
+    [
+        ("Judge(2.0)", "Judge(2.5)", [0, 1, 5, 6]),
+        ("weighted(3.0)", "weighted(3.5)", [2]),
+        ("THRESHOLD = 0.5", "THRESHOLD = 0.6", [3]),
+        ("LIMIT = 4", "LIMIT = 5", [0, 1, 3, 5, 6]),
+        ("2 * weight", "3 * weight", [2]),
+        ("local(5.0)", "local(6.0)", [4]),
+        ('question="q"', 'question="other"', [5]),
+    ],
+)
+def test_changed_constants_count(tmp_path, old, new, changed):
+    (tmp_path / "old").mkdir()
+    before = [code_hash(each) for each in changing(tmp_path / "old")]
+    rewards = changing(tmp_path, CONSTANTS.replace(old, new), CHANGING.replace(old, new))
+    after = [code_hash(each) for each in rewards]
+    assert [place for place, each in enumerate(before) if each != after[place]] == changed
+
+
+def test_cells_of_a_notebook_are_source():
+    hashes = []
+    for number, threshold in enumerate(("0.5", "0.5", "0.6")):
+        shell = {"__name__": "__main__", "get_ipython": None, "In": []}
+        cells = [f"import time\nTHRESHOLD = {threshold}\nSTARTED = time.time()\nCALLS = 0"]
+        cells.append("def reward(c, a, q):\n    global CALLS\n    CALLS += 1\n    return THRESHOLD + STARTED")
+        for place, cell in enumerate(cells):
+            name = f"<cell {number}.{place}>"
+            linecache.cache[name] = (len(cell), None, cell.splitlines(keepends=True), name)
+            exec(compile(cell, name, "exec"), shell)  # noqa: S102
+            shell["In"].append(cell)
+        hashes.append(code_hash(shell["reward"]))
+        shell["reward"]("", "", "")
+        assert code_hash(shell["reward"]) == hashes[-1]
+    assert hashes[0] == hashes[1] != hashes[2]
 
 
 def test_code_hash_covers_user_modules(tmp_path):

@@ -2,6 +2,7 @@
 
 import shutil
 import warnings
+from copy import copy
 
 import pytest
 
@@ -46,6 +47,42 @@ CHANGED = [
 def test_changed_dataset_template_or_reward_is_refused_before_members_are_restored(begun, make, message):
     with pytest.raises(ValueError, match=f"(?s){message}.*allow_changed_data=True"):
         resume(begun, make(), actor_network=None)  # without a base nothing could be restored
+
+
+DATED = "{{ strftime_now('%d %b %Y') }}{% for message in messages %}{{ message['content'] }}{% endfor %}="
+
+
+def dated_env(reward_fn):
+    tokenizer = copy(shared_tokenizer())
+    tokenizer.chat_template = DATED
+    return HuggingFaceGym(QUESTIONS[:64], QUESTIONS[64:], tokenizer, validation_size=8, reward_fn=reward_fn)
+
+
+class Counting:
+    """A reward function with a state that changes with every call."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, completion, answer, question):
+        self.calls += 1
+        return len(completion) + self.calls % 2
+
+
+def test_a_run_with_a_date_in_its_prompts_and_a_counting_reward_resumes_on_another_day(tmp_path):
+    reward = Counting()
+    env = dated_env(reward)
+    today = env.fingerprint()["prompts"]
+    env.set_date("2001-02-03T04:05:06")
+    started = env.fingerprint()
+    assert started["prompts"] != today
+    list(evolve(tiny_population(1), env, run_dir=tmp_path, **QUICK | {"generations": 1}))
+    assert reward.calls > 0
+    for again in (reward, Counting()):  # in the same process, and as in another one
+        continued = dated_env(again)
+        assert continued.fingerprint()["prompts"] == today
+        list(resume(tmp_path, continued, actor_network=tiny_model(), generations=2))
+        assert continued.fingerprint() == started
 
 
 def test_an_allowed_change_is_recorded(begun):

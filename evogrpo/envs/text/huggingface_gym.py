@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import datetime
 from importlib import import_module
 from typing import Any, ClassVar, TypedDict, Unpack
 
@@ -46,7 +47,9 @@ from evogrpo.envs.text.templates import (
     check_messages,
     check_options,
     check_template,
+    dated_template,
     fill_template,
+    inserts_date,
     numbered,
     row_options,
     tokenize,
@@ -162,9 +165,12 @@ class PromptEnvironment:
         self.seed = whole_number("seed", seed)
         self.on_reward_error: OnRewardError = on_reward_error
         self._rewards, self._template, self._columns = rewards, template, tuple(columns)
-        self._options = check_options(chat_template_kwargs, TEMPLATE_OPTIONS)
+        self._given_options = check_options(chat_template_kwargs, TEMPLATE_OPTIONS)
+        own_template = getattr(tokenizer, "chat_template", None)
+        self._chat_template: Any = self._given_options.get("chat_template", own_template)
         self._runner = make_reward_runner(rewards, reward_timeout, reward_workers)
         self._progress = (0, 0)
+        self._code = {reward.name: code_hash(reward.function) for reward in rewards}  # before the first call
         # 2. Columns of each dataset.
         tables = tables_by_split(train_dataset, validation_dataset, test_dataset)
         datasets = {
@@ -178,13 +184,33 @@ class PromptEnvironment:
             if size is not None and split in datasets:
                 raise ValueError(f"{split}_size requires that {split}_dataset is not set, got both.")
         # 3. Tokenized, deduplicated splits.
-        tables_read = {split: self._read_table(table, f"{split}_dataset") for split, table in datasets.items()}
-        self._splits, self.filtered = make_splits(
-            tables_read, max_prompt_length=max_prompt_length, sizes=sizes, seed=self.seed
-        )
+        self._datasets, self._sizes, self._max_prompt_length = datasets, sizes, max_prompt_length
+        self._fix_date(datetime.now().isoformat(timespec="seconds"))
         vocabulary = gymnasium.spaces.Discrete(len(tokenizer))
         self.observation_space = gymnasium.spaces.Sequence(vocabulary)
         self.action_space = CompletionSpace(len(tokenizer), end_of_turn_ids(tokenizer, self._options))
+
+    @property
+    def date(self) -> str | None:
+        """Date and time that the chat template inserts into prompts, in ISO format; None if it inserts none."""
+        return self._date if inserts_date(self._chat_template) else None
+
+    def set_date(self, date: str) -> None:
+        """Build the prompts again with another date; see `SupportsDate`."""
+        if self.date not in (None, date):
+            self._fix_date(date)
+
+    def _fix_date(self, date: str) -> None:
+        """Build all splits. The chat template inserts this date instead of the current one."""
+        self._date = date
+        self._options = self._given_options
+        if inserts_date(self._chat_template):
+            dated = dated_template(self._chat_template, datetime.fromisoformat(date))
+            self._options = {**self._given_options, "chat_template": dated}
+        tables = {split: self._read_table(table, f"{split}_dataset") for split, table in self._datasets.items()}
+        self._splits, self.filtered = make_splits(
+            tables, max_prompt_length=self._max_prompt_length, sizes=self._sizes, seed=self.seed
+        )
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{split} {self.size(split)}" for split in SPLITS)
@@ -206,11 +232,13 @@ class PromptEnvironment:
             hashes = self._splits[split].hashes
             fingerprint[f"{split} questions"] = f"{len(hashes)}, content {short_hash(*(each.row for each in hashes))}"
         for reward in self._rewards:
-            fingerprint[f"reward {reward.name}"] = f"weight {reward.weight:g}, code {code_hash(reward.function)}"
+            fingerprint[f"reward {reward.name}"] = f"weight {reward.weight:g}, code {self._code[reward.name]}"
+        if self.date is not None:
+            fingerprint["date"] = self.date
         prompts = [ids.tobytes() for split in SPLITS for ids in self._splits[split].prompts]
         return fingerprint | {
             "prompts": short_hash(*prompts),
-            TEMPLATE_OPTIONS: short_hash(canonical(self._options)),
+            TEMPLATE_OPTIONS: short_hash(canonical(self._given_options)),
             "seed": str(self.seed),
         }
 

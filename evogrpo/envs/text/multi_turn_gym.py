@@ -128,8 +128,9 @@ class MultiTurnGym(PromptEnvironment):
         if not callable(reply):
             raise ValueError(f"reply must be a function of a row and messages, got {reply!r:.200}.")
         rewards = make_rewards(None, reward_funcs, reward_weights)
-        super().__init__(train_dataset, test_dataset, tokenizer, rewards=rewards, **options)
         self._reply, self._max_turns = reply, max_turns
+        self._reply_code = code_hash(reply)  # before its first call
+        super().__init__(train_dataset, test_dataset, tokenizer, rewards=rewards, **options)
         # Raises if the template is not suitable.
         message = {"role": "user", "content": "Go on."}
         tokens = reply_tokens(ANSWER, [message], self.tokenizer, self._options, ())
@@ -138,7 +139,7 @@ class MultiTurnGym(PromptEnvironment):
 
     def fingerprint(self) -> dict[str, str]:
         """Return hashes of the questions, prompts, reward functions and reply; see `SupportsFingerprint`."""
-        return {**super().fingerprint(), "reply": code_hash(self._reply), "max_turns": str(self._max_turns)}
+        return {**super().fingerprint(), "reply": self._reply_code, "max_turns": str(self._max_turns)}
 
     def open(self, split: Split, starts: Sequence[int]) -> MultiTurnBatch:
         """Return a batch of prompts of a split, each index in [0, size(split)).

@@ -4,7 +4,9 @@ import json
 import re
 from array import array
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from evogrpo.chat_templates import ANSWER, QUESTION, closing_token, render_chat
@@ -26,6 +28,7 @@ RESERVED_OPTIONS = {
 }  # fmt: skip
 
 _FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
+_DATE_DIRECTIVES = [f"%{pad}{letter}" for letter in "aAbBcdDeFGhHIjklmMnpPrRsStTuUVwWxXyYzZ" for pad in ("", "-")]
 _CHUNK = 1024  # prompts per call of the tokenizer
 
 
@@ -233,6 +236,22 @@ def check_options(options: object, where: str) -> Options:
     if reserved:
         raise ValueError(f"{where} must not contain {', '.join(reserved)}, which the environment sets. Remove it.")
     return options
+
+
+def inserts_date(template: object) -> bool:
+    """Return True if a chat template inserts the current date, with the function `strftime_now` of transformers."""
+    return isinstance(template, str) and "strftime_now" in template
+
+
+def dated_template(template: str, date: datetime) -> str:
+    """Return a chat template in which `strftime_now` formats this date instead of the current one."""
+    # transformers passes no functions to templates, so the function is a macro that replaces each directive.
+    filters = ""
+    for directive in _DATE_DIRECTIVES:
+        with suppress(ValueError):  # one that this system does not have
+            filters += f" | replace('{directive}', '{date.strftime(directive)}')"
+    # The empty text keeps a newline at the start of the template, which would be removed after a block.
+    return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}{{{{ '' }}}}{template}"
 
 
 def tokenize(prompts: Sequence[tuple[Prompt, Options]], tokenizer: Tokenizer, where: str) -> list["array[int]"]:
