@@ -4,10 +4,12 @@ Answers have the fields that vLLM sends. Adapters are read from disk when they a
 starts vLLM itself.
 """
 
+import contextlib
 import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
@@ -228,6 +230,41 @@ class VLLMServer:
                 }
             )
         return {"id": "cmpl-1", "object": "text_completion", "model": body["model"], "choices": choices, "usage": {}}
+
+
+class RawServer:
+    """Serves bytes that need not be HTTP on a loopback port.
+
+    Args:
+        answer: Gets each connection and the first bytes of its request; the connection is closed when it returns.
+
+    Attributes:
+        requests: First bytes of all requests.
+    """
+
+    def __init__(self, answer: Callable[[socket.socket, bytes], None]) -> None:
+        self.requests: list[bytes] = []
+        self._answer = answer
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def stop(self) -> None:
+        """Refuse connections."""
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):  # the socket is closed
+            while True:
+                connection, _ = self._socket.accept()
+                threading.Thread(target=self._handle, args=(connection,), daemon=True).start()
+
+    def _handle(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):  # the client has closed the connection
+            request = connection.recv(2**16)
+            self.requests.append(request)
+            self._answer(connection, request)
 
 
 class RealServer:

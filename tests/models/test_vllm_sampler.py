@@ -1,5 +1,8 @@
 """The sampler for vLLM: conformance, adapters and their versions, checks at the start, and faults of servers."""
 
+import gzip
+import itertools
+import json
 import math
 import threading
 import time
@@ -19,7 +22,7 @@ from evogrpo.testing.samplers import EOS, PROMPTS, SamplerTestCase, as_batch, di
 from tests.tiny_batches import tiny_bank
 from tests.tiny_models import tiny_model
 from tests.tiny_training import tiny_env, tiny_population
-from tests.vllm_server import RealServer, VLLMServer
+from tests.vllm_server import RawServer, RealServer, VLLMServer
 
 SIZE = 3
 TIMEOUT = 900
@@ -141,11 +144,31 @@ def test_members_are_dealt_out_over_the_servers(bank, tmp_path):
 # ---- checks at the start
 
 
-@pytest.mark.parametrize("arguments", [{"url": "127.0.0.1:8000"}, {"url": []}, {"timeout": 0}, {"url": "ftp://a"}])
+WRONG_URLS = ["127.0.0.1:8000", [], "ftp://a", "http://a:99999", "http://a:0", "http://ä", "http://a/ b", "http://a/ä"]
+
+
+@pytest.mark.parametrize("arguments", [{"timeout": 0}, *({"url": url} for url in WRONG_URLS)])
 def test_wrong_arguments_are_refused(arguments, tmp_path):
     (name,) = arguments
     with pytest.raises(ValueError, match=name):
         VLLMSampler(**{"url": "http://127.0.0.1:1", "adapters_dir": tmp_path, **arguments})
+
+
+SECRET = "sk-secret"
+
+
+@pytest.mark.parametrize("url", [f"http://user:{SECRET}@127.0.0.1:1", f"http://127.0.0.1:1/?key={SECRET}"])
+def test_secrets_in_addresses_are_not_shown(url, tmp_path):
+    with pytest.raises(ValueError, match="url") as caught:
+        VLLMSampler(url, tmp_path)
+    assert SECRET not in str(caught.value)
+
+
+def test_an_invalid_key_is_not_shown(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", f"{SECRET}\n")
+    with pytest.raises(ValueError, match="VLLM_API_KEY") as caught:
+        VLLMSampler("http://127.0.0.1:1", tmp_path)
+    assert SECRET not in str(caught.value)
 
 
 def test_a_sampler_without_members_is_refused(server, tmp_path):
@@ -214,7 +237,20 @@ WRONG = {
     "nested too deeply": lambda body, answer: (200, b"[" * 200_000),
     "refused": lambda body, answer: (400, b'{"error": {"message": "This model\'s maximum context length is 8"}}'),
     "no log-probabilities": changed_choice(logprobs=None),
-    "NaN": scores_changed(lambda values: [math.nan, *values[1:]]),
+    **{
+        f"log-probability {value!r}": scores_changed(lambda values, value=value: [value, *values[1:]])
+        for value in (math.nan, -math.inf, -1e300, "-1.0", False, None)
+    },
+    "a log-probability outside float64": lambda body, answer: (
+        200,
+        json.dumps(scores_changed(lambda values: ["?"] * len(values))(body, answer)).replace('"?"', "-1e400").encode(),
+    ),
+    "prompts in another order": changed_choice(prompt_token_ids=lambda ids: [*ids, 5]),
+    "an index that is no integer": changed_choice(index=False),
+    "too many completions": lambda body, answer: {**answer, "choices": answer["choices"][:1] * 10_000},
+    "a huge token": changed_choice(token_ids=lambda ids: [10**400, *ids[1:]]),
+    "larger than requested": lambda body, answer: {**answer, "usage": "x" * (vllm_sampler.MAX_ANSWER + 10**6)},
+    "compressed": lambda body, answer: (200, gzip.compress(json.dumps(answer).encode())),
     "a positive log-probability": scores_changed(lambda values: [0.5, *values[1:]]),
     "too few log-probabilities": scores_changed(lambda values: values[1:]),
     "no token ids": changed_choice(token_ids=None),
@@ -243,6 +279,75 @@ def test_wrong_answers_raise_an_error(kind, shared):
     with pytest.raises(VLLMError):
         sampler.sample(make_rows([0], prompts=PROMPTS[:1]))
     server.fault = None
+
+
+# ---- HTTP faults
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+RAW = {  # beginning, then pieces without end, and the pause between them
+    "headers without end": (HEAD + b"X: ", b"a", 0.02),
+    "content without end": (HEAD + b"Content-Length: 1000000\r\n\r\n", b" ", 0.02),
+    "provisional answers without end": (b"", b"HTTP/1.1 100 Continue\r\n\r\n", 0.02),
+    "chunks without end": (CHUNKED, b"10000\r\n" + b" " * 2**16 + b"\r\n", 0.0),
+    "no length and no end": (HEAD + b"\r\n", b" " * 2**16, 0.0),
+    "an error without end": (b"HTTP/1.1 400 Bad\r\n\r\n", b"x" * 2**16, 0.0),
+    "too large a length": (HEAD + b"Content-Length: 1" + b"0" * 23 + b"\r\n\r\n{}", b"", 0.0),
+    "a length that is no number": (HEAD + b"Content-Length: x\r\n\r\n{}", b"", 0.0),
+    "too large a chunk": (CHUNKED + b"f" * 20 + b"\r\n{}", b"", 0.0),
+    "a negative chunk": (CHUNKED + b"-1\r\n{}", b"", 0.0),
+    "not HTTP": (b"\x00\xff\r\n", b"", 0.0),
+    "errors without end": (HEAD + b'\r\n{"data": [' + b"{}," * 10**6 + b"{}]}", b"", 0.0),
+}
+
+
+def connect_raw(answer, bank, folder):
+    """Connect a sampler to a server of raw answers, and return the server and the message of the error."""
+    server = RawServer(answer)
+    try:
+        with pytest.raises(VLLMError) as caught:
+            connected(bank, folder, server, timeout=0.4)
+    finally:
+        server.stop()
+    return server, str(caught.value)
+
+
+@pytest.mark.parametrize("kind", RAW)
+def test_answers_that_are_not_http_or_have_no_end_raise_an_error_in_time(kind, bank, tmp_path):
+    head, piece, pause = RAW[kind]
+
+    def answer(connection, request):
+        connection.sendall(head)
+        for _ in itertools.count() if piece else ():
+            connection.sendall(piece)
+            time.sleep(pause)
+
+    began = time.monotonic()
+    _, message = connect_raw(answer, bank, tmp_path)
+    assert time.monotonic() - began < 10
+    assert len(message) < 1000
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_redirects_are_refused(status, bank, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", SECRET)
+    other = RawServer(lambda connection, request: connection.sendall(HEAD + b"\r\n{}"))
+    monkeypatch.setenv("http_proxy", other.url)
+    monkeypatch.setenv("HTTP_PROXY", other.url)
+    location = f"HTTP/1.1 {status} Moved\r\nLocation: {other.url}/{SECRET}\r\n\r\n{SECRET}"
+    server, message = connect_raw(lambda connection, request: connection.sendall(location.encode()), bank, tmp_path)
+    other.stop()
+    assert SECRET.encode() in server.requests[0]
+    assert not other.requests
+    assert SECRET not in message
+
+
+def test_a_key_in_an_answer_is_not_shown(bank, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", SECRET)
+    answer = f"HTTP/1.1 401 Unauthorized\r\n\r\nwrong key {SECRET}"
+    _, message = connect_raw(lambda connection, request: connection.sendall(answer.encode()), bank, tmp_path)
+    assert "wrong key" in message
+    assert SECRET not in message
 
 
 def test_requests_are_repeated_until_the_server_answers(shared):

@@ -1,27 +1,28 @@
 """Sampler for vLLM: completions over HTTP from servers that hold the base model and the members' adapters."""
 
 import http.client
+import io
 import json
 import math
 import os
 import re
 import shlex
 import shutil
+import socket
 import threading
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Annotated, Any, TypeVar
 
 import torch
-from pydantic import BaseModel, Field, StrictInt, ValidationError
+from pydantic import BaseModel, Field, Strict, StrictInt, ValidationError
 from safetensors.torch import save_file
 
 from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs
@@ -43,7 +44,15 @@ log-probabilities, those of temperature 1, is thereby detected."""
 EXACT_DIFFERENCE, HALF_PRECISION_DIFFERENCE = 0.05, 0.5
 """Largest mean difference between log-probabilities of server and trainer, in nats, by the precision of the base."""
 
-_URL = re.compile(r"https?://([\w.-]+|\[[\w.:]+\])(:\d+)?(/[^?#\s]*)?")
+MAX_ANSWER = 4 * 2**20
+"""Maximum bytes of an answer, without the completions that were requested."""
+BYTES_PER_TOKEN, BYTES_PER_PROMPT_TOKEN = 512, 16
+"""Maximum average bytes of a token in an answer. A completion's token has an id, its text three times, and its
+log-probability twice; a prompt's token has an id. Runs of 128 spaces are the longest common tokens."""
+MAX_ERROR = 2000
+"""Bytes that are read of an answer with an error."""
+
+_URL = re.compile(r"https?://([\w.-]+|\[[\w.:]+\])(:(?P<port>\d{1,5}))?(/[!-~]*)?", re.ASCII)
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -93,16 +102,17 @@ class VLLMSampler:
 
     Members are dealt out over the servers. Each server has the base model and one adapter per member. Changed adapters
     are written to a new folder, and the server loads them under a new name, so cached prefixes of old weights are never
-    used. `Population.sample_with` connects the sampler and checks the servers. If VLLM_API_KEY is set, it is sent.
+    used. `Population.sample_with` connects the sampler and checks the servers. If VLLM_API_KEY is set, it is sent to
+    these addresses only: redirects and proxies are not followed.
 
     Args:
         url: Address of a server, such as "http://127.0.0.1:8000", or of several.
         adapters_dir: Folder for adapters. The servers must see it under the same path.
-        timeout: Seconds after which a request that fails or is not answered ends the run. A request is repeated within
-            this time; one attempt may take half of it.
+        timeout: Seconds after which a request that fails or has no complete answer ends the run. A request is repeated
+            within this time; one attempt may take half of it.
 
     Raises:
-        ValueError: If an argument is invalid, or several processes train together.
+        ValueError: If an argument or VLLM_API_KEY is invalid, or several processes train together.
     """
 
     def __init__(self, url: str | Sequence[str], adapters_dir: str | Path, *, timeout: float = 600.0) -> None:
@@ -217,7 +227,7 @@ class VLLMSampler:
         status, content = server.call("/v1/load_lora_adapter", body, ended=ended, final=True)
         # A repeated request fails if the first one was carried out.
         if status != http.HTTPStatus.OK and name not in server.models(ended):
-            raise self._refused(server, f"did not load {body['lora_path']}: {_text(content)}")
+            raise self._refused(server, f"did not load {body['lora_path']}: {server.shown(content)}")
 
     def _check_log_probs(self, server: "_Server") -> None:
         """Sample a text from the base on the server, and score it with the trainer."""
@@ -325,18 +335,26 @@ class VLLMSampler:
             # A prefix cached with old weights is never used. vLLM refuses salts with a slash, as names of bases have.
             "cache_salt": self._id if slot is None else name,
         }
-        status, content = server.call("/v1/completions", body, ended=ended)
+        prompt_tokens = sum(map(len, body["prompt"]))
+        limit = MAX_ANSWER + prompt_tokens * BYTES_PER_PROMPT_TOKEN + len(numbers) * longest * BYTES_PER_TOKEN
+        status, content = server.call("/v1/completions", body, ended=ended, limit=limit)
         if status == http.HTTPStatus.NOT_FOUND and slot is not None:
             self._load(slot, self._versions[slot], ended)
-            status, content = server.call("/v1/completions", body, ended=ended)
+            status, content = server.call("/v1/completions", body, ended=ended, limit=limit)
         if status != http.HTTPStatus.OK:
-            raise VLLMError(f"{server.url} refused to sample: {_text(content)}")
+            raise VLLMError(f"{server.url} refused to sample: {server.shown(content)}")
+
         # 2. Check the answer.
-        choices = sorted(server.parsed(_Completions, content).choices, key=lambda choice: choice.index)
+        class Completions(BaseModel):
+            choices: Annotated[list[_Choice], Field(max_length=len(numbers), fail_fast=True)]
+
+        choices = sorted(server.parsed(Completions, content).choices, key=lambda choice: choice.index)
         if [choice.index for choice in choices] != list(range(len(numbers))):
             raise VLLMError(f"{server.url} returned {len(choices)} completions for {len(numbers)} prompts.")
         vocabulary = vocabulary_of(bank.base.model)
-        for choice in choices:
+        for choice, prompt in zip(choices, body["prompt"], strict=True):
+            if choice.prompt_token_ids not in (None, prompt):
+                raise VLLMError(f"{server.url} returned the completions in another order than the prompts.")
             tokens, values = choice.token_ids, choice.logprobs.token_logprobs
             places = [place for place, token in enumerate(tokens) if token in ends]
             # A completion ends with its only end token, or has the maximum length.
@@ -357,20 +375,22 @@ _Request = tuple["_Server", int | None, list[int]]
 # ---- HTTP
 
 
+_MAX_FLOAT32 = torch.finfo(torch.float32).max
+_LogProb = Annotated[float, Strict(), Field(ge=-_MAX_FLOAT32, lt=1e-3, allow_inf_nan=False)]
+_TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(fail_fast=True)]
+
+
 class _Scores(BaseModel):
-    token_logprobs: list[Annotated[float, Field(lt=1e-3, allow_inf_nan=False)]]
+    token_logprobs: Annotated[list[_LogProb], Field(fail_fast=True)]
 
 
 class _Choice(BaseModel):
     """A completion in an answer: token ids and their log-probabilities, in the order of the prompts by `index`."""
 
-    index: int
-    token_ids: Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(min_length=1)]
+    index: StrictInt
+    token_ids: Annotated[_TokenIds, Field(min_length=1)]
+    prompt_token_ids: _TokenIds | None = None
     logprobs: _Scores
-
-
-class _Completions(BaseModel):
-    choices: list[_Choice]
 
 
 class _Model(BaseModel):
@@ -379,7 +399,7 @@ class _Model(BaseModel):
 
 
 class _Models(BaseModel):
-    data: list[_Model]
+    data: Annotated[list[_Model], Field(fail_fast=True)]
 
 
 class _Server:
@@ -391,13 +411,31 @@ class _Server:
     """
 
     def __init__(self, url: str, timeout: float) -> None:
-        if not isinstance(url, str) or not _URL.fullmatch(url):
-            raise ValueError(f'url must look like "http://127.0.0.1:8000", got {url!r}.')
-        self.url, self.base, self._timeout = url.rstrip("/"), "", timeout
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy
+        # 1. Check the address. One with a password or a query is not shown.
+        if isinstance(url, str) and set(url) & set("@?#"):
+            raise ValueError(
+                "url must have no user name, password, query or fragment. Set VLLM_API_KEY to the key of the server."
+            )
+        match = _URL.fullmatch(url) if isinstance(url, str) else None
+        if match is None or not 1 <= int(match["port"] or 1) <= 65_535:
+            raise ValueError(f'url must look like "http://127.0.0.1:8000", got {url!r:.80}.')
+        self.url = url.rstrip("/")
+        self.base = ""
+        self._timeout = timeout
+        self._place = urllib.parse.urlsplit(self.url)
+        # 2. Read the key. http.client would show an invalid one in its error.
+        self._key = os.environ.get("VLLM_API_KEY", "")
+        if not re.fullmatch("[!-~]*", self._key):
+            raise ValueError("VLLM_API_KEY must consist of visible ASCII characters, without spaces or line breaks.")
 
     def call(
-        self, path: str, body: Mapping[str, Any] | None = None, *, ended: threading.Event, final: bool = False
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        ended: threading.Event,
+        final: bool = False,
+        limit: int = MAX_ANSWER,
     ) -> tuple[int, bytes]:
         """Return status and content of the answer to a request, repeated while the server does not answer.
 
@@ -406,42 +444,88 @@ class _Server:
             body: Sent as JSON with POST; None = GET.
             ended: Set if the answer is no longer needed.
             final: Return status 500 and above too, instead of repeating the request.
+            limit: Maximum bytes of the answer.
 
         Raises:
-            VLLMError: If there is no answer in time.
+            VLLMError: If there is no whole answer in time, it is too large, or the server redirects to another address.
         """
-        # 1. Build the request.
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("VLLM_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
         sent = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, sent, headers)
-        # 2. Send it until there is an answer, with longer and longer pauses.
-        deadline, pause = time.monotonic() + self._timeout, 0.05
+        deadline = time.monotonic() + self._timeout
+        pause = 0.05
+        # Send the request until there is an answer, with longer and longer pauses.
         while True:
             seconds = max(0.1, min(deadline - time.monotonic(), self._timeout / 2))
             try:
-                try:
-                    response = self._opener.open(request, timeout=seconds)
-                except urllib.error.HTTPError as answer:  # an answer with a status of 400 or above
-                    response = answer
-                with response:
-                    status, content = response.status, response.read()
+                status, content = self._exchange(path, sent, seconds, limit)
                 if status < http.HTTPStatus.INTERNAL_SERVER_ERROR or final:
                     return status, content
-                problem = f"status {status}: {_text(content)}"
-            except (OSError, http.client.HTTPException) as error:
+                problem = f"status {status}: {self.shown(content)}"
+            except VLLMError:
+                raise
+            except (OSError, http.client.HTTPException, ValueError) as error:
                 problem = str(error) or type(error).__name__
             if deadline - time.monotonic() < pause or ended.wait(pause):
                 raise VLLMError(
                     f"The vLLM server at {self.url} gave no answer within {self._timeout:g} seconds "
-                    f"({printable(shorten(problem, 500))}). Start it again, or raise timeout."
+                    f"({self.shown(problem.encode(errors='replace'))}). Start it again, or raise timeout."
                 )
             pause = min(2 * pause, 2.0)
 
+    def _exchange(self, path: str, body: bytes | None, seconds: float, limit: int) -> tuple[int, bytes]:
+        """Send a request once and return status and content of the answer.
+
+        Neither redirects nor proxies of the environment are followed: they would hand the key to another host.
+
+        Args:
+            path: Path of the endpoint.
+            body: Content of a POST; None = GET.
+            seconds: Time for the whole exchange.
+            limit: Maximum bytes of the answer. Of an answer with an error, the beginning is returned.
+
+        Raises:
+            VLLMError: If the answer is a redirect or too large.
+            OSError: If the server does not answer in time.
+            HTTPException: If the answer is not HTTP, or incomplete.
+            ValueError: The same.
+        """
+        # 1. Connect and send.
+        deadline = time.monotonic() + seconds
+        is_https = self._place.scheme == "https"
+        connect = http.client.HTTPSConnection if is_https else http.client.HTTPConnection
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        with closing(connect(self._place.hostname or "", self._place.port, timeout=seconds)) as connection:
+            connection.connect()
+            connection.response_class = partial(_Response, deadline=deadline)  # type: ignore[assignment]
+            connection.sock.settimeout(max(0.1, deadline - time.monotonic()))
+            method = "GET" if body is None else "POST"
+            connection.request(method, self._place.path + path, body, headers)
+            # 2. Read the answer piece by piece: its length in the header may be wrong.
+            with closing(connection.getresponse()) as response:
+                status = response.status
+                if http.HTTPStatus.MULTIPLE_CHOICES <= status < http.HTTPStatus.BAD_REQUEST:
+                    raise VLLMError(
+                        f"{self.url} answered with a redirect (status {status}), which is not followed. Use the final "
+                        "address of the server."
+                    )
+                if status != http.HTTPStatus.OK:
+                    limit = MAX_ERROR
+                content = bytearray()
+                while len(content) <= limit and (piece := response.read1(2**16)):
+                    content += piece
+                if len(content) <= limit and response.length:
+                    raise http.client.IncompleteRead(b"", response.length)
+        # 3. Check its size.
+        if len(content) > limit and status == http.HTTPStatus.OK:
+            raise VLLMError(f"{self.url} returned more than {limit:,} bytes, the most that the request allows.")
+        return status, bytes(content[:limit])
+
     def models(self, ended: threading.Event) -> dict[str, str | None]:
         """Return the names of all models of the server, each with its parent; a base has None."""
-        _, content = self.call("/v1/models", ended=ended)
+        status, content = self.call("/v1/models", ended=ended)
+        if status != http.HTTPStatus.OK:
+            raise VLLMError(f"{self.url} refused to list its models (status {status}): {self.shown(content)}")
         return {model.id: model.parent for model in self.parsed(_Models, content).data}
 
     def parsed(self, kind: type[T], content: bytes) -> T:
@@ -449,16 +533,50 @@ class _Server:
         try:
             return kind.model_validate_json(content)
         except ValidationError as error:
-            first = error.errors()[0]
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             raise VLLMError(
                 f"{self.url} returned an invalid answer: {'.'.join(map(str, first['loc']))} {first['msg']}, in "
-                f"{_text(content)}. vLLM 0.10.2 or newer is needed."
-            ) from error
+                f"{self.shown(content)}. vLLM 0.10.2 or newer is needed."
+            ) from None
+
+    def shown(self, content: bytes) -> str:
+        """Return an answer, which is untrusted text, shortened and printable. A key that it repeats is left out."""
+        text = content[:MAX_ERROR].decode(errors="replace")
+        if self._key:
+            text = text.replace(self._key, "…")
+        return printable(shorten(text, 500))
 
 
-def _text(content: bytes) -> str:
-    """Return an answer, which is untrusted text, shortened and printable."""
-    return printable(shorten(content[:2000].decode(errors="replace"), 500))
+class _Response(http.client.HTTPResponse):
+    """HTTP response that must be complete before a deadline; a timeout of the socket limits each packet only."""
+
+    def __init__(self, sock: socket.socket, *args: Any, deadline: float, **options: Any) -> None:
+        super().__init__(sock, *args, **options)
+        self.fp.close()
+        self.fp = io.BufferedReader(_TimedReader(sock, deadline))
+
+
+class _TimedReader(io.RawIOBase):
+    """Bytes of a socket until a deadline, a time of `time.monotonic`."""
+
+    def __init__(self, sock: socket.socket, deadline: float) -> None:
+        self._socket = sock
+        self._bytes = sock.makefile("rb", buffering=0)
+        self._deadline = deadline
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        seconds = self._deadline - time.monotonic()
+        if seconds <= 0:
+            raise TimeoutError("the answer was not complete in time")
+        self._socket.settimeout(seconds)
+        return self._bytes.readinto(buffer)
+
+    def close(self) -> None:
+        self._bytes.close()
+        super().close()
 
 
 def _run(
