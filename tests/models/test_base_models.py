@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,6 +91,25 @@ def test_missing_source_raises(source):
     with pytest.raises(ValueError, match=advice) as caught:
         load_base(source)
     assert source in str(caught.value)
+
+
+@pytest.mark.parametrize("source", [None, 3, b"smollm2-135m", ["smollm2-135m"], "", " "])
+def test_sources_that_are_no_names_are_refused(source):
+    with pytest.raises(ValueError, match="source"):
+        load_base(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *("SmolLM2-135M", "smollm2_135m", "smolm2-135m", "smollm2", "SmolLM2-135M-Instruct"),
+        *(Path("nowhere"), Path("no/where"), "~/no-such-model", "a b", "a\\b", __file__),
+    ],
+)
+def test_sources_that_cannot_be_hub_ids_are_answered_without_the_hub(source, monkeypatch):
+    monkeypatch.setattr(models, "AutoModelForCausalLM", None)  # nothing is loaded
+    with pytest.raises(ValueError, match="smollm2-135m"):
+        load_base(source)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])

