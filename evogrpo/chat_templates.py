@@ -4,11 +4,10 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-RENDER_SECONDS = 10.0
+RENDER_SECONDS = 5.0
 """Time limit for rendering one conversation. Templates come with a model and may contain endless loops."""
 MAX_CHARACTERS = 10_000_000
 """Maximum length of a rendered conversation; beyond any model's context."""
@@ -75,15 +74,22 @@ def closing_token(tokenizer: Any, options: Mapping[str, Any]) -> str | None:
     """Return the token that closes a turn of the assistant in the chat template, such as "<|im_end|>".
 
     None if there is no template, or it closes a turn with ordinary text.
+
+    Raises:
+        RenderError: If the template exceeds the limits of `render_chat`.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         return None
     # 1. Render an answer that is the last message, and the same with the start of a further turn.
     endings = []
     for opened in (False, True):
-        with suppress(Exception):  # templates may raise anything; some cannot open a turn after an answer
+        try:
             text = render_chat(tokenizer, [QUESTION, ANSWER], **options, add_generation_prompt=opened)
-            endings.append(text.rpartition(ANSWER["content"]))
+        except RenderError:
+            raise
+        except Exception:  # noqa: BLE001 (templates may raise anything; some open no turn after an answer)
+            continue
+        endings.append(text.rpartition(ANSWER["content"]))
     tokens = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
     if not endings or not tokens or not all(answer for _, answer, _ in endings):
         return None

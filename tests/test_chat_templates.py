@@ -39,6 +39,8 @@ def test_endless_templates_are_refused(monkeypatch, template):
     monkeypatch.setattr(chat_templates, "RENDER_SECONDS", 0.1)
     with pytest.raises(ValueError, match="chat_template"):
         render_chat(build(template), [QUESTION])
+    with pytest.raises(ValueError, match="chat_template"):
+        end_of_turn_ids(build(template), {})
 
 
 def test_huge_texts_are_refused():
