@@ -137,7 +137,7 @@ def test_the_model_reads_errors_of_its_calls(completion, error):
 
 def test_calls_may_name_their_arguments_parameters():
     batch = gym().open("train", [0])
-    completion = call("add", amount=2).replace("arguments", "parameters")
+    completion = call("add", amount=2).replace("arguments", "parameters").replace("{", '{"type": "function", ', 1)
     conversation = converse(batch, f"{completion}<eos>", "done<eos>")
     assert batch.score([conversation]).rewards.tolist() == [first_of(batch) + 2]
 

@@ -155,7 +155,7 @@ def parse_completion(
     return ToolTurn(message=message, calls=tuple(calls))
 
 
-_CALL_KEYS = {"name", "arguments", "parameters", "id"}
+_CALL_KEYS = {"name", "arguments", "parameters", "id", "type"}
 """Keys of a call. Others are arguments in a wrong place or under a wrong name: the call would be made without them."""
 
 
