@@ -167,6 +167,7 @@ class Conversation:
     Attributes:
         row: Number of the conversation in its batch of prompts. An environment may keep state between turns under it.
         start: Position of its prompt in the batch of prompts.
+        member: Slot of the member that samples it. Conversations of one member from one prompt are a group.
         completions: Sampled token ids of each completion, without padding and with a final EOS.
         replies: Token ids of the reply to each completion; one fewer than completions until the last is replied to.
         truncated: True if the last completion reached its maximum length, or a further one would exceed a limit.
@@ -177,6 +178,7 @@ class Conversation:
     completions: tuple[tuple[int, ...], ...]
     replies: tuple[tuple[int, ...], ...] = ()
     truncated: bool = False
+    member: int = 0
 
     __repr__ = short_repr
 
@@ -201,17 +203,22 @@ class Conversation:
         return tuple(turns)
 
 
-def single_turn_conversations(starts: Sequence[int], completions: Sequence[Sequence[int]]) -> tuple[Conversation, ...]:
+def single_turn_conversations(
+    starts: Sequence[int], completions: Sequence[Sequence[int]], members: Sequence[int] | None = None
+) -> tuple[Conversation, ...]:
     """Return conversations of one completion each, numbered in order.
 
     Args:
         starts: Position of each conversation's prompt in the batch of prompts.
         completions: Token ids of each completion.
+        members: Slot of the member that sampled each completion; None = one member sampled all.
     """
-    return tuple(
-        Conversation(row=row, start=int(start), completions=(tuple(map(int, completion)),))
-        for row, (start, completion) in enumerate(zip(starts, completions, strict=True))
-    )
+    slots = [0] * len(starts) if members is None else members
+    conversations = []
+    for row, (start, completion, slot) in enumerate(zip(starts, completions, slots, strict=True)):
+        tokens = tuple(map(int, completion))
+        conversations.append(Conversation(row=row, start=int(start), completions=(tokens,), member=int(slot)))
+    return tuple(conversations)
 
 
 def unpadded(actions: Tensor, present: Tensor) -> list[list[int]]:

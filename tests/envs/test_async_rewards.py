@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from evogrpo.envs.text.prompt_batch import compute_rewards
-from evogrpo.envs.text.reward_functions import Job, RewardError, RewardInputs, make_rewards
+from evogrpo.envs.text.reward_functions import RewardError, RewardInputs, make_rewards
 from evogrpo.envs.text.verifier_pool import make_reward_runner
 
 
@@ -108,7 +108,7 @@ def test_jobs_of_an_abandoned_event_loop_do_not_end_those_of_the_next_one(monkey
         return [1.0]
 
     def submit(text):
-        return runner.submit(Job(name="reward", rows=(0,), calls=(((), {"completions": [text]}),), batched=True))
+        return runner.submit("reward", [((), {"completions": [text]})])
 
     runner = make_reward_runner(make_rewards(None, reward, None), 0.6, None)
     first = submit("block")

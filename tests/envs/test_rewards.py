@@ -158,7 +158,7 @@ def test_trainer_arguments_are_passed_by_name(plain_tokenizer):
     )
     env.set_progress(7, 20)
     ids = plain_tokenizer(["ab", "c", "def"])["input_ids"]
-    scores = env.open("train", [0, 1]).score(single_turn_conversations([0, 1, 1], ids))
+    scores = env.open("train", [0, 1]).score(single_turn_conversations([1, 1, 1], ids))
     offered = {"trainer_state", "log_extra", "log_metric"}
     assert seen == [(TrainerState, 7, 20), {"prompts", "completions", "completion_ids", "level", *offered}]
     assert scores.columns == {"length": (2, 1, 3)}

@@ -66,10 +66,11 @@ def calls_of(log):
     return [tuple(json.loads(line)) for line in log.read_text().splitlines()]
 
 
+@pytest.mark.parametrize("split", ["train", "validation"])
 @pytest.mark.parametrize("case", WAYS)
-def test_started_groups_are_scored_once_with_equal_results(open_batch, case):
+def test_started_groups_are_scored_once_with_equal_results(open_batch, case, split):
     function, form, workers = WAYS[case]
-    batch, conversations, log = open_batch(function, form=form, workers=workers)
+    batch, conversations, log = open_batch(function, form=form, workers=workers, split=split)
     assert batch.background_rewards
     start(batch, conversations)
     scores = batch.score(conversations)
@@ -129,14 +130,8 @@ def test_logged_values_are_merged(open_batch):
     assert scores.rewards.tolist() == [1.0] * 7
 
 
-@pytest.mark.parametrize(
-    ("case", "split", "in_background"),
-    [("workers", "validation", False), ("workers, one by one", "validation", True), ("async", "validation", False)],
-)
-def test_held_out_prompts_stream_only_in_agilerl_form(open_batch, case, split, in_background):
-    function, form, workers = WAYS[case]
-    assert bool(open_batch(function, form=form, workers=workers, split=split)[0].background_rewards) == in_background
-    assert not open_batch(functions.noted)[0].background_rewards  # synchronous functions in this process never do
+def test_synchronous_functions_in_this_process_do_not_stream(open_batch):
+    assert not open_batch(functions.noted)[0].background_rewards
 
 
 def test_cancel_clears_the_queue_and_kills_busy_workers_and_close_fails_jobs(open_batch):

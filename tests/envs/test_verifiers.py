@@ -31,11 +31,12 @@ BATCHED = (
     *(
         batched,
         patient,
-        functions.call_sizes,
         functions.waits_for_second_process,
         functions.imports_torch,
         functions.prints_values,
         functions.kinds,
+        functions.forks,
+        functions.forks_async,
     ),
     functions.arrays,
     functions.parsed,
@@ -46,10 +47,10 @@ def rewards_of(*given):
     return [make_rewards(f, None, None)[0] if f in SINGLE else make_rewards(None, f, None)[0] for f in given]
 
 
-def run(given, texts, runner, *, on_error="raise", **columns):
+def run(given, texts, runner, *, on_error="raise", groups=None, **columns):
     """Return the rewards of completions, from a pool that has these functions among others."""
     rows = [{"prompt": "p", "question": "q", "answer": "a", **columns}] * len(texts)
-    inputs = RewardInputs(rows=rows, texts=texts, token_ids=[[1, 2]] * len(texts))
+    inputs = RewardInputs(rows=rows, texts=texts, token_ids=[[1, 2]] * len(texts), groups=groups)
     return compute_rewards(rewards_of(*given), inputs, on_error, runner)
 
 
@@ -107,13 +108,13 @@ def test_results_equal_those_in_process(call):
     assert scores.steps["kinds"][6] == KINDS[6]
 
 
-def test_completions_are_split_and_returned_in_order(call):
+def test_values_are_returned_in_order(call):
     texts = ["x" * number for number in range(11)]
+    groups = [number % 4 for number in range(11)]
     for _ in range(2):
-        assert call(batched, *texts).rewards.tolist() == list(range(11))
-        assert set(call(functions.call_sizes, *texts).rewards) == {5.0, 6.0}
+        assert call(batched, *texts, groups=groups).rewards.tolist() == list(range(11))
     assert call(single, *texts).rewards.tolist() == list(range(11))
-    assert call(functions.arrays, "a", "b").rewards.tolist() == [0.0, 0.0]  # one completion for each worker
+    assert call(functions.arrays, "a", "b", "c", groups=[0, 1, 0]).rewards.tolist() == [0.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("text", ['{"steps": 3}', '{"steps": [[1], [0]]}', '{"failed": "x"}', '[{"steps": 3}]'])
@@ -124,14 +125,15 @@ def test_dicts_are_no_rewards(call, text):
 
 
 def test_workers_run_in_parallel_without_torch(call, tmp_path):
-    pids = set(call(functions.waits_for_second_process, "a", "b", place=str(tmp_path / "calls")).rewards)
+    place = str(tmp_path / "calls")
+    pids = set(call(functions.waits_for_second_process, "a", "b", place=place, groups="ab").rewards)
     assert len(pids) == 2
     assert os.getpid() not in pids
     assert call(functions.imports_torch, "x").rewards.tolist() == [0.0]
 
 
 def test_printed_text_is_not_a_reply(call, capfd):
-    assert call(functions.prints_values, "x", "y").rewards.tolist() == [1.0, 1.0]
+    assert call(functions.prints_values, "x", "y", groups=[0, 1]).rewards.tolist() == [1.0, 1.0]
     errors = ""
     deadline = time.monotonic() + 20
     while errors.count("more") < 2 and time.monotonic() < deadline:  # replies have another pipe
@@ -159,6 +161,8 @@ def test_async_functions_run_concurrently_in_a_worker(call):
         (single, "exit", None, r"ended its worker process \(exit code 3\)"),
         (batched, "killed", None, r"ended its worker process \(signal 9.*\)"),
         (single, "close", None, r"ended its worker process \(it closed its pipe\)"),
+        (batched, "orphan", None, r"ended its worker process \(exit code 3\)"),
+        (batched, "forge", None, "was stopped, as its worker process sent a wrong reply:"),
     ],
 )
 def test_hanging_and_dead_workers_are_reported_and_replaced(call, function, text, timeout, failure):
@@ -204,6 +208,21 @@ def test_workers_that_die_while_idle_are_replaced(one_worker):
     assert frail("a").rewards == [1.0]
 
 
+@pytest.mark.parametrize("in_worker", [True, False])
+@pytest.mark.parametrize("function", [functions.forks, functions.forks_async])
+@pytest.mark.parametrize(("leave", "code"), [("return", 0), ("exit", 3), ("raise", 1)])
+def test_forked_processes_end_when_they_leave_the_function(call, function, leave, code, in_worker):
+    texts = ["a", "bb"]
+    if in_worker:
+        scores = call(function, *texts, leave=leave, groups=texts)
+    else:
+        runner = make_reward_runner(rewards_of(function), None, 0)
+        scores = run([function], texts, runner, leave=leave, groups=texts)
+        runner.close()
+    assert scores.rewards.tolist() == [code, code]
+    assert call(batched, "a", "bb", "ccc", groups="abc").rewards.tolist() == [1.0, 2.0, 3.0]
+
+
 # ---- functions
 
 
@@ -227,8 +246,8 @@ def test_what_cannot_be_pickled_is_refused(call):
 
     with pytest.raises(ValueError, match="'inner' cannot be sent to a worker process"):
         make_reward_runner(make_rewards(None, [inner], None), None, 1)
-    with pytest.raises(RewardError, match="'batched' cannot be sent its arguments, TypeError: cannot pickle"):
-        call(batched, "x", lock=lock)
+    with pytest.raises(RewardError, match=r"'batched' cannot be sent its arguments, .*pickle"):
+        call(batched, "x", column=lambda: lock)
 
 
 def test_functions_in_files_are_loaded(one_worker, tmp_path):

@@ -1,6 +1,7 @@
 """Reward functions for worker processes: slow, crashing and correct ones."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -35,6 +36,14 @@ def act(text):
     if text == "close":
         os.closerange(3, 64)
         time.sleep(600)
+    if text == "orphan":  # a fork that outlives the worker
+        if os.fork() == 0:
+            time.sleep(600)
+        os._exit(3)
+    if text == "forge":
+        for pipe in range(3, 64):
+            with contextlib.suppress(OSError):
+                os.write(pipe, b"[0, [[9.0]]]\n")
     if text == "raise":
         raise RuntimeError("no \x1b[31m")
     return float(len(text))
@@ -46,11 +55,6 @@ def batched(completions, **_):
 
 def single(completion, answer, question):
     return act(completion)
-
-
-def call_sizes(completions, **_):
-    """Return the number of completions in the call."""
-    return [float(len(completions))] * len(completions)
 
 
 async def patient(completions, **_):
@@ -124,3 +128,65 @@ async def noted_async(completions, place, **_):
 
 async def noted_async_single(completion, answer, question):
     return noted_single(completion, answer, question)
+
+
+def share(prompts, completions, **_):
+    """Reward the share of other completions in the call; a call for several prompts gets nothing."""
+    if len(set(map(str, prompts))) > 1:
+        return [-100.0] * len(completions)
+    texts = [str(completion) for completion in completions]
+    return [len(texts) + 1.0 - texts.count(text) / len(texts) for text in texts]
+
+
+async def share_async(prompts, completions, **_):
+    return share(prompts, completions)
+
+
+def changes_all(prompts, completions, completion_ids, tests, grid, object):  # noqa: A002 (name of the column)
+    """Return the sizes of all arguments after they were extended."""
+    sizes = []
+    for prompt, messages, ids, test, array, value in zip(
+        prompts, completions, completion_ids, tests, grid, object, strict=True
+    ):
+        prompt.append(messages[0])
+        messages.append(messages[0])
+        ids.append(0)
+        test["cases"].append(0)
+        array[:] += 1
+        value.seen.append(0)
+        sizes.append(len(prompt) + len(messages) + len(ids) + len(test["cases"]) + array.sum() + len(value.seen))
+    for given in (prompts, completions, completion_ids, tests):
+        given.clear()
+    return sizes
+
+
+def changes_one(completion, answer, question):
+    """Return the sizes of all arguments after they were extended."""
+    answer["values"].append(0)
+    question.append(0)
+    return len(answer["values"]) + len(question)
+
+
+async def changes_all_async(prompts, completions, completion_ids, tests, grid, object):  # noqa: A002
+    return changes_all(prompts, completions, completion_ids, tests, grid, object)
+
+
+async def changes_one_async(completion, answer, question):
+    return changes_one(completion, answer, question)
+
+
+def forks(completions, leave, **_):
+    """Fork a process that leaves the function in this way; return its exit code."""
+    child = os.fork()
+    if child == 0:
+        if leave[0] == "exit":
+            sys.exit(3)
+        if leave[0] == "raise":
+            raise RuntimeError("in a fork")
+        return [-1.0] * len(completions)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return [float(code)] * len(completions)
+
+
+async def forks_async(completions, leave, **_):
+    return forks(completions, leave)

@@ -258,9 +258,16 @@ class _State:
     log_probs: list[Tensor] = field(default_factory=list)
     truncated: bool = False
 
-    def conversation(self, row: int, start: int) -> Conversation:
+    def conversation(self, row: int, start: int, member: int) -> Conversation:
         completions, replies = (tuple(map(tuple, parts)) for parts in (self.completions, self.replies))
-        return Conversation(row=row, start=start, completions=completions, replies=replies, truncated=self.truncated)
+        return Conversation(
+            row=row,
+            start=start,
+            completions=completions,
+            replies=replies,
+            truncated=self.truncated,
+            member=member,
+        )
 
 
 def sample_conversations(
@@ -299,6 +306,7 @@ def sample_conversations(
         ValueError: If the environment returns a wrong number of replies, or an empty reply.
     """
     starts = rows.prompt_ids.tolist()
+    members = rows.member_ids.tolist()
     # 1. A single turn: the rollout is complete after one call.
     if batch.max_turns == 1:
         # Pass each group on to be rewarded as soon as all of its completions are finished.
@@ -310,7 +318,7 @@ def sample_conversations(
             if streamed is not None:
                 streamed.cancel()
             raise
-        return sampled, single_turn_conversations(starts, unpadded(sampled.actions, sampled.present))
+        return sampled, single_turn_conversations(starts, unpadded(sampled.actions, sampled.present), members)
 
     # 2. First turn of all conversations; KV caches are kept for the next one.
     states = [_State() for _ in starts]
@@ -324,7 +332,9 @@ def sample_conversations(
     whole = math.inf if context is None else context
     room = [min(after_prompt, whole - len(rows.prompts[start])) - rows.max_new_tokens for start in starts]
     for turn in range(1, batch.max_turns):
-        waiting = {row: states[row].conversation(row, starts[row]) for row in active if not states[row].truncated}
+        waiting = {
+            row: states[row].conversation(row, starts[row], members[row]) for row in active if not states[row].truncated
+        }
         histories = _reply(batch, states, list(waiting.values()), room)
         rows.stop.check()
         # With a sharded base, all ranks must sample the same number of turns: they continue until none has a reply.
@@ -351,7 +361,7 @@ def sample_conversations(
         _append(states, active, sampled)
 
     # 4. One row per conversation, its turns and replies next to each other.
-    conversations = tuple(state.conversation(row, starts[row]) for row, state in enumerate(states))
+    conversations = tuple(state.conversation(row, starts[row], members[row]) for row, state in enumerate(states))
     return _stack(states, device, exact), conversations
 
 
@@ -363,7 +373,7 @@ def _stream_groups(batch: SingleTurnBatch, rows: SamplingBatch) -> FinishedCallb
     def on_finished(numbers: Sequence[int], completions: Sequence[Sequence[int]]) -> None:
         for row, tokens in zip(numbers, completions, strict=True):
             group = groups[row]
-            conversation = Conversation(row=row, start=group[1], completions=(tuple(tokens),))
+            conversation = Conversation(row=row, start=group[1], completions=(tuple(tokens),), member=group[0])
             finished.setdefault(group, []).append(conversation)
             unfinished[group] -= 1
             if not unfinished[group]:

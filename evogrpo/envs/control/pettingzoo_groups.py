@@ -437,7 +437,7 @@ class PettingZooGroups(SeededGroups):
         Raises:
             ValueError: If `score` returns a value that is not a finite number.
         """
-        values = scalars([self.score(returns) for returns in played.returns], np.float64, "score")
+        values = scalars([self.score(dict(returns)) for returns in played.returns], np.float64, "score")
         if not np.isfinite(values).all():
             place = int(np.flatnonzero(~np.isfinite(values))[0])
             raise ValueError(f"score must be finite, got {values[place]} for {dict(played.returns[place])}.")

@@ -1,6 +1,5 @@
 """EnvironmentGym: tools and environments in TRL's form, which a model calls in conversations of several turns."""
 
-import copy
 import random
 import threading
 import weakref
@@ -20,6 +19,7 @@ from evogrpo.envs.text.datasets import AnyTable, check_table
 from evogrpo.envs.text.huggingface_gym import PromptEnvironment, PromptOptions
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.reward_functions import (
+    ENVIRONMENTS,
     CallFailedError,
     Job,
     Reward,
@@ -28,6 +28,7 @@ from evogrpo.envs.text.reward_functions import (
     RewardInputs,
     StepRewards,
     make_rewards,
+    own_row,
     timeout_error,
 )
 from evogrpo.envs.text.templates import Message, Options, Tokenizer, check_messages, numbered, reply_tokens, row_options
@@ -97,7 +98,7 @@ class EnvironmentPool:
 
     def reset(self, environment: Any, arguments: Mapping[str, Any]) -> Any:
         """Reset an environment for a row of the dataset; return its observation."""
-        arguments = copy.deepcopy(dict(arguments))
+        arguments = own_row(arguments)
         if not self.seeded:
             return finished(environment.reset(**arguments))
         limit = min(self.timeout or threading.TIMEOUT_MAX, threading.TIMEOUT_MAX)
@@ -317,7 +318,7 @@ class EnvironmentBatch(SingleTurnBatch):
         for name in dict.fromkeys(self.own_rewards.values()):
             future: Future[list[Any]] = Future()
             future.set_result([each.reward if self.own_rewards.get(each.name) == name else None for each in episodes])
-            job = Job(name=name, rows=tuple(range(len(conversations))), calls=(), batched=False)
+            job = Job(name=name, parts=tuple((row,) for row in range(len(conversations))), batched=False)
             self._started.append((job, future))
         scores = super().score(conversations, stop)
         # 3. Exclude failed conversations, and count calls.
@@ -419,7 +420,7 @@ class EnvironmentBatch(SingleTurnBatch):
         rows = list(inputs.rows)
         if self.pool.factories and self.runner.in_process:  # environments are not sent to worker processes
             environments = [self._episodes[conversation.row].environment for conversation in conversations]
-            rows = [{**row, "environments": environment} for row, environment in zip(rows, environments, strict=True)]
+            rows = [{**row, ENVIRONMENTS: environment} for row, environment in zip(rows, environments, strict=True)]
         return replace(inputs, rows=rows, messages=[self._messages(conversation) for conversation in conversations])
 
 
@@ -500,7 +501,7 @@ class EnvironmentGym(PromptEnvironment):
     """
 
     whole_rows: ClassVar[bool] = True
-    extra_arguments: ClassVar[tuple[str, ...]] = ("environments",)
+    extra_arguments: ClassVar[tuple[str, ...]] = (ENVIRONMENTS,)
 
     @names_unknown
     @lists_options(PromptOptions.__annotations__, PromptEnvironment.__init__)

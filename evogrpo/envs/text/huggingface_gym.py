@@ -267,14 +267,19 @@ class PromptEnvironment:
     def preflight(self) -> Preflight:
         """Test reward functions, reply functions and environments on sample completions of the first training prompt.
 
-        Two completions reveal a wrong number of rewards. With on_reward_error "exclude" a failure is a warning.
+        Two completions reveal a wrong number of rewards. Functions in TRL's form are also called with one completion
+        alone, as for a greedy answer. With on_reward_error "exclude" a failure is a warning.
 
         Raises:
             RewardError: If a function fails.
         """
         batch = self.open("train", [0])
         ids = self.tokenizer(list(SAMPLE_COMPLETIONS), add_special_tokens=False)["input_ids"]
-        samples = single_turn_conversations([0, 0], ids)
+        members = [0, 0]
+        if any(reward.batched for reward in self._rewards):  # another member's completion is a group of its own
+            ids.append(ids[0])
+            members.append(1)
+        samples = single_turn_conversations([0] * len(ids), ids, members)
         try:
             batch.respond(samples)
             scores = batch.score(samples)
@@ -285,7 +290,9 @@ class PromptEnvironment:
         for reward in self._rewards if self.on_reward_error == "raise" else ():
             if not reward.batched and np.isnan(scores.components[reward.name]).all():
                 raise RewardError(f"Reward function {reward.name!r} must return a number, got None for all samples.")
-        rewards = {name: None if np.isnan(value) else float(value) for name, (value, _) in scores.components.items()}
+        rewards = {
+            name: None if np.isnan(values[0]) else float(values[0]) for name, values in scores.components.items()
+        }
         (prompt,) = batch.prompts
         return Preflight(prompt=str(self.tokenizer.decode(prompt)), tokens=tuple(prompt), rewards=rewards)
 
@@ -373,16 +380,17 @@ class HuggingFaceGym(PromptEnvironment):
 
     Rewards have exactly one of two forms. AgileRL's form needs the columns `question` and `answer`, and
     `reward_fn(completion, answer, question) -> float`; `conversation_template` renders a question as messages. TRL's
-    form needs a column `prompt` (text, or a list of messages) and `reward_funcs`, each called with all completions at
-    once as `f(prompts=, completions=, completion_ids=, **columns) -> list[float | None]`, where None means not
-    applicable. Functions get the arguments that they name; AgileRL's form accepts its three names in any order, or
+    form needs a column `prompt` (text, or a list of messages) and `reward_funcs`, each called with all completions of
+    a group at once as `f(prompts=, completions=, completion_ids=, **columns) -> list[float | None]`, where None means
+    not applicable. Functions get the arguments that they name; AgileRL's form accepts its three names in any order, or
     other names in this order. If a prompt ends with an assistant message, the model continues it; completions contain
     only sampled text.
 
     Functions of both forms may be `async def`; they run concurrently (in AgileRL's form, for all completions). A
-    function may return `StepRewards` instead of a number. With `reward_workers` the functions run in worker processes.
-    A call in TRL's form then takes one group, or one worker's share of the completions for held-out questions and
-    multi-turn conversations. A call that exceeds `reward_timeout` is killed, then repeated completion by completion to
+    function may return `StepRewards` instead of a number. Functions get copies of the columns: they may change them.
+    Each call in TRL's form has one group: the completions of one member to one prompt, in order. Groups of held-out
+    questions have a single greedy completion, or the sampled answers to a question. With `reward_workers` the functions
+    run in worker processes. A call that exceeds `reward_timeout` is killed, then repeated completion by completion to
     find the cause. Async functions and those in worker processes start with whole groups while other groups are still
     being sampled.
 

@@ -14,7 +14,10 @@ from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.reward_functions import (
     RewardFunc,
     as_messages,
+    call_sync,
     make_rewards,
+    own_copy,
+    own_row,
 )
 from evogrpo.envs.text.templates import Message, Options, Tokenizer, check_messages, reply_tokens, row_options
 from evogrpo.text import escaped_prints
@@ -47,12 +50,12 @@ class MultiTurnBatch(SingleTurnBatch):
         replies: list[tuple[int, ...] | None] = []
         for conversation in conversations:
             row = self.rows[conversation.start]
-            prompt = check_messages(row["prompt"], "prompt")
-            try:
-                with escaped_prints():
-                    text = self.reply(row, [*prompt, *as_messages(self._turn_texts(conversation))])
-            except Exception as error:
-                raise ValueError(f"reply raised {error!r:.200}") from error
+            prompt = check_messages(own_copy(row["prompt"], "prompt"), "prompt")
+            messages = [*prompt, *as_messages(self._turn_texts(conversation))]
+            with escaped_prints():
+                text = call_sync(self.reply, ((own_row(row), messages), {}))
+            if isinstance(text, BaseException):
+                raise ValueError(f"reply raised {text!r:.200}") from text
             if text is None:
                 replies.append(None)
                 continue
@@ -81,8 +84,8 @@ class MultiTurnGym(PromptEnvironment):
 
     The dataset has a column `prompt` of messages. After each completion except the last that `max_turns` allows,
     `reply(row, messages)` returns the next user message, or None to end the conversation. It should be a function of
-    its arguments alone. Tokens of replies are masked in the loss. The tokenizer's chat template renders the markers
-    around replies; sampled tokens are never tokenized again.
+    its arguments alone, which are copies. Tokens of replies are masked in the loss. The tokenizer's chat template
+    renders the markers around replies; sampled tokens are never tokenized again.
 
     Rewards have TRL's form, `f(prompts=, completions=, completion_ids=, **columns) -> list[float | None]`. A completion
     is the list of all messages after the prompt, with roles "assistant" (model) and "user" (replies), and its ids are

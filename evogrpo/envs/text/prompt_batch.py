@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, takewhile
 from operator import eq
 from types import SimpleNamespace
@@ -112,12 +113,8 @@ class SingleTurnBatch:
 
     @property
     def background_rewards(self) -> list[Reward]:
-        """Rewards that can be computed in the background. Held-out prompts have no groups for batched functions."""
-        return [
-            reward
-            for reward in self.rewards
-            if self.runner.runs_in_background(reward.name) and not (self.held_out and reward.batched)
-        ]
+        """Rewards that can be computed in the background."""
+        return [reward for reward in self.rewards if self.runner.runs_in_background(reward.name)]
 
     def start_scoring(self, conversations: Sequence[Conversation]) -> None:
         """Start to compute the rewards of a finished group in the background.
@@ -128,8 +125,9 @@ class SingleTurnBatch:
         inputs = self._reward_inputs(conversations)
         for reward in self.background_rewards:
             for job in reward.jobs(inputs, range(len(conversations)), 1):
-                numbered = replace(job, rows=tuple(conversations[row].row for row in job.rows))
-                self._started.append((numbered, self.runner.submit(job)))
+                parts = tuple(tuple(conversations[row].row for row in part) for part in job.parts)
+                future = self.runner.submit(job.name, reward.calls(inputs, job))
+                self._started.append((replace(job, parts=parts), future))
 
     def cancel(self) -> None:
         """Cancel all started groups."""
@@ -178,6 +176,7 @@ class SingleTurnBatch:
                 texts[0] if len(texts) == 1 else self._text(ids) for texts, ids in zip(turns, token_ids, strict=True)
             ],
             token_ids=token_ids,
+            groups=[(conversation.member, conversation.start) for conversation in conversations],
             turns=turns,
             trainer=lambda rows: self.trainer_arguments([conversations[row].row for row in rows]),
         )
@@ -318,31 +317,38 @@ def compute_rewards(
             runner.num_workers,
         )
     ]
+    run = partial(_run, by_name, inputs, runner, stop, stop_at_first=stop_at_first)
     values: dict[tuple[str, int], Any] = {}
-    failed_jobs: list[tuple[Job, BaseException]] = []
-    for job, results in _run(jobs, runner, started, stop, stop_at_first=stop_at_first):
-        # A failed call for several completions has the same exception in every row.
-        if len(job.rows) > 1 and isinstance(results[0], BaseException) and all(each is results[0] for each in results):
-            failed_jobs.append((job, results[0]))
+    failed: list[tuple[str, tuple[int, ...], BaseException]] = []  # calls for several completions
+    for name, part, result in run(jobs, started):
+        if not isinstance(result, BaseException):
+            values |= {(name, row): value for row, value in zip(part, result, strict=True)}
+        elif len(part) == 1:
+            values[name, part[0]] = result
         else:
-            values |= {(job.name, row): value for row, value in zip(job.rows, results, strict=True)}
-    # 2. Repeat failed calls for several completions one by one, to find the completion that causes the failure.
-    repeated = [(job.name, row) for job, _ in failed_jobs for row in job.rows]
+            failed.append((name, part, result))
+    # 2. Repeat failed calls for several completions one by one, to find the completions that cause the failure.
+    repeated = [(name, row) for name, part, _ in failed for row in part]
     if retry and on_error == "exclude":
         repeated += [key for key, value in values.items() if isinstance(value, BaseException)]
     jobs = [job for name, row in repeated for job in by_name[name].jobs(inputs, [row], 1)]
-    for job, results in _run(jobs, runner, (), stop, stop_at_first=stop_at_first):
-        values[job.name, job.rows[0]] = results[0]
-    for job, error in failed_jobs:
-        repeats = [values.get((job.name, row)) for row in job.rows]
-        # The function fails on the batch, but on none of its completions alone; the cause may have been temporary.
-        if not any(isinstance(value, BaseException) for value in repeats):
-            note = f" (on a batch of {len(job.rows)} completions, not on single ones)"
-            failure = _reward_error(job.name, error, inputs.texts[job.rows[0]], note=note)
-            if stop_at_first:
-                raise failure
-            warn(f"Rewards of single completions are used: {failure}", rank_zero_only=False)
-    # 3. Check the values.
+    for name, part, result in run(jobs):
+        values[name, part[0]] = result if isinstance(result, BaseException) else result[0]
+    # 3. Call the function with the other completions together, as their rewards may depend on each other.
+    jobs = []
+    for name, part, error in failed:
+        others = tuple(row for row in part if not isinstance(values.get((name, row)), BaseException))
+        if stop_at_first and others == part:
+            raise _batch_error(name, error, inputs, part)
+        if len(others) > 1 and not stop_at_first:
+            jobs.append(Job(name=name, parts=(others,), batched=True))
+    for name, part, result in run(jobs):
+        if not isinstance(result, BaseException):
+            values |= {(name, row): value for row, value in zip(part, result, strict=True)}
+            continue
+        failure = _batch_error(name, result, inputs, part)
+        warn(f"Rewards of single completions are used: {failure}", rank_zero_only=False)
+    # 4. Check the values.
     components: dict[str, NDArray[np.float64]] = {}
     steps: dict[str, list[StepRewards | None]] = {}
     failures: dict[int, RewardError] = {}
@@ -358,7 +364,7 @@ def compute_rewards(
                 failures.setdefault(row, error)
         if any(value is not None for value in step_values):
             steps[name] = step_values
-    # 4. Weighted sum over the functions that apply.
+    # 5. Weighted sum over the functions that apply.
     table = np.stack(list(components.values()))
     weights = np.array([reward.weight for reward in rewards])[:, None]
     total = np.where(np.isnan(table).all(axis=0), np.nan, np.nansum(weights * table, axis=0))
@@ -376,45 +382,60 @@ def compute_rewards(
 
 
 def _run(
-    jobs: Sequence[Job], runner: RewardRunner, started: Sequence[StartedJob], stop: Stop, *, stop_at_first: bool
-) -> list[tuple[Job, list[Any]]]:
-    """Run jobs and wait for those already started; return a value or exception for each row of a job.
+    rewards: Mapping[str, Reward],
+    inputs: RewardInputs,
+    runner: RewardRunner,
+    stop: Stop,
+    jobs: Sequence[Job],
+    started: Sequence[StartedJob] = (),
+    *,
+    stop_at_first: bool,
+) -> list[tuple[str, tuple[int, ...], Any]]:
+    """Run jobs and wait for those already started.
 
     With `stop_at_first`, the jobs that are unfinished when one fails are cancelled and left out.
+
+    Returns:
+        For each call the name of the function, the rows, and a list with the value of each row, or an exception.
     """
     running = list(started)
     try:
         with escaped_prints():
             for job in jobs:
-                running.append((job, runner.submit(job, stop)))
+                calls = rewards[job.name].calls(inputs, job)
+                running.append((job, runner.submit(job.name, calls, stop)))
                 if stop_at_first and _has_failed(*running[-1]):
                     break
             while wait([future for _, future in running], timeout=POLL_SECONDS).not_done:
                 stop.check()
                 if stop_at_first and any(_has_failed(job, future) for job, future in running):
                     break
-        return [(job, _results(job, future)) for job, future in running if future.done()]
+        finished = [(job, _results(job, future)) for job, future in running if future.done()]
     finally:
         runner.cancel([future for _, future in running])
+    return [
+        (job.name, part, result) for job, results in finished for part, result in zip(job.parts, results, strict=True)
+    ]
 
 
 def _has_failed(job: Job, future: "Future[Results]") -> bool:
-    return future.done() and any(isinstance(value, BaseException) for value in _results(job, future))
+    return future.done() and any(isinstance(result, BaseException) for result in _results(job, future))
 
 
 def _results(job: Job, future: "Future[Results]") -> list[Any]:
-    """Return a value or exception for each row of a finished job."""
+    """Return, for each call of a finished job, a list with the value of each row, or an exception."""
     error = CallFailedError("was cancelled or blocked its event loop") if future.cancelled() else future.exception()
     if error is not None:
         if not isinstance(error, CallFailedError):
             raise error
-        return [error] * len(job.rows)
-    values = future.result()
-    if not job.batched:
-        return values
-    if isinstance(values[0], BaseException):
-        return values * len(job.rows)
-    return _checked_list(job.name, values[0], len(job.rows))
+        return [error] * len(job.parts)
+    results: list[Any] = []
+    for part, value in zip(job.parts, future.result(), strict=True):
+        if isinstance(value, BaseException):
+            results.append(value)
+        else:
+            results.append(_checked_list(job.name, value, len(part)) if job.batched else [value])
+    return results
 
 
 def _checked_value(name: str, value: Any, inputs: RewardInputs, row: int) -> tuple[float, StepRewards | None]:
@@ -461,6 +482,12 @@ def _reward_error(name: str, error: BaseException, text: str, note: str = "") ->
     failure = RewardError(f"Reward function {name!r} {reason}{note} for the completion {_short_repr(text)}")
     failure.__cause__ = error
     return failure
+
+
+def _batch_error(name: str, error: BaseException, inputs: RewardInputs, rows: Sequence[int]) -> RewardError:
+    """Return the RewardError for a call that fails on a batch, but on none of its completions alone."""
+    note = f" (on a batch of {len(rows)} completions, not on single ones)"
+    return _reward_error(name, error, inputs.texts[rows[0]], note=note)
 
 
 def _short_repr(value: object) -> str:

@@ -2,15 +2,19 @@
 
 import asyncio
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
 import math
+import os
+import sys
 import threading
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 from evogrpo.interruption import NEVER, Interrupted, Stop
 from evogrpo.text import escaped_prints, pluralize
@@ -38,15 +42,19 @@ class Job:
 
     Attributes:
         name: Name of the function.
-        rows: Indices of the completions.
-        calls: One call for all rows, or one per row. Only async functions have several.
-        batched: True if one call takes all rows.
+        parts: Indices of the completions of each call. Only jobs of async functions have several calls.
+        batched: True if a call returns a list with a value for each of its completions, False if it has one completion
+            and returns its value.
     """
 
     name: str
-    rows: tuple[int, ...]
-    calls: tuple[Call, ...]
+    parts: tuple[tuple[int, ...], ...]
     batched: bool
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Indices of all completions."""
+        return tuple(itertools.chain.from_iterable(self.parts))
 
 
 Results = list[Any]
@@ -59,28 +67,96 @@ def is_async(function: Function) -> bool:
 
 
 def call_sync(function: Function, call: Call) -> Any:
-    """Return the result of a call, or the exception that it raised."""
+    """Return the result of a call, or the exception that it raised; end processes that the function forked off."""
     args, keywords = call
+    process = os.getpid()
     try:
-        return function(*args, **keywords)
-    except (KeyboardInterrupt, Interrupted):
-        raise
+        result = function(*args, **keywords)
     except BaseException as error:  # noqa: BLE001 (user code may raise anything)
-        return error
+        result = error
+    if os.getpid() != process:
+        end_fork(result)
+    if isinstance(result, KeyboardInterrupt | Interrupted):
+        raise result
+    return result
 
 
 async def call_async(function: Function, calls: Sequence[Call], timeout: float | None) -> Results:
     """Make calls concurrently, each within `timeout` seconds; return a value or exception for each."""
+    process = os.getpid()
 
     async def call(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         limit = asyncio.timeout(timeout)
         try:
             async with limit:
-                return await function(*args, **keywords)
+                result = plain_list(await function(*args, **keywords))
         except BaseException as error:  # noqa: BLE001 (an exception that leaves a task could end the event loop)
-            return timeout_error(timeout) if timeout is not None and limit.expired() else error
+            result = timeout_error(timeout) if timeout is not None and limit.expired() else error
+        if os.getpid() != process:
+            end_fork(result)
+        return result
 
     return await asyncio.gather(*(call(*each) for each in calls))
+
+
+def end_fork(outcome: Any) -> NoReturn:
+    """End a process that user code forked off and that has left the user's function.
+
+    It would continue the run a second time. As for a Python program, its exit code is 0, that of `sys.exit`, or 1 after
+    an exception.
+
+    Args:
+        outcome: The value that the function returned, or the exception that it raised.
+    """
+    code: Any = 0
+    if isinstance(outcome, SystemExit):
+        code = 0 if outcome.code is None else outcome.code
+    elif isinstance(outcome, BaseException):
+        traceback.print_exception(outcome)
+        code = 1
+    if not isinstance(code, int):
+        sys.stderr.write(f"{code}\n")
+        code = 1
+    if isinstance(outcome, BaseException):
+        outcome.__traceback__ = None  # frees the function's variables, which writes its open files
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, or None
+            stream.flush()
+    os._exit(code & 0xFF)
+
+
+def own_copy(value: Any, name: str) -> Any:
+    """Return a deep copy of a value of a dataset row, so that user code cannot change the row.
+
+    Args:
+        value: The value. Text, numbers and None are returned as they are.
+        name: Name of the column, for messages.
+
+    Raises:
+        RewardError: If the value cannot be copied, such as a lock or an open connection.
+    """
+    if type(value) in (str, int, float, bool, bytes, type(None)):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise RewardError(
+            f"Column {name!r:.80} has a {type(value).__name__} that cannot be copied ({reason:.200}). Functions get "
+            "copies of a row. Keep such an object in your module, and its name in the column."
+        ) from error
+
+
+def own_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a deep copy of a dataset row; see `own_copy`."""
+    return {name: own_copy(value, name) for name, value in row.items()}
+
+
+def plain_list(values: Any) -> Any:
+    """Return a copy of a list, array or tensor as a list, and other values as they are."""
+    if hasattr(values, "tolist"):
+        return values.tolist()
+    return list(values) if isinstance(values, list | tuple) else values
 
 
 class InProcessRunner:
@@ -107,23 +183,24 @@ class InProcessRunner:
         """Return True for async functions: they run while this thread does other work."""
         return is_async(self._functions[name])
 
-    def submit(self, job: Job, stop: Stop = NEVER) -> "Future[Results]":
+    def submit(self, name: str, calls: Sequence[Call], stop: Stop = NEVER) -> "Future[Results]":
         """Start the calls of an async function, or make the calls of another function before returning.
 
         Failures inside the function are results.
         """
-        function = self._functions[job.name]
+        function = self._functions[name]
         if not is_async(function):
             stop.check()
             future: Future[Results] = Future()
-            future.set_result([call_sync(function, call) for call in job.calls])
+            # Copies of the results: a function may return the same list from every call.
+            future.set_result([plain_list(call_sync(function, call)) for call in calls])
             return future
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="evogrpo async rewards", daemon=True).start()
         if not self._running:
             self._prints.enter_context(escaped_prints())
-        future = asyncio.run_coroutine_threadsafe(call_async(function, job.calls, self._timeout), self._loop)
+        future = asyncio.run_coroutine_threadsafe(call_async(function, calls, self._timeout), self._loop)
         self._running.add(future)
         if self._timeout is not None:
             # call_async applies the limit; this is for blocking code in the loop.
@@ -225,6 +302,8 @@ TRL_ARGUMENTS = ("prompts", "completions", "completion_ids")
 """Arguments of TRL's form, in addition to the dataset's columns."""
 REPLACED_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")
 """Columns of the dataset that arguments of TRL's form replace."""
+ENVIRONMENTS = "environments"
+"""Argument of TRL's form with the environment of each conversation."""
 TRAINER_ARGUMENTS = ("trainer_state", "log_extra", "log_metric")
 """Arguments of TRL's form that the trainer provides."""
 DEFAULT_REWARD_TIMEOUT: float | None = None
@@ -243,6 +322,7 @@ class RewardInputs:
         rows: Dataset row of each completion.
         texts: Decoded completions.
         token_ids: Token ids of the completions, without padding.
+        groups: Group of each completion: member and prompt. None = all are one group.
         turns: Texts of completions and replies in turn, where `texts` and `token_ids` hold whole conversations; None
             for single completions.
         messages: Completions as messages; None = alternating messages of assistant and user, from `turns`.
@@ -252,6 +332,7 @@ class RewardInputs:
     rows: Sequence[Mapping[str, Any]]
     texts: Sequence[str]
     token_ids: Sequence[list[int]]
+    groups: Sequence[Hashable] | None = None
     turns: Sequence[Sequence[str]] | None = None
     messages: Sequence[Sequence[Mapping[str, Any]]] | None = None
     trainer: Callable[[Sequence[int]], Mapping[str, Any]] = lambda rows: {}
@@ -264,7 +345,7 @@ class Reward:
     Attributes:
         name: Name in reports.
         weight: Factor in the sum of rewards.
-        batched: True if one call takes all completions (TRL's form), False if each call takes one (AgileRL's form).
+        batched: True if one call takes a group of completions (TRL's form), False if it takes one (AgileRL's form).
         function: The user's function.
     """
 
@@ -352,40 +433,65 @@ class Reward:
             )
 
     def jobs(self, inputs: RewardInputs, rows: Sequence[int], num_workers: int) -> list[Job]:
-        """Return the calls that reward these rows. Calls for several rows are split between `num_workers`."""
-        if self.batched or is_async(self.function):
-            size = max(1, -(-len(rows) // num_workers))
-            parts = [tuple(rows[first : first + size]) for first in range(0, len(rows), size)]
-        else:
-            parts = [(row,) for row in rows]
-        return [Job(name=self.name, rows=part, calls=self._calls(inputs, part), batched=self.batched) for part in parts]
+        """Return the calls that reward these rows: one per row, or in TRL's form one per group, in order.
 
-    def _calls(self, inputs: RewardInputs, rows: Sequence[int]) -> tuple[Call, ...]:
-        """Return the calls of the function for these completions, in its form."""
-        if not self.batched:
-            calls: list[Call] = []
-            for row in rows:
-                values = (inputs.texts[row], inputs.rows[row]["answer"], inputs.rows[row]["question"])
-                by_name = dict(zip(AGILERL_ARGUMENTS, values, strict=True))
-                names = self.argument_names
-                calls.append((values, {}) if names is None else ((), {name: by_name[name] for name in names}))
-            return tuple(calls)
-        # TRL's form: one call with everything that the function names.
-        chosen = [inputs.rows[row] for row in rows]
-        completions: list[Any] = [inputs.texts[row] for row in rows]
+        Calls of an async function run concurrently; they are split between `num_workers`.
+        """
+        # 1. Rows of each call.
+        groups: dict[Hashable, list[int]] = {}
+        for row in rows:
+            group = inputs.groups[row] if inputs.groups is not None else None
+            groups.setdefault(group if self.batched else row, []).append(row)
+        parts = [tuple(group) for group in groups.values()]
+        # 2. Calls of each job.
+        size = max(1, -(-len(parts) // num_workers)) if is_async(self.function) else 1
+        starts = range(0, len(parts), size)
+        return [Job(name=self.name, parts=tuple(parts[start : start + size]), batched=self.batched) for start in starts]
+
+    def calls(self, inputs: RewardInputs, job: Job) -> list[Call]:
+        """Return the arguments of a job's calls. Each completion has its own copies of the values of its row.
+
+        Raises:
+            RewardError: If a value cannot be copied.
+        """
+        if self.batched:
+            return [((), self._batched_arguments(inputs, part)) for part in job.parts]
+        calls: list[Call] = []
+        names = self.argument_names
+        for (row,) in job.parts:
+            values = [inputs.texts[row]]
+            values += [own_copy(inputs.rows[row][column], column) for column in AGILERL_ARGUMENTS[1:]]
+            by_name = dict(zip(AGILERL_ARGUMENTS, values, strict=True))
+            calls.append((tuple(values), {}) if names is None else ((), {name: by_name[name] for name in names}))
+        return calls
+
+    def _batched_arguments(self, inputs: RewardInputs, rows: Sequence[int]) -> dict[str, Any]:
+        """Return everything that the function names, with one entry per completion in lists."""
+        first = inputs.rows[rows[0]]
+        columns = [name for name in first if name not in REPLACED_COLUMNS]
+        trainer = inputs.trainer(rows)
+        arguments: dict[str, Any] = {}
+        for name in self._accepted(dict.fromkeys((*TRL_ARGUMENTS, *columns, *trainer))):
+            if name in trainer:
+                arguments[name] = trainer[name]
+            elif name == "completions":
+                arguments[name] = [self._completion(inputs, row) for row in rows]
+            elif name == "completion_ids":
+                arguments[name] = [list(inputs.token_ids[row]) for row in rows]
+            elif name == ENVIRONMENTS:  # live objects, which belong to one conversation each
+                arguments[name] = [inputs.rows[row][name] for row in rows]
+            else:
+                column = "prompt" if name == "prompts" else name
+                arguments[name] = [own_copy(inputs.rows[row][column], column) for row in rows]
+        return arguments
+
+    def _completion(self, inputs: RewardInputs, row: int) -> Any:
+        """Return a completion in TRL's form: text, or messages if the prompt has messages."""
         if inputs.messages is not None:
-            completions = [list(inputs.messages[row]) for row in rows]
-        elif not isinstance(chosen[0]["prompt"], str):
-            turns = [[text] for text in inputs.texts] if inputs.turns is None else inputs.turns
-            completions = [as_messages(turns[row]) for row in rows]
-        available = {
-            "prompts": [row["prompt"] for row in chosen],
-            "completions": completions,
-            "completion_ids": [inputs.token_ids[row] for row in rows],
-            **{key: [row[key] for row in chosen] for key in chosen[0] if key not in REPLACED_COLUMNS},
-            **inputs.trainer(rows),
-        }
-        return (((), {name: available[name] for name in self._accepted(available)}),)
+            return own_copy(list(inputs.messages[row]), "completions")
+        if isinstance(inputs.rows[row]["prompt"], str):
+            return inputs.texts[row]
+        return as_messages([inputs.texts[row]] if inputs.turns is None else inputs.turns[row])
 
 
 def as_messages(texts: Sequence[str]) -> list[dict[str, str]]:
@@ -404,8 +510,8 @@ def make_rewards(
         reward_fn: AgileRL's form, `reward_fn(completion, answer, question) -> float`, called per completion. Arguments
             are passed by these names in any order, or by position in this order.
         reward_funcs: TRL's form, one or several `f(prompts=, completions=, completion_ids=, **columns)`, each called
-            with many completions at once and those of these arguments that it takes. Returns one float or None (not
-            applicable) per completion.
+            with the completions of one member to one prompt and those of these arguments that it takes. Returns one
+            float or None (not applicable) per completion.
         reward_weights: One factor per function of `reward_funcs`; None means 1 each.
 
     Raises:

@@ -4,7 +4,9 @@ import asyncio
 import inspect
 import json
 import math
+import os
 import re
+import sys
 import threading
 import time
 from collections import deque
@@ -17,7 +19,7 @@ from typing import Any
 
 from evogrpo.chat_templates import QUESTION, render_chat
 from evogrpo.envs.text.prompt_batch import POLL_SECONDS
-from evogrpo.envs.text.reward_functions import call_sync, timeout_error
+from evogrpo.envs.text.reward_functions import call_sync, end_fork, timeout_error
 from evogrpo.envs.text.templates import Message, Options, Tokenizer, render_reply
 from evogrpo.interruption import NEVER, Stop
 
@@ -244,8 +246,14 @@ def finished(value: Any) -> Any:
     if not inspect.isawaitable(value):
         return value
 
+    process = os.getpid()
+
     async def result(awaitable: Awaitable[Any]) -> Any:
-        return await awaitable
+        try:
+            return await awaitable
+        finally:
+            if os.getpid() != process:
+                end_fork(sys.exception())
 
     return asyncio.run_coroutine_threadsafe(result(value), _event_loop()).result()
 

@@ -22,10 +22,10 @@ import cloudpickle
 from evogrpo.distributed import cores_per_rank
 from evogrpo.envs.text.reward_functions import (
     GRACE_SECONDS,
+    Call,
     CallFailedError,
     Function,
     InProcessRunner,
-    Job,
     Results,
     Reward,
     StepRewards,
@@ -59,6 +59,7 @@ class _Worker:
         process: The process; None before the first job.
         future: The running job; None while idle.
         lock: Held while `future` changes, so that only the process of a cancelled job is killed.
+        owner: Id of the process that this worker belongs to. Its forks have copies of this object.
     """
 
     def __init__(self, setup: bytes, tasks: "SimpleQueue[_Task | None]") -> None:
@@ -66,6 +67,8 @@ class _Worker:
         self.process: subprocess.Popen[bytes] | None = None
         self.future: Future[Results] | None = None
         self.lock = threading.Lock()
+        self.owner = os.getpid()
+        self._requests = 0  # number of the next request
         # Daemon threads never keep the program from ending.
         threading.Thread(target=self._run, name="evogrpo rewards", daemon=True).start()
 
@@ -80,7 +83,7 @@ class _Worker:
                 if self.process is None or self.process.poll() is not None:
                     self._start()
                 assert self.process is not None
-                future.set_result(_exchange(self.process, request, limit))
+                future.set_result(self._exchange(self.process, request, limit))
             except Exception as error:  # noqa: BLE001 (passed on to the caller)
                 future.set_exception(error)
             with self.lock:
@@ -103,9 +106,53 @@ class _Worker:
         )
         threading.Thread(target=forward_output, args=(process.stderr,), daemon=True).start()
         try:
-            _exchange(process, self._setup, START_SECONDS)
+            self._exchange(process, self._setup, START_SECONDS)
         except CallFailedError as error:
             raise ValueError(f"A worker process cannot load the reward functions: {error}") from None
+
+    def _exchange(self, process: "subprocess.Popen[bytes]", message: bytes, limit: float | None) -> Results:
+        """Send a request and return the reply, both with the same number.
+
+        Raises:
+            CallFailedError: If the call failed. A process that ends, exceeds the limit or sends another reply is
+                killed.
+        """
+        assert process.stdin is not None and process.stdout is not None
+        self._requests += 1
+        number = self._requests
+        began = time.monotonic()
+        timer = None if limit is None else threading.Timer(limit, _kill, [process])
+        if timer is not None:
+            timer.daemon = True
+            timer.start()
+        # 1. Send the request and read one line.
+        line = b""
+        try:
+            process.stdin.write(len(message).to_bytes(8, "big") + number.to_bytes(8, "big") + message)
+            process.stdin.flush()
+            line = process.stdout.readline(MAX_REPLY_BYTES)
+        except (OSError, ValueError):  # a closed pipe
+            pass
+        # 2. Kill a process that has not answered this request.
+        try:
+            answered, reply = json.loads(line, object_hook=_decoded)
+        except (ValueError, TypeError):
+            answered, reply = None, None
+        if answered != number:
+            complete = line.endswith(b"\n") or len(line) == MAX_REPLY_BYTES
+            ending = _kill(process, patience=0.0 if complete else 1.0)
+        if timer is not None:
+            timer.cancel()
+            timer.join()  # it may be killing the process, which must not happen after the next job was sent to it
+        if answered != number:
+            if limit is not None and time.monotonic() - began >= limit:
+                raise timeout_error(limit)
+            if complete:
+                raise CallFailedError(f"was stopped, as its worker process sent a wrong reply: {line[:80]!r}")
+            raise CallFailedError(f"ended its worker process ({ending})")
+        if isinstance(reply, CallFailedError):
+            raise reply
+        return list(reply)
 
     def _close_pipes(self) -> None:
         for pipe in () if self.process is None else (self.process.stdin, self.process.stdout):
@@ -121,32 +168,6 @@ def forward_output(pipe: IO[bytes]) -> None:
                 with contextlib.suppress(OSError, ValueError):  # standard error is closed
                     EscapingStream(sys.stderr).write(text)
                     sys.stderr.flush()
-
-
-def _exchange(process: "subprocess.Popen[bytes]", message: bytes, limit: float | None) -> Results:
-    """Send a message and return the reply. A process that ends or exceeds the limit is killed: CallFailedError."""
-    assert process.stdin is not None and process.stdout is not None
-    began = time.monotonic()
-    timer = None if limit is None else threading.Timer(limit, _kill, [process])
-    if timer is not None:
-        timer.daemon = True
-        timer.start()
-    try:
-        process.stdin.write(len(message).to_bytes(8, "big") + message)
-        process.stdin.flush()
-        reply = json.loads(process.stdout.readline(MAX_REPLY_BYTES), object_hook=_decoded)
-    except (OSError, ValueError):  # a closed pipe, or an invalid reply
-        ending = _kill(process, patience=1.0)
-        if limit is not None and time.monotonic() - began >= limit:
-            raise timeout_error(limit) from None
-        raise CallFailedError(f"ended its worker process ({ending})") from None
-    finally:
-        if timer is not None:
-            timer.cancel()
-            timer.join()  # it may be killing the process, which must not happen after the next job was sent to it
-    if isinstance(reply, CallFailedError):
-        raise reply
-    return list(reply)
 
 
 def _kill(process: "subprocess.Popen[bytes]", patience: float = 0.0) -> str:
@@ -224,7 +245,7 @@ class VerifierPool:
         # Runs at the end of the program, or when the pool is garbage collected.
         weakref.finalize(self, _end, self._tasks, self._workers, final=True)
         # 3. Run an empty job: it raises ValueError if a worker process cannot load the functions.
-        self.submit(Job(name=next(iter(functions)), rows=(), calls=(), batched=False)).result()
+        self.submit(next(iter(functions)), ()).result()
 
     def close(self) -> None:
         """Cancel all jobs and kill all processes. The next job starts new ones."""
@@ -234,14 +255,14 @@ class VerifierPool:
         """Return True for functions that are not async. Async ones are faster with many completions per job."""
         return name not in self._async
 
-    def submit(self, job: Job, stop: Stop = NEVER) -> "Future[Results]":
-        """Queue a job. Failures inside the function are results."""
+    def submit(self, name: str, calls: Sequence[Call], stop: Stop = NEVER) -> "Future[Results]":
+        """Queue the calls of a function as one job. Failures inside the function are results."""
         future: Future[Results] = Future()
         # call_async applies the limit to async functions itself; the pool steps in if their loop is blocked.
-        grace = GRACE_SECONDS if job.name in self._async else 0.0
+        grace = GRACE_SECONDS if name in self._async else 0.0
         limit = None if self._timeout is None else self._timeout + grace
         try:
-            self._tasks.put((future, pickle.dumps((job.name, job.calls)), limit))
+            self._tasks.put((future, pickle.dumps((name, calls)), limit))
         except Exception as error:  # noqa: BLE001 (datasets may contain objects of any class)
             text = f"cannot be sent its arguments, {type(error).__name__}: {printable(str(error))[:400]}"
             future.set_exception(CallFailedError(text))
@@ -264,7 +285,7 @@ def _end(tasks: "SimpleQueue[_Task | None]", workers: Sequence[_Worker], *, fina
     for worker in workers:
         if final:
             tasks.put(None)
-        if worker.process is not None:
+        if worker.process is not None and worker.owner == os.getpid():  # not in a fork of this process
             _kill(worker.process)
 
 

@@ -1,7 +1,8 @@
 """Script of verifier workers: loads reward functions and processes requests until its input ends.
 
 Requests are pickles on standard input, from the parent process. Replies are lines of JSON on the original standard
-output, so that completions cannot make the parent process execute code.
+output, so that completions cannot make the parent process execute code. A reply has the number of its request. A
+process that a reward function forks off this one cannot use the pipes, and ends when it leaves the function.
 """
 
 import asyncio
@@ -12,8 +13,8 @@ import pickle  # noqa: TID251 (requests of our own parent process, never a file)
 import signal
 import sys
 import threading
+from functools import partial
 from numbers import Real
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO
 
@@ -22,14 +23,22 @@ def main() -> None:
     """Process requests until the parent process ends."""
     # 1. Keep the pipes for messages; printed text goes to standard error.
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
-    with Path(os.devnull).open() as nothing:
-        os.dup2(nothing.fileno(), 0)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
     os.dup2(2, 1)
+    if hasattr(os, "register_at_fork"):
+        for pipe in (requests, replies):
+            os.register_at_fork(after_in_child=partial(os.dup2, nothing, pipe.fileno()))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
-    inbox: SimpleQueue[bytes] = SimpleQueue()
+    inbox: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
+
+    def send(number: int, text: str) -> None:
+        print(f"[{number}, {text}]", file=replies, flush=True)
+
     threading.Thread(target=_listen, args=(requests, inbox), daemon=True).start()
     # 2. Load the reward functions.
-    setup = pickle.loads(inbox.get())  # noqa: S301 (as above)
+    number, request = inbox.get()
+    setup = pickle.loads(request)  # noqa: S301 (as above)
     sys.path[:] = setup["path"]
     from evogrpo.envs.text.reward_functions import CallFailedError, call_async, call_sync, is_async
     from evogrpo.text import user_line
@@ -38,29 +47,31 @@ def main() -> None:
         functions = _load(setup)
     except (Exception, SystemExit) as error:  # noqa: BLE001 (user modules may raise anything)
         failure = CallFailedError(f"{type(error).__name__}: {error}{user_line(error)}")
-        print(encoded(failure), file=replies, flush=True)
+        send(number, encoded(failure))
         return
-    print("[]", file=replies, flush=True)
+    send(number, "[]")
     # 3. Process requests.
     loop = asyncio.new_event_loop()
     while True:
+        number, request = inbox.get()
         try:
-            name, calls = pickle.loads(inbox.get())  # noqa: S301 (as above)
+            name, calls = pickle.loads(request)  # noqa: S301 (as above)
         except Exception as error:  # noqa: BLE001 (arguments may be objects of any class)
             failure = CallFailedError(f"cannot read its arguments in a worker process, {type(error).__name__}: {error}")
-            print(encoded(failure), file=replies, flush=True)
+            send(number, encoded(failure))
             continue
         if is_async(functions[name]):
             values = loop.run_until_complete(call_async(functions[name], calls, setup["timeout"]))
         else:
             values = [call_sync(functions[name], call) for call in calls]
-        print(f"[{', '.join(map(encoded, values))}]", file=replies, flush=True)
+        send(number, f"[{', '.join(map(encoded, values))}]")
 
 
-def _listen(requests: BinaryIO, inbox: "SimpleQueue[bytes]") -> None:
-    """Queue requests; end the process, even during a call, once the parent process has ended."""
+def _listen(requests: BinaryIO, inbox: "SimpleQueue[tuple[int, bytes]]") -> None:
+    """Queue requests with their numbers; end the process, even during a call, once the parent process has ended."""
     while size := requests.read(8):
-        inbox.put(requests.read(int.from_bytes(size, "big")))
+        number = int.from_bytes(requests.read(8), "big")
+        inbox.put((number, requests.read(int.from_bytes(size, "big"))))
     if hasattr(os, "killpg"):
         os.killpg(0, signal.SIGKILL)  # this process leads its group, so its child processes end too
     os._exit(0)
