@@ -29,7 +29,7 @@ def score_trl(function, *more, weights=None, on_error="raise", texts=("one", "tw
 
 
 def score_agilerl(function, on_error="raise"):
-    inputs = RewardInputs(rows=[{"question": "q", "answer": "a"}], texts=["c"], token_ids=[[1]])
+    inputs = RewardInputs(rows=[{"question": "q", "answer": "a", "level": 3}], texts=["c"], token_ids=[[1]])
     return compute_rewards(make_rewards(function, None, None), inputs, on_error)
 
 
@@ -72,6 +72,12 @@ NAMED = {"completion": "c", "answer": "a", "question": "q"}
         ("completion, **more", {"completion": "c", "more": {"answer": "a", "question": "q"}}),
         ("*given", {"given": ("c", "a", "q")}),
         ("**given", {"given": NAMED}),
+        # Names of other libraries.
+        ("solution_str, ground_truth, extra_info=None", {"solution_str": "c", "ground_truth": "a", "extra_info": None}),
+        ("prompt, completion, answer", {"prompt": "q", "completion": "c", "answer": "a"}),
+        ("query, response, label, output=False", {"query": "q", "response": "c", "label": "a", "output": False}),
+        # Columns.
+        ("level, completion, unit=None", {"level": 3, "completion": "c", "unit": None}),
     ],
 )
 def test_parameters_are_passed_by_name_or_position(parameters, passed):
@@ -88,6 +94,14 @@ def test_parameters_are_passed_by_name_or_position(parameters, passed):
         ("agilerl", "question, /, completion, answer", "question, /, completion, answer"),
         ("agilerl", "answer, text, question", "answer, text, question"),
         ("agilerl", "prompts, completions, **columns", "reward_funcs"),
+        ("agilerl", "data_source, solution_str, ground_truth, extra_info=None", "data_source"),
+        ("agilerl", "queries, prompts, labels", "reward_funcs"),
+        ("agilerl", "prompt, completion, answer, state", "state"),
+        ("agilerl", "completion, answer, state", "state"),
+        ("agilerl", "text, question, x", "question"),
+        ("trl", "queries, prompts, labels", "queries"),
+        ("trl", "completions, levle", "'level'"),
+        ("trl", "solution_str, ground_truth", "reward_fn"),
         ("trl", "completions, solution", r"solution.*level"),
         ("trl", "completion", "reward_fn"),
         ("trl", "", "completions"),

@@ -382,9 +382,9 @@ class HuggingFaceGym(PromptEnvironment):
     `reward_fn(completion, answer, question) -> float`; `conversation_template` renders a question as messages. TRL's
     form needs a column `prompt` (text, or a list of messages) and `reward_funcs`, each called with all completions of
     a group at once as `f(prompts=, completions=, completion_ids=, **columns) -> list[float | None]`, where None means
-    not applicable. Functions get the arguments that they name; AgileRL's form accepts its three names in any order, or
-    other names in this order. If a prompt ends with an assistant message, the model continues it; completions contain
-    only sampled text.
+    not applicable. Functions get the arguments that they name; AgileRL's form accepts its three names and columns in
+    any order, or other names in this order. If a prompt ends with an assistant message, the model continues it;
+    completions contain only sampled text.
 
     Functions of both forms may be `async def`; they run concurrently (in AgileRL's form, for all completions). A
     function may return `StepRewards` instead of a number. Functions get copies of the columns: they may change them.

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, get_args
 
 from evogrpo.interruption import NEVER, Interrupted, Stop
+from evogrpo.synonyms import close_match
 from evogrpo.text import escaped_prints, pluralize
 from evogrpo.validation import FLOAT32_LIMIT, finite_number, whole_between
 
@@ -298,6 +299,21 @@ RewardFunc = Callable[..., Sequence[RewardValue | None] | Awaitable[Sequence[Rew
 
 AGILERL_ARGUMENTS = ("completion", "answer", "question")
 """Arguments of AgileRL's form, in their order."""
+OTHER_NAMES: Mapping[str, str] = {
+    "completion": "solution_str response model_output generation prediction output",
+    "answer": "ground_truth label reference reference_answer gold target expected",
+    "question": "prompt prompt_str query problem input",
+}
+"""Names of these arguments in other libraries (verl, OpenRLHF, verifiers and others), separated by spaces."""
+ARGUMENT_OF = {name: argument for argument, names in OTHER_NAMES.items() for name in (argument, *names.split())}
+"""Argument of AgileRL's form by name."""
+OTHER_ARGUMENTS = ("data_source", "extra_info", "state", "info", "parser", "metadata")
+"""Arguments of other libraries that are none of AgileRL's form; they are passed if the dataset has the column."""
+BATCH_NAMES = (
+    *("prompts", "completions", "completion_ids", "queries", "labels", "responses", "solutions", "answers"),
+    *("questions", "data_sources", "solution_strs", "ground_truths", "extra_infos"),
+)
+"""Arguments of functions that take many completions, in all libraries."""
 TRL_ARGUMENTS = ("prompts", "completions", "completion_ids")
 """Arguments of TRL's form, in addition to the dataset's columns."""
 REPLACED_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")
@@ -362,31 +378,61 @@ class Reward:
         except (TypeError, ValueError):
             return None
 
-    @functools.cached_property
-    def argument_names(self) -> Sequence[str] | None:
-        """Names by which a function in AgileRL's form gets its arguments; None = by position.
+    def sources(self, columns: Collection[str]) -> Mapping[str, str] | None:
+        """Return where the arguments of a function in AgileRL's form come from.
 
-        A function that takes no other arguments than `completion`, `answer` and `question` is called by name. Any other
-        function gets these three by position, in this order.
+        A parameter gets the argument or the column of its name. One without a default may also have the name of an
+        argument in another library. A function with other parameters gets completion, answer and question by position.
+
+        Args:
+            columns: Columns of the dataset.
+
+        Returns:
+            "completion" or a column for each argument that is passed by name; None if all are passed by position.
 
         Raises:
-            ValueError: If it takes another number of arguments, or has one of the names at another's position.
+            ValueError: If a parameter has no source, or its name contradicts its position.
         """
         if self.signature is None:
             return None
-        names = self._accepted(AGILERL_ARGUMENTS)
-        if names and self._accepts(**dict.fromkeys(names)):
-            return names
-        misplaced = any(
-            parameter != argument and parameter in (*AGILERL_ARGUMENTS, *TRL_ARGUMENTS)
-            for parameter, argument in zip(self.signature.parameters, AGILERL_ARGUMENTS, strict=False)
-        )
-        if misplaced or not self._accepts(*AGILERL_ARGUMENTS):
-            raise ValueError(
-                f"Reward function {self.name!r} must take (completion, answer, question), got {self.signature}. Pass a "
-                "function in TRL's form as reward_funcs (form: trl)."
-            )
-        return None
+        # 1. By name.
+        parameters = self.signature.parameters
+        found: dict[str, str] = {}
+        for name in self._accepted(parameters):
+            if name in AGILERL_ARGUMENTS or name in columns:
+                found[name] = name
+            elif name in ARGUMENT_OF and parameters[name].default is inspect.Parameter.empty:
+                found[name] = ARGUMENT_OF[name]
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            found |= {argument: argument for argument in AGILERL_ARGUMENTS if argument not in found.values()}
+        if "completion" in found.values() and self._accepts(**dict.fromkeys(found)):
+            return found
+        # 2. By position, if no name says otherwise.
+        misplaced = [
+            name
+            for name, argument in zip(parameters, AGILERL_ARGUMENTS, strict=False)
+            if name in (*OTHER_ARGUMENTS, *BATCH_NAMES) or ARGUMENT_OF.get(name, argument) != argument
+        ]
+        if not misplaced and self._accepts(*AGILERL_ARGUMENTS):
+            return None
+        message = f"Reward function {self.name!r} must take (completion, answer, question), got {self.signature}."
+        if any(name in BATCH_NAMES for name in parameters):
+            raise ValueError(f"{message} Pass a function of several completions as reward_funcs (form: trl).")
+        missing = [name for name in self._required() if name not in found]
+        if missing:
+            message += f" There is no column {missing[0]!r}{_similar(missing[0], columns)}."
+        raise ValueError(f"{message} Rename its parameters, or add columns.")
+
+    def _required(self) -> list[str]:
+        """Return the names of the parameters without a default."""
+        if self.signature is None:
+            return []
+        several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        return [
+            name
+            for name, parameter in self.signature.parameters.items()
+            if parameter.default is parameter.empty and parameter.kind not in several
+        ]
 
     def _accepted(self, names: Iterable[str]) -> list[str]:
         """Return the names that the function accepts as keyword arguments."""
@@ -418,19 +464,23 @@ class Reward:
             ValueError: If a required parameter is not available.
         """
         if not self.batched:
-            _ = self.argument_names  # raises ValueError if the parameters do not fit
+            self.sources(columns)
             return
         others = TRAINER_ARGUMENTS if in_process else TRAINER_ARGUMENTS[:1]  # worker processes cannot log
         passed = [column for column in columns if column not in REPLACED_COLUMNS]
         if wrong := [column for column in passed if not isinstance(column, str)]:
             raise ValueError(f"Columns must have text as names, got {wrong[0]!r:.80}. Rename the column.")
         names = self._accepted(dict.fromkeys((*TRL_ARGUMENTS, *passed, *others)))
-        if not names or not self._accepts(**dict.fromkeys(names)):
-            raise ValueError(
-                f"Reward function {self.name!r} takes {self.signature}, but is called by name with "
-                f"{', '.join((*TRL_ARGUMENTS, *others, *sorted(passed)))}. Rename its parameters, or use reward_fn "
-                "(form: agilerl)."
-            )
+        if names and self._accepts(**dict.fromkeys(names)):
+            return
+        message = f"Reward function {self.name!r} takes {self.signature}."
+        missing = [name for name in self._required() if name not in names]
+        if any(ARGUMENT_OF.get(name) == "completion" for name in missing):
+            raise ValueError(f"{message} Pass a function of one completion as reward_fn (form: agilerl).")
+        if missing:
+            message += f" There is no argument {missing[0]!r}{_similar(missing[0], passed)}."
+        arguments = ", ".join((*TRL_ARGUMENTS, *others, *sorted(passed)))
+        raise ValueError(f"{message} It is called by name with {arguments}. Rename its parameters, or add a column.")
 
     def jobs(self, inputs: RewardInputs, rows: Sequence[int], num_workers: int) -> list[Job]:
         """Return the calls that reward these rows: one per row, or in TRL's form one per group, in order.
@@ -457,12 +507,12 @@ class Reward:
         if self.batched:
             return [((), self._batched_arguments(inputs, part)) for part in job.parts]
         calls: list[Call] = []
-        names = self.argument_names
         for (row,) in job.parts:
-            values = [inputs.texts[row]]
-            values += [own_copy(inputs.rows[row][column], column) for column in AGILERL_ARGUMENTS[1:]]
-            by_name = dict(zip(AGILERL_ARGUMENTS, values, strict=True))
-            calls.append((tuple(values), {}) if names is None else ((), {name: by_name[name] for name in names}))
+            columns = inputs.rows[row]
+            sources = self.sources(columns)
+            names = AGILERL_ARGUMENTS if sources is None else tuple(sources.values())
+            values = [inputs.texts[row] if name == "completion" else own_copy(columns[name], name) for name in names]
+            calls.append((tuple(values), {}) if sources is None else ((), dict(zip(sources, values, strict=True))))
         return calls
 
     def _batched_arguments(self, inputs: RewardInputs, rows: Sequence[int]) -> dict[str, Any]:
@@ -494,6 +544,13 @@ class Reward:
         return as_messages([inputs.texts[row]] if inputs.turns is None else inputs.turns[row])
 
 
+def _similar(name: str, columns: Collection[str]) -> str:
+    """Return the columns of a dataset with the one that is most like a name, as the end of a sentence."""
+    match = close_match(name, columns)
+    question = "" if match is None else f" (did you mean {match!r}?)"
+    return f"{question} among the columns {list(columns)!s:.200}"
+
+
 def as_messages(texts: Sequence[str]) -> list[dict[str, str]]:
     """Return alternating completions and replies as assistant and user messages."""
     return [{"role": "user" if number % 2 else "assistant", "content": text} for number, text in enumerate(texts)]
@@ -508,7 +565,7 @@ def make_rewards(
 
     Args:
         reward_fn: AgileRL's form, `reward_fn(completion, answer, question) -> float`, called per completion. Arguments
-            are passed by these names in any order, or by position in this order.
+            and columns are passed by name in any order, or these three by position in this order.
         reward_funcs: TRL's form, one or several `f(prompts=, completions=, completion_ids=, **columns)`, each called
             with the completions of one member to one prompt and those of these arguments that it takes. Returns one
             float or None (not applicable) per completion.
