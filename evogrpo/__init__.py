@@ -2,8 +2,11 @@
 
 import ast
 import os
+import sys
 from importlib import import_module
+from opcode import opmap
 from pathlib import Path
+from types import FrameType
 
 __version__ = "0.1.0"
 
@@ -22,10 +25,25 @@ __all__ = sorted(_MODULE_OF)  # noqa: PLE0605  (a list)
 
 def __getattr__(name: str) -> object:
     if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name.startswith("_"):  # looked up by Python, such as __wrapped__
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from evogrpo.synonyms import missing_public_name
+
+        message = missing_public_name(name, __all__)
+        if _is_imported(sys._getframe(1)):
+            raise ImportError(message, name=__name__)
+        raise AttributeError(message)
     value = getattr(import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value
+
+
+def _is_imported(frame: FrameType) -> bool:
+    """Return True if a frame executes `from evogrpo import NAME`.
+
+    That statement would replace the message of an AttributeError by "cannot import name", without an answer.
+    """
+    return frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]
 
 
 def __dir__() -> list[str]:

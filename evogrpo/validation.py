@@ -8,8 +8,8 @@ import numbers
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache, wraps
-from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_type_hints
+from functools import cache, partial, wraps
+from typing import Annotated, Any, Literal, Protocol, TypeVar, dataclass_transform, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs, ErrorDetails, PydanticKnownError
@@ -99,7 +99,11 @@ def settings(kind: type[T]) -> type[T]:
     made.__init__.__annotations__ = get_type_hints(made)  # plain types for `help`
 
     @wraps(made.__init__)
-    def init(self: Any, /, **values: Any) -> None:
+    def init(self: Any, /, *positional: Any, **values: Any) -> None:
+        if positional:
+            pairs = zip(fields(made), positional, strict=False)  # type: ignore[arg-type]  # a dataclass
+            example = ", ".join(f"{each.name}={value!r:.40}" for each, value in pairs)
+            raise ValueError(f"{made.__name__} takes its arguments by name, such as {made.__name__}({example}).")
         try:
             _adapter(made).validator.validate_python(ArgsKwargs((), values), self_instance=self)
         except ValidationError as error:
@@ -109,8 +113,17 @@ def settings(kind: type[T]) -> type[T]:
     return made
 
 
-Misplaced = Callable[[str, str, Sequence[str]], str | None]
-"""Function of an unknown key, its section and the valid keys. Returns the path of the intended key, or None."""
+class Misplaced(Protocol):
+    """Finds the intended key of an unknown one."""
+
+    def __call__(self, name: str, section: str, valid: Sequence[str]) -> str | None:
+        """Return the dotted path of the intended key in another section, or None.
+
+        Args:
+            name: The unknown key.
+            section: Dotted path of its section.
+            valid: Keys of that section.
+        """
 
 
 def build(kind: Any, values: object, where: str = "", misplaced: Misplaced | None = None) -> Any:
@@ -240,7 +253,8 @@ def describe(
             section, key = dotted(keys[:-1]), str(keys[-1])
             valid = _valid_keys(_schema(model), keys[depth:-1])
             intended = misplaced(key, section, valid) if misplaced else None
-            rule = str(unknown_name_error(f"key in {section}" if section else kind, key, valid))
+            place_of = partial(misplaced, section=section, valid=()) if misplaced else None
+            rule = str(unknown_name_error(f"key in {section}" if section else kind, key, valid, place_of))
             path, value, rule = "", "", rule if intended is None else f"Unknown key {path!r}. Use {intended!r}."
         elif name == "missing":
             rule, value = "must be given", ""

@@ -16,12 +16,13 @@ from evogrpo.data import Experience, LearnReport
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import NETWORK, Changes, MemberRecord, changes_between
 from evogrpo.evolution.mutation import Mutation
+from evogrpo.synonyms import NamesMissing
 
 if TYPE_CHECKING:
     from evogrpo.algorithms.policies import PolicySet
 
 
-class Agent(HyperparameterAttributes):
+class Agent(NamesMissing, HyperparameterAttributes):
     """One member of a population: a slot of a bank, an identity and a frozen record of hyperparameters.
 
     Create agents with their algorithm's constructor or `population`, not with this class.

@@ -200,6 +200,7 @@ class EvolvableAlgorithm(Agent):
 
     # ---- acting and learning
 
+    @names_unknown
     def get_action(self, states: Any, training: bool | None = None, action_mask: Any = None) -> Any:
         """Complete prompts, or choose actions.
 
@@ -226,6 +227,7 @@ class EvolvableAlgorithm(Agent):
         self.steps += int(training)
         return chosen
 
+    @names_unknown
     def predict(
         self,
         observation: Any,
@@ -305,6 +307,7 @@ class EvolvableAlgorithm(Agent):
         self._prediction_count += 1
         return texts
 
+    @names_unknown
     def learn(self, experiences: Any) -> LearnReport:
         """Learn from rewarded completions or episodes of your own loop.
 
@@ -323,6 +326,11 @@ class EvolvableAlgorithm(Agent):
             ValueError: If the parts do not fit together.
         """
         self.check_single_rank("learn")
+        if isinstance(experiences, int | float | str):
+            raise ValueError(
+                f"experiences must be a tuple of sampled data and rewards, got {experiences!r:.80}. To train in an "
+                "environment, use evogrpo.train(env, total_timesteps=...) or evogrpo.evolve(population, env)."
+            )
         learner = self.learner()
         experience, observed = self.members.experience(learner, experiences)
         self.members.banks.changed.add(self.slot)  # before the change, which may raise half-way
@@ -395,6 +403,7 @@ class EvolvableAlgorithm(Agent):
 
     # ---- checkpoints
 
+    @names_unknown
     def save_checkpoint(self, path: str | Path, *, replace: bool = False) -> None:
         """Save the agent as a checkpoint folder. For a language model it is also a PEFT adapter, or a full model.
 

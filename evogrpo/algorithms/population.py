@@ -23,6 +23,7 @@ from evogrpo.interruption import NEVER, Stop
 from evogrpo.models.bank import Sampler
 from evogrpo.randomness import generator
 from evogrpo.safe_parsing import dump_json, load_json
+from evogrpo.synonyms import NamesMissing
 from evogrpo.validation import dump, validate, whole_between
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from evogrpo.algorithms.policies import PolicySet
 
 
-class Population(Sequence[Any]):
+class Population(NamesMissing, Sequence[Any]):
     """Sequence of agents over one bank: `population[i]` is the agent in slot i, retired or not.
 
     Create populations with `GRPO.population`.

@@ -108,12 +108,14 @@ def _reject(args: argparse.Namespace, argument: str) -> NoReturn:
     option, _, value = argument.partition("=")
     advice = _did_you_mean(option, _OPTION.findall(parser.format_help()))
     if not advice and args.command in _CONFIGURABLE:
-        from evogrpo.training.configuration.reading import setting_called
+        from evogrpo.training.configuration.reading import instead_of, setting_called
 
         name = option.strip("-").replace("-", "_")
         setting = name if "." in name else setting_called(name)
         if setting is not None:
             advice = f"; write {setting}={value or 'VALUE'}"
+        elif (instead := instead_of(name)) is not None:
+            advice = f": {instead}"
     parser.error(f"there is no option {option}{advice or f'; see `{parser.prog} --help`'}")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import evogrpo
+from evogrpo.synonyms import close_match
 from evogrpo.training.console import make_console, spinner
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 def demo(args: argparse.Namespace) -> int:
     """Train the packaged demo configuration."""
     overrides = _overrides(args)
+    for text in overrides:
+        if "=" not in text and Path(text).suffix in (".yaml", ".yml"):
+            raise ValueError(f"demo takes no configuration file. Write `evogrpo train {text}`.")
 
     def read() -> "Config":
         from evogrpo.evolution.strategies import Fixed
@@ -58,10 +62,7 @@ def train(args: argparse.Namespace) -> int:
     if not overrides or ("=" in overrides[0] and not Path(overrides[0]).exists()):
         raise ValueError("No configuration. Give a YAML file before KEY=VALUE, or --env ID, or --parallel-env MODULE.")
     path = Path(overrides[0])
-    if not path.exists() and re.search(r"-v\d+$", overrides[0]):
-        raise ValueError(f"{path} is not a file. To train on an environment, write --env {path}.")
-    if not path.exists() and path.with_suffix(".yaml").exists():
-        raise ValueError(f"{path} is not a file. Did you mean {path.with_suffix('.yaml')}?")
+    _check_config(path)
 
     def read() -> "Config":
         from evogrpo.training.configuration.reading import load_config
@@ -69,6 +70,39 @@ def train(args: argparse.Namespace) -> int:
         return load_config(path, overrides[1:])
 
     return _read_and_start(read, args, path.stem)
+
+
+def _check_config(path: Path) -> None:
+    """Raise ValueError with the right use of a word that stands for CONFIG but is no configuration file."""
+    name = str(path)
+    if path.is_dir():
+        if (path / "config.yaml").is_file():
+            raise ValueError(f"{name} is a run. Continue it with `evogrpo resume {name}`, or give its config.yaml.")
+        raise ValueError(f"{name} is a folder. Give a YAML file.")
+    if path.suffix == ".py":
+        raise ValueError(
+            f"{name} is Python code. Give a YAML file that names its function, as task.reward: {name}:FUNCTION."
+        )
+    if path.suffix in (".jsonl", ".csv", ".tsv", ".parquet"):
+        raise ValueError(f"{name} is a dataset. Give a YAML file that names it, as task.dataset.train: {name}.")
+    if path.exists():
+        return
+    if path.suffix in (".yaml", ".yml"):
+        files = [str(each) for suffix in ("*.yaml", "*.yml") for each in path.parent.glob(suffix)]
+        match = close_match(name, files)
+        if match is not None:
+            raise ValueError(f"There is no file {name}. Did you mean {match}?")
+        return  # reading it raises the error
+    if path.with_suffix(".yaml").exists():
+        raise ValueError(f"{name} is not a file. Did you mean {path.with_suffix('.yaml')}?")
+    if re.search(r"-v\d+$", name):
+        raise ValueError(f"{name} is not a file. To train on an environment, write --env {name}.")
+    if re.fullmatch(r"\w+(\.\w+)+", name) and path.suffix not in (".json", ".toml", ".txt"):
+        raise ValueError(f"{name} is not a file. To train in an environment of several agents, write --parallel-env.")
+    raise ValueError(
+        f"There is no file {name}. CONFIG is a YAML file with a section task, such as task: {{name: two_digit_sums}}. "
+        "`evogrpo tasks` lists built-in tasks and environments."
+    )
 
 
 def replay(args: argparse.Namespace) -> int:

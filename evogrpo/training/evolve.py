@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from importlib import import_module
-from inspect import signature
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,6 +22,7 @@ from evogrpo.evolution.strategies import Strategy, default_strategy
 from evogrpo.interruption import STOPPED, stopping_on_signals
 from evogrpo.models.devices import single_threaded
 from evogrpo.reporting.records import GenerationReport, Result
+from evogrpo.synonyms import NamesMissing
 from evogrpo.text import relative_path
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.configuration.user_code import chosen_strategy
@@ -34,11 +34,11 @@ from evogrpo.training.run_state import best_agent
 from evogrpo.training.schedule import LIMITS, Schedule
 from evogrpo.training.task_types import TASK_TYPES
 from evogrpo.training.trainer import Callback, Trainer
-from evogrpo.validation import lists_options, refuse_unknown, whole_between
+from evogrpo.validation import lists_options, names_unknown, whole_between
 from evogrpo.warnings import warn
 
 
-class Run(Iterator[GenerationReport]):
+class Run(NamesMissing, Iterator[GenerationReport]):
     """Run of a trainer: iterating over it trains, and yields a report after every generation.
 
     A new loop over a run continues where the last one was left. Ctrl-C, SIGTERM and similar signals save the run and
@@ -100,6 +100,7 @@ class Run(Iterator[GenerationReport]):
             raise ValueError("There is no best member before the end of the first generation.")
         return best_agent(population, best)
 
+    @names_unknown
     def finish(self, callback: "AfterGeneration | None" = None) -> Self:
         """Run to the end of the schedule.
 
@@ -114,6 +115,7 @@ class Run(Iterator[GenerationReport]):
                 self.stop("stopped by the callback")
         return self
 
+    @names_unknown
     def learn(self, total_timesteps: int, callback: "AfterGeneration | None" = None) -> Self:
         """Continue a run that has ended, for more steps in the environment.
 
@@ -201,6 +203,7 @@ AfterGeneration = Callable[[Run], object]
 """Function called with the run after every generation; returns False to stop the run."""
 
 
+@names_unknown
 @lists_options(Schedule.__dataclass_fields__, Schedule)
 def evolve(
     population: Population,
@@ -256,7 +259,6 @@ def evolve(
         raise ValueError(
             f"evolve needs a Population, got {type(population).__name__}. For one agent, make GRPO.population(1)."
         )
-    refuse_unknown("argument of evolve", schedule, signature(evolve).parameters)
     console = console_for(progress)
     logging = LoggingConfig(
         keep_checkpoints=keep_checkpoints,
@@ -284,6 +286,7 @@ def evolve(
     return Run(trainer, console)
 
 
+@names_unknown
 @lists_options(LIMITS)
 def resume(
     run_dir: str | Path,
@@ -322,7 +325,6 @@ def resume(
         ValueError: If a limit is unknown or out of range, or strategy, algorithm or environment differ or are missing.
     """
     # 1. Check the arguments.
-    refuse_unknown("limit of a resumed run", limits, signature(resume).parameters)
     if not isinstance(run_dir, str | Path):
         raise ValueError(f"resume takes the run directory first: resume(run_dir, env), got {type(run_dir).__name__}.")
     # 2. Open the run and check the data.

@@ -31,7 +31,7 @@ from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types.networks import prepare_in
 from evogrpo.training.trainer import Callback
-from evogrpo.validation import flag, instance, lists_options, plain, refuse_unknown, whole_between
+from evogrpo.validation import flag, instance, lists_options, names_unknown, plain, whole_between
 
 MakesEnv = Callable[..., "gymnasium.Env[Any, Any]"]
 
@@ -51,7 +51,6 @@ _SECTIONS: Mapping[str, frozenset[str]] = {
 }
 """Section of each setting; names are unique over all sections."""
 _WITHOUT_SECTION = ("seed", "device", "hp_config", "strategy", "fitness")
-_PARAMETERS = ("env", "total_timesteps", "preset", "run_dir", "progress", "callback", "callbacks", "skip_memory_check")
 _POLICIES = ("MlpPolicy", "CnnPolicy", "MultiInputPolicy")
 _SPACE_EXAMPLE = "HyperparameterConfig(lr=RLParameter(min=1e-3, max=1e-2))"
 _PACKAGED = packaged_values(None, with_preset=False)
@@ -67,6 +66,7 @@ _DEFAULTS = {
 _OPTIONS = (*_WITHOUT_SECTION, *sorted(frozenset().union(*_SECTIONS.values())))
 
 
+@names_unknown
 @lists_options(
     _OPTIONS,
     Hyperparameters,
@@ -124,7 +124,6 @@ def train(
             f"callback must be a function of the run, got {type(callback).__name__}. Stable-Baselines3 callbacks work "
             "only with its own models."
         )
-    refuse_unknown("argument of train", settings, (*_PARAMETERS, *_OPTIONS))
     # 2. Build configuration and environment, and check the memory.
     console = console_for(progress)
     config = _configured(env, total_timesteps, preset=preset, settings=settings)

@@ -27,6 +27,7 @@ from evogrpo.reporting.records import (
     TestReport,
 )
 from evogrpo.safe_parsing import dump_json
+from evogrpo.synonyms import counterpart
 from evogrpo.text import pluralize
 from evogrpo.training.configuration.user_code import check_resumable, check_strategy, strategy_record
 from evogrpo.training.evaluation import (
@@ -43,7 +44,7 @@ from evogrpo.training.reports import count_step, generation_report, provenance
 from evogrpo.training.run_dir import RunDir, generation_curves, step_curves
 from evogrpo.training.run_state import Clock, Limits, RunState, as_generation
 from evogrpo.training.schedule import Schedule, check_run
-from evogrpo.validation import dump
+from evogrpo.validation import dump, refuse_unknown
 from evogrpo.warnings import warn
 
 
@@ -59,7 +60,17 @@ class Callback:
     """Hooks of a run: subclass it, override what you need, and pass it to `evolve(callbacks=[...])`.
 
     With several ranks, hooks are called on rank 0 only. An error in a hook ends the run, which can be resumed.
+
+    Raises:
+        ValueError: If a subclass defines a method `on_...` that is no hook, which would never be called.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        hooks = [name for name in vars(Callback) if name.startswith("on_")]
+        for name in vars(cls):
+            if name.startswith("on_") or counterpart(name, hooks) is not None:
+                refuse_unknown("hook of Callback", [name], hooks)
 
     def on_run_start(self, trainer: "Trainer") -> None:
         """Called when the run begins or is resumed; `trainer.stop()` ends it at any time."""

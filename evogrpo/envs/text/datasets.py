@@ -10,6 +10,7 @@ from typing import Any
 from evogrpo.envs.fingerprint import canonical
 from evogrpo.envs.protocol import SPLITS, TEST_SIZE, VALIDATION_SIZE, Split
 from evogrpo.envs.text.templates import numbered
+from evogrpo.synonyms import counterpart
 from evogrpo.text import pluralize
 from evogrpo.warnings import warn
 
@@ -98,10 +99,25 @@ def check_table(table: AnyTable, columns: Sequence[str], name: str) -> list[str]
     missing = [column for column in columns if column not in present]
     if missing:
         raise ValueError(
-            f"{name} must have the columns {list(columns)}, got {present!s:.200}. Missing: {missing}. The first line "
-            "of a CSV file must name them."
+            f"{name} must have the columns {list(columns)}, got {present!s:.200}. Missing: {missing}. "
+            f"{_how_to_name(missing, present)}"
         )
     return present
+
+
+def _how_to_name(missing: Sequence[str], present: Sequence[Any]) -> str:
+    """Return a sentence about missing columns: which ones to rename, if their names in other datasets are known."""
+    if "messages" in present or "conversations" in present:
+        given = "messages" if "messages" in present else "conversations"
+        return (
+            f"Rename {given} to prompt, without the last answer, and use reward_funcs (form: trl). An answer in a "
+            "column of its own is passed to them."
+        )
+    names_here = {str(given): counterpart(str(given), missing) for given in present}
+    renamed = {here: given for given, here in reversed(names_here.items()) if here is not None}
+    if set(renamed) == set(missing):
+        return f"Rename {' and '.join(f'{given!r:.40} to {here!r}' for here, given in renamed.items())}."
+    return "The first line of a CSV file must name them."
 
 
 DEFAULT_SIZES: Mapping[Split, int] = {"validation": VALIDATION_SIZE, "test": TEST_SIZE}

@@ -1,9 +1,12 @@
 """Sections of small networks: the agent, tasks in Gymnasium and PettingZoo environments, and their presets."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import field, fields
 from functools import partial
+from importlib import import_module
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, ClassVar
 
 import gymnasium
@@ -188,8 +191,27 @@ def _registered(env: str) -> EnvSpec:
         return env_spec(env)
     except Exception as error:  # the module that registers it may raise any
         file, _, name = env.partition(".py:")
-        advice = f" Write the name of the module without .py: {f'{file}:{name}'!r}." if name else ""
+        if _has_parallel_env(env):
+            raise ValueError(
+                f"{env} is an environment of several agents. Write task.parallel_env={env} (--parallel-env {env})."
+            ) from error
+        if name:
+            advice = f" Write the name of the module without .py: {f'{file}:{name}'!r}."
+        elif env.endswith(".py"):
+            advice = f" Register it in this file, and write MODULE:ID, such as '{Path(env).stem}:Name-v0'."
+        else:
+            advice = ""
         raise ValueError(f"{env!r} is not a registered Gymnasium environment: {_described(error)}{advice}") from error
+
+
+def _has_parallel_env(name: str) -> bool:
+    """Return True if a name is that of an installed module which creates environments of several agents."""
+    if re.fullmatch(r"\w+(\.\w+)+", name) is None:
+        return False
+    try:
+        return callable(getattr(import_module(name), "parallel_env", None))
+    except Exception:  # noqa: BLE001 - a module may raise any
+        return False
 
 
 @settings
@@ -267,6 +289,11 @@ class ParallelTask(StartsTask):
             raise ValueError(
                 f"task.parallel_env must name a function of the file, got {self.parallel_env!r}. Write "
                 f'"{self.parallel_env}:parallel_env".'
+            )
+        if self.parallel_env in gymnasium.registry:
+            raise ValueError(
+                f"{self.parallel_env} is an environment of one agent. Write task.env={self.parallel_env} "
+                f"(--env {self.parallel_env})."
             )
         make = getattr(load_module(self.parallel_env), "parallel_env", None)
         if not callable(make):

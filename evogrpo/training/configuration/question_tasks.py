@@ -452,6 +452,9 @@ class DatasetTask(QuestionTask):
                 f"Several reward functions require the column prompt (form: trl), got the columns {list(first)}. "
                 "Rename a column, or give one function."
             )
+        if self.form is None and not agilerl:
+            for function in functions:
+                _check_form(function, list(first))
         return HuggingFaceGym(
             tables["train"],
             tables["test"],
@@ -463,12 +466,25 @@ class DatasetTask(QuestionTask):
         )
 
 
+def _check_form(function: Callable[..., Any], columns: Sequence[str]) -> None:
+    """Raise ValueError for a reward function in AgileRL's form where the column prompt selects TRL's form."""
+    try:
+        names = signature(function).parameters
+    except (TypeError, ValueError):  # a built-in without a signature
+        return
+    if "completion" in names and "completions" not in names:
+        raise ValueError(
+            f"reward takes {', '.join(names)}, as with form: agilerl, which needs the columns question and answer, got "
+            f"{list(columns)!s:.200}. Rename the column prompt to question."
+        )
+
+
 def read_rows(path: Path) -> Sequence[Any]:
     """Read a dataset file: one mapping of columns per row.
 
     Args:
-        path: A .jsonl, .json (a list of objects), .csv (all values are text) or .parquet file. The last needs the
-            extra `datasets`.
+        path: A .jsonl or .json file (a list of objects, or one object per line), a .csv or .tsv file (all values are
+            text), or a .parquet file, which needs the extra `datasets`.
 
     Raises:
         ValueError: If the file is missing, has another type, or has content that does not match its suffix.
@@ -476,7 +492,12 @@ def read_rows(path: Path) -> Sequence[Any]:
     # 1. Check that the file exists.
     suffix = path.suffix.lower()
     if suffix not in DATASET_SUFFIXES:
-        raise ValueError(f"A dataset file must end in {', '.join(DATASET_SUFFIXES)}, got {path}.")
+        advice = ""
+        if path.is_dir():
+            advice = " For a folder, give dataset.hub."
+        elif suffix in (".gz", ".zip", ".bz2", ".xz", ".zst"):
+            advice = " Unpack it."
+        raise ValueError(f"A dataset file must end in {', '.join(DATASET_SUFFIXES)}, got {path}.{advice}")
     if not path.is_file():
         # Suggest a similar file, or list the files of the folder.
         files = sorted(each.name for each in path.parent.glob("*") if each.suffix.lower() in DATASET_SUFFIXES)
@@ -494,7 +515,7 @@ def read_rows(path: Path) -> Sequence[Any]:
         with path.open(encoding="utf-8-sig", newline="") as file:  # with or without a byte order mark
             heading = file.readline()
             file.seek(0)
-            if suffix == ".csv":
+            if suffix in (".csv", ".tsv"):
                 csv.field_size_limit(2**31 - 1)
                 # The delimiter is the one of , ; and tab that gives the most columns.
                 delimiter = max(",;\t", key=lambda mark: len(next(csv.reader([heading], delimiter=mark), [])))
@@ -506,12 +527,15 @@ def read_rows(path: Path) -> Sequence[Any]:
                     if None in row or None in row.values():
                         raise ValueError(f"Line {reader.line_num} of {path} must have one value per column.")
                     rows.append(row)
-            elif suffix == ".json" or heading.lstrip().startswith("["):  # one array rather than JSON lines
+            elif heading.lstrip().startswith("[") or (suffix == ".json" and not _is_object(heading)):
                 rows = _parse_json(file.read(), str(path))
-            else:
+            else:  # one object per line
                 rows = [
                     _parse_json(line, f"line {number} of {path}") for number, line in enumerate(file, 1) if line.strip()
                 ]
+                # A file with one object may hold the rows in it.
+                if suffix == ".json" and len(rows) == 1:
+                    (rows,) = rows
     except OSError as error:
         raise ValueError(f"cannot read the dataset {path}: {error.strerror or error}. Check the file.") from error
     except UnicodeDecodeError as error:
@@ -519,6 +543,11 @@ def read_rows(path: Path) -> Sequence[Any]:
     except csv.Error as error:
         raise ValueError(f"{path} is not a valid CSV file: {error}. Check its quotes and line ends.") from error
     # 3. Check that each row is a mapping.
+    if isinstance(rows, dict):
+        raise ValueError(
+            f"{path} must contain a list of objects, one per row, or an object on each line, got one object with the "
+            f"keys {list(rows)!s:.100}."
+        )
     if not isinstance(rows, list):
         raise ValueError(f"{path} must contain a list of objects, one per row, got {type(rows).__name__}.")
     for number, row in enumerate(rows):
@@ -551,6 +580,14 @@ def _read_text(path: str, what: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{what} must be a text file, but {path} cannot be read: {error}") from error
+
+
+def _is_object(text: str) -> bool:
+    """Return True if a text is a JSON object."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _parse_json(text: str, source: str) -> Any:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_type_hints
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, create_model
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.safe_parsing import load_yaml, read_yaml_file
-from evogrpo.synonyms import close_match, counterpart
+from evogrpo.synonyms import advice, answer_elsewhere, close_match, counterpart
 from evogrpo.text import expand_user
 from evogrpo.training.configuration.sections import (
     DATASET_SUFFIXES,
@@ -45,10 +45,10 @@ def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) 
     """
     # 1. Sections that need no torch. A section that is null has its defaults.
     values, auto = _without_auto({name: value for name, value in values.items() if value is not None})
+    misplaced = partial(_misplaced, task=values.get("task"))
     # The type of the section `fitness` imports numpy, so it is loaded only if needed.
-    sections = build(
-        _sections_model(fitness="fitness" in values), {"schedule": DEFAULT_SCHEDULE, **values}, misplaced=_misplaced
-    )
+    model = _sections_model(fitness="fitness" in values)
+    sections = build(model, {"schedule": DEFAULT_SCHEDULE, **values}, misplaced=misplaced)
     parsed = {name: getattr(sections, name) for name in sections.model_fields_set}
     # Check hyperparameters before torch is imported. Their defaults follow from the task type in phase 2.
     set_values = values.get("hyperparameters", {})
@@ -69,7 +69,7 @@ def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) 
     if isinstance(agent, Mapping) and isinstance(agent.get("objective"), Mapping):
         agent = {**agent, "objective": {**plain(kind.objective), **agent["objective"]}}
     model = _sections_model(task_class, kind.agent)  # type: ignore[arg-type]  # a type is hashable
-    members = build(model, {"task": values["task"], "agent": agent}, misplaced=_misplaced)
+    members = build(model, {"task": values["task"], "agent": agent}, misplaced=misplaced)
     parsed["task"], parsed["agent"] = members.task, members.agent
     parsed["model"] = parsed.get("model") or kind.model
     parsed["logging"] = LoggingConfig(**{"completions": kind.completions, **values.get("logging", {})})
@@ -148,7 +148,7 @@ def configuration_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-def _misplaced(name: str, section: str, valid: Sequence[str]) -> str | None:
+def _misplaced(name: str, section: str, valid: Sequence[str], task: object = None) -> str | None:
     """Return the dotted path of a key that belongs to another section, or None.
 
     Tries section and key joined, such as `population_size`, then the key alone, then names of other libraries.
@@ -157,12 +157,13 @@ def _misplaced(name: str, section: str, valid: Sequence[str]) -> str | None:
         name: The unknown key.
         section: Dotted path of its section.
         valid: Keys of that section.
+        task: Section `task` of the configuration, whose task type comes first; None = unknown.
     """
     if section.startswith("search_space."):
         return None
     has_suggestion = (close_match(name, valid) or counterpart(name, valid)) is not None
     # Sections of task types import torch, so they come last.
-    for sections in (_sections, _task_sections):
+    for sections in (_sections, partial(_task_sections, task)):
         keys = [(path, key) for path, names in sections() for key in names if path != section]
         paths = {f"{path}.{key}".removeprefix("."): key for path, key in keys}
         matches = [path for path in paths if path.replace(".", "_") == name]
@@ -172,14 +173,42 @@ def _misplaced(name: str, section: str, valid: Sequence[str]) -> str | None:
                 matches += [path for path, key in paths.items() if counterpart(name, [key]) is not None]
         if matches or has_suggestion:
             return next(iter(matches), None)
-    return None
+    # A setting of another task type, which this configuration cannot have.
+    others = None if task is None else _misplaced(name, section, valid)
+    return None if others is None else f"{others} (only with another task)"
 
 
 def setting_called(name: str) -> str | None:
-    """Return the dotted path of a setting by its name in evogrpo or in another library, or None."""
+    """Return the dotted path of a setting by its name in evogrpo or in another library, or None.
+
+    A name of a section stands for its most important setting: `population` for `population.size`.
+    """
     names = [field.name for field in dataclasses.fields(Config)]
-    name_here = name if name in names else counterpart(name, names)
-    return name_here or _misplaced(name, "", names)
+    path = name if name in names else counterpart(name, names) or _misplaced(name, "", names)
+    main_key = None if path is None else _MAIN_KEYS.get(path)
+    return path if main_key is None else f"{path}.{main_key}"
+
+
+_MAIN_KEYS = {
+    "task": "name",
+    "task.dataset": "train",
+    "schedule": "generations",
+    "hyperparameters": "lr",
+    "population": "size",
+    "agent": "max_output_tokens",
+    "agent.lora": "r",
+    "agent.network": "hidden",
+    "agent.evolve_network": "max_units",
+    "agent.objective": "loss_type",
+    "agent.optimizer": "weight_decay",
+    "logging": "keep_checkpoints",
+}
+"""The most important setting of each section."""
+
+
+def instead_of(name: str) -> str | None:
+    """Return what to set instead of a setting of another library that has no counterpart, or None."""
+    return answer_elsewhere(name, (), setting_called) or advice(name, setting_called, patterns=True)
 
 
 def _sections() -> Iterator[tuple[str, Sequence[str]]]:
@@ -190,11 +219,13 @@ def _sections() -> Iterator[tuple[str, Sequence[str]]]:
     yield "", [field.name for field in dataclasses.fields(Config)]
 
 
-def _task_sections() -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield path and keys of the sections of task types; importing them imports torch."""
+def _task_sections(chosen: object) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield path and keys of the sections of the task type of the section `chosen`, or of all; imports torch."""
     from evogrpo.training.task_types import TASK_TYPES
 
-    for task_type in TASK_TYPES.values():
+    keys = set(chosen) if isinstance(chosen, Mapping) else set()
+    fitting = [each for each in TASK_TYPES.values() if any(task.key in keys for task in each.tasks)]
+    for task_type in fitting or TASK_TYPES.values():
         hints = get_type_hints(task_type.agent)
         for name, hint in hints.items():
             if dataclasses.is_dataclass(hint):

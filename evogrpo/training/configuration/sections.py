@@ -23,7 +23,7 @@ CONFIG_FILE = "config.yaml"
 """Name of the configuration file in a run directory."""
 CONFIG_HEAD = "# The resolved configuration of this run, written by evogrpo"
 """Start of the first line of `CONFIG_FILE`."""
-DATASET_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+DATASET_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 """Supported types of dataset files."""
 
 
