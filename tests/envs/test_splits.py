@@ -83,6 +83,19 @@ def test_left_out_rows_are_counted_by_reason():
     }
 
 
+def test_a_question_with_two_answers_is_kept_in_one_split():
+    answers = [{"question": str(number % 20), "answer": str(number)} for number in range(40)]
+    with pytest.warns(UserWarning, match="1 duplicates"):
+        parts, filtered = split({"train": [*answers, answers[0]]}, sizes={"validation": 3, "test": 3})
+    assert sum(map(len, parts.values())) + filtered["train"].held_out == len(answers)
+    for name, part in parts.items():
+        others = {question for other in parts if other != name for question in parts[other]}
+        assert not others & set(part)
+    assert max(parts["train"].count(question) for question in parts["train"]) == 2
+    with pytest.raises(ValueError, match="1 question"):
+        split({"train": [{"question": "a", "answer": str(number)} for number in range(9)]})
+
+
 def test_the_draw_depends_only_on_questions_and_seed():
     tables = {"train": rows(*range(50))}
     drawn = [split(tables, seed=seed, sizes={"validation": 5, "test": 7})[0]["test"] for seed in (0, 0, 1)]

@@ -91,6 +91,56 @@ def test_json_arrays_are_read_from_json_lines_files(text, tmp_path):
     assert read_rows(path) == [{"prompt": "1"}, {"prompt": "2"}]
 
 
+ROWS = [{"question": "1+1", "answer": "2"}, {"question": "2+2", "answer": "4"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.json", '{"question": "1+1", "answer": "2"}\n{"question": "2+2", "answer": "4"}\n'),
+        ("a.jsonl", '\ufeff{"question": "1+1", "answer": "2"}\r\n\r\n{"question": "2+2", "answer": "4"}'),
+        ("a.tsv", "question\tanswer\r\n1+1\t2\r\n2+2\t4\r\n"),
+        ("a.csv", "question;answer\n1+1;2\n2+2;4\n"),
+    ],
+)
+def test_rows_are_read_from_common_files(name, text, tmp_path):
+    (tmp_path / name).write_bytes(text.encode())
+    assert read_rows(tmp_path / name) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "match"),
+    [
+        ("a.json", '{"data": [{"question": "1"}]}', "data"),
+        ("a.json", '[{"question": "1"},]', "JSON"),
+        ("a.jsonl.gz", "", "Unpack"),
+        ("folder", None, "hub"),
+    ],
+)
+def test_other_files_are_refused_with_a_remedy(name, text, match, tmp_path):
+    if text is None:
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=match):
+        read_rows(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("columns", "match"),
+    [
+        (("instruction", "input", "output"), "Rename 'instruction' to 'question' and 'output' to 'answer'"),
+        (("problem", "solution"), "'problem' to 'question'"),
+        (("messages",), "messages to prompt"),
+        (("first", "second"), "first line"),
+    ],
+)
+def test_columns_of_other_datasets_are_named(columns, match):
+    rows = [dict.fromkeys(columns, str(number)) for number in range(40)]
+    with pytest.raises(ValueError, match=match):
+        HuggingFaceGym(rows, tokenizer=tiny_tokenizer(), reward_fn=variety)
+
+
 def test_unreadable_files_are_refused(tmp_path):
     table, broken, config = tmp_path / "rows.csv", tmp_path / "rows.parquet", tmp_path / "my.yaml"
     table.write_text("".join(f"{number}+1,{number + 1}\n" for number in range(40)))
@@ -120,3 +170,12 @@ def test_the_form_of_rewards_follows_from_the_columns(columns, parameters, tmp_p
     else:
         with pytest.raises(ValueError, match="Several reward functions require the column prompt"):
             two.environment(tiny_tokenizer(), seed=0, max_prompt_length=None)
+
+
+def test_a_reward_of_the_other_form_names_the_column(tmp_path):
+    rows = [{"prompt": str(number), "answer": "1"} for number in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mine.py").write_text("def f(completion, answer, question): return 1.0")
+    task = DatasetTask(dataset=DatasetFiles(train=str(tmp_path / "rows.jsonl")), reward=f"{tmp_path}/mine.py:f")
+    with pytest.raises(ValueError, match="prompt to question"):
+        task.environment(tiny_tokenizer(), seed=0, max_prompt_length=None)

@@ -79,3 +79,11 @@ def test_every_field_of_an_event_is_documented(stored_language_run):
     for event in stored_language_run.events():
         missing = event.keys() - fields[event["event"]] - {"event", "time"}
         assert missing <= {"micro_batch_tokens"}, event["event"]
+
+
+@pytest.mark.parametrize(
+    ("name", "hook"), [("on_steps", "on_step"), ("on_train_end", "on_run_end"), ("_on_step", "on_step")]
+)
+def test_a_misspelt_hook_is_refused(name, hook):
+    with pytest.raises(ValueError, match=rf"'{hook}'"):
+        type("Mine", (Callback,), {name: lambda self, report: None})

@@ -131,7 +131,7 @@ class Filtered:
 
     Attributes:
         too_long: The prompt has more tokens than `max_prompt_length`.
-        duplicates: An earlier row of the split has the same prompt.
+        duplicates: An earlier row of the split has the same prompt and the same other columns.
         held_out: The prompt also occurs in a split with priority (test, then validation).
     """
 
@@ -187,8 +187,13 @@ class PromptSplit:
     @property
     def keys(self) -> list[bytes]:
         """Keys of the prompts; two rows are the same question if their keys are equal."""
+        return self.row_keys if self.whole_rows else [ids.tobytes() for ids in self.prompts]
+
+    @property
+    def row_keys(self) -> list[bytes]:
+        """Keys of the prompts with their other columns, such as the answer."""
         pairs = zip(self.prompts, self.hashes, strict=True)
-        return [ids.tobytes() + (hashes.row if self.whole_rows else b"") for ids, hashes in pairs]
+        return [ids.tobytes() + hashes.row for ids, hashes in pairs]
 
     def take(self, positions: Iterable[int]) -> "PromptSplit":
         """Return the prompts at these positions, in this order."""
@@ -211,7 +216,8 @@ def make_splits(
     """Return train, validation and test splits that share no prompt.
 
     Two rows are the same question if their prompts have the same tokens. A prompt that occurs in several datasets stays
-    in test, or else in validation.
+    in test, or else in validation. Rows of one question that differ in other columns, such as the answer, are kept
+    within a split, but never in two splits.
 
     A held-out split without a dataset is drawn from the training questions. A hash of each question and the seed gives
     it a position in [0, 1), independent of the rest of the dataset. Test takes the lowest positions below
@@ -243,21 +249,29 @@ def make_splits(
             limit = f" (max_prompt_length={max_prompt_length})" if filtered[split].too_long else ""
             raise ValueError(f"Every row of {split}_dataset was left out: {filtered[split]}{limit}. Add other rows.")
     # 2. Held-out splits without a dataset, drawn from train.
-    hashes = splits["train"].hashes
-    remaining = {number: (row_hashes.position(seed), row_hashes.row) for number, row_hashes in enumerate(hashes)}
+    train = splits["train"]
+    keys = train.keys
+    remaining = {number: (hashes.position(seed), hashes.row) for number, hashes in enumerate(train.hashes)}
     drawn = [split for split in reversed(SPLITS) if split not in tables]
-    if len(hashes) <= len(drawn):
+    num_questions = len(set(keys))
+    if num_questions <= len(drawn):
         raise ValueError(
-            f"train_dataset has {pluralize(len(hashes), 'question')} ({filtered['train']}), too few to draw other "
+            f"train_dataset has {pluralize(num_questions, 'question')} ({filtered['train']}), too few to draw other "
             f"splits. Add rows, or pass {' and '.join(f'{split}_dataset' for split in drawn)}."
         )
     for place, split in enumerate(drawn):
         # Every split that is still missing, and train, need at least one question.
-        chosen = _draw(split, remaining, sizes[split], most=len(remaining) - (len(drawn) - place))
-        splits[split], filtered[split] = splits["train"].take(chosen), Filtered()
-        for number in chosen:
+        num_questions = len({keys[number] for number in remaining})
+        chosen = _draw(split, remaining, sizes[split], most=num_questions - (len(drawn) - place))
+        splits[split], filtered[split] = train.take(chosen), Filtered()
+        # Other rows of the chosen questions leave the other splits too.
+        held_out = {keys[number] for number in chosen}
+        left_out = [number for number in remaining if keys[number] in held_out]
+        for number in left_out:
             del remaining[number]
-    splits["train"] = splits["train"].take(remaining)
+        num_others = len(left_out) - len(chosen)
+        filtered["train"] = replace(filtered["train"], held_out=filtered["train"].held_out + num_others)
+    splits["train"] = train.take(remaining)
     # 3. Warn of left-out rows.
     parts = [f"{split}: {filtered[split]}" for split in SPLITS if filtered[split] != Filtered()]
     if parts:
@@ -288,16 +302,17 @@ def _clean(
     counts = {"too_long": 0, "duplicates": 0, "held_out": 0}
     seen: set[bytes] = set()
     positions = []
-    for position, (ids, key) in enumerate(zip(questions.prompts, questions.keys, strict=True)):
+    rows = zip(questions.prompts, questions.keys, questions.row_keys, strict=True)
+    for position, (ids, key, row_key) in enumerate(rows):
         if max_prompt_length is not None and len(ids) > max_prompt_length:
             counts["too_long"] += 1
         elif key in held_out_prompts:
             counts["held_out"] += 1
-        elif key in seen:
+        elif row_key in seen:
             counts["duplicates"] += 1
         else:
             positions.append(position)
-        seen.add(key)
+        seen.add(row_key)
     return questions.take(positions), Filtered(**counts)
 
 
