@@ -132,7 +132,7 @@ _SYNONYMS: Mapping[str, str] = {
     "callbacks": "callback",
     # Methods and public names.
     "save_checkpoint": "save save_pretrained save_model",
-    "load_checkpoint": "load_model set_parameters load_state_dict",
+    "load_checkpoint": "load_model load_state_dict",
     "predict": "act",
     "test": "evaluate",
     "finish": "train fit run",
@@ -144,7 +144,7 @@ _SYNONYMS: Mapping[str, str] = {
     "HyperparameterConfig": "hyperparametersconfig searchspace",
     "RLParameter": "rlhyperparameter",
     "MultiAgentGRPO": "mappo ippo multiagentppo",
-    "load_base": "create_model load_model autmodelforcausallm automodelforcausallm",
+    "load_base": "create_model load_model automodelforcausallm",
     "GymnasiumGroups": "make_vec_env make_vect_envs dummyvecenv subprocvecenv gymnasiumenv",
     "PettingZooGroups": "make_multi_agent_vect_envs pettingzooenv",
     "VLLMSampler": "vllmclient vllmconfig",
@@ -170,8 +170,7 @@ _ADVICE: Mapping[str, str] = {
     # Length of a run, and sizes.
     "a run has {generations} times {steps_per_generation} learning steps": "max_steps num_train_epochs "
     "total_epochs total_training_steps training_steps num_episodes epochs training_iteration num_updates max_t",
-    "a learning step has {samples_per_step} completions, or whole episodes": "n_steps learn_step "
-    "data_batch_size "
+    "a learning step has {samples_per_step} completions, or whole episodes": "n_steps learn_step data_batch_size "
     "train_batch_size rollout_batch_size rollout_fragment_length max_samples",
     "{batch_size} samples make an optimizer step, and passes are divided to fit in memory": ""
     "gradient_accumulation_steps micro_train_batch_size micro_rollout_batch_size "
@@ -198,13 +197,13 @@ _ADVICE: Mapping[str, str] = {
     "members are evaluated after each generation, on {validation_questions} questions": "eval_* do_eval "
     "n_eval_episodes include_for_metrics batch_eval_metrics val_before_train metric_for_best_model "
     "greater_is_better load_best_model_at_end callback_on_new_best callback_after_eval save_elite "
-    "metric per_device_eval_batch_size num_generations_eval",
+    "metric num_generations_eval",
     "each learning step is logged in {run_dir}": "logging_* log_* report_to wandb wandb_* wb use_wandb "
     "project project_name trackio_* stats_window_size monitor_* tensorboard use_tensorboard logger",
     "{run_dir} keeps the newest checkpoints and the best member, and can be resumed": "save_* "
     "overwrite_checkpoints resume_mode resume_from_checkpoint reset_num_timesteps name_prefix",
     # Models and engines.
-    "vLLM is set by {sampler|VLLMSampler}": "use_vllm vllm_* vllm",
+    "vLLM samples completions through {sampler|VLLMSampler}": "use_vllm vllm_* vllm",
     "set {precision|dtype}, such as 'bfloat16'": "bf16 fp16 bf16_full_eval fp16_full_eval load_in_8bit "
     "load_in_4bit quantization_config",
     "it is a setting of {lora|lora_config}": "r lora_r lora_rank lora_alpha target_modules exclude_modules use_rslora",
@@ -271,7 +270,7 @@ _CALLS: Mapping[str, str] = {
     "train_llm finetune_llm finetune_llm_* train_on_policy train_off_policy train_multi_agent_* tuner "
     "train fit run step training_step rolloutworker localtrainer",
     "pass its settings to {GRPO} and {evolve}, or use Objective.from_trl(config)": "grpoconfig "
-    "trainingarguments ppoconfig rloo_config",
+    "trainingarguments ppoconfig",
     "GRPO.population(size, ...) makes one": "create_population population agents makepopulation",
     "{train}('CartPole-v1', total_timesteps=...) trains a small network": "ppo a2c dqn sac td3 ddpg",
     "strategies of {evolve} mutate, such as Tournament(mutation=...)": "mutations mutation mutate select",
@@ -285,7 +284,7 @@ _CALLS: Mapping[str, str] = {
     "rewardfunc reward_fn",
     "set_training_mode(False) ends sampling": "eval",
     "get_policy returns it as a module": "policy actor model actor_network q_net net state_dict parameters "
-    "named_parameters",
+    "named_parameters get_parameters set_parameters",
     "set GRPO.population(normalise_observations=True)": "vecnormalize runningmeanstd get_vec_normalize_env",
     "give it a function that makes one: GymnasiumGroups(lambda: ...)": "vecenv make_env",
 }

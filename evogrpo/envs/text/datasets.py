@@ -113,11 +113,13 @@ def _how_to_name(missing: Sequence[str], present: Sequence[Any]) -> str:
             f"Rename {given} to prompt, without the last answer, and use reward_funcs (form: trl). An answer in a "
             "column of its own is passed to them."
         )
-    names_here = {str(given): counterpart(str(given), missing) for given in present}
-    renamed = {here: given for given, here in reversed(names_here.items()) if here is not None}
-    if set(renamed) == set(missing):
-        return f"Rename {' and '.join(f'{given!r:.40} to {here!r}' for here, given in renamed.items())}."
-    return "The first line of a CSV file must name them."
+    renamed = []
+    for column in missing:
+        known = next((str(given) for given in present if counterpart(str(given), [column])), None)
+        if known is None:
+            return "The first line of a CSV file must name them."
+        renamed.append(f"{known!r:.40} to {column!r}")
+    return f"Rename {' and '.join(renamed)}."
 
 
 DEFAULT_SIZES: Mapping[Split, int] = {"validation": VALIDATION_SIZE, "test": TEST_SIZE}
