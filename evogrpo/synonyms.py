@@ -31,6 +31,9 @@ _SYNONYMS: Mapping[str, str] = {
     # The objective and the optimizer.
     "objective": "loss_config",
     "loss_type": "loss loss_fn",
+    "grpo": "ppo ppo_clip",
+    "outcome": "grpo grpo_outcome group group_relative",
+    "reinforce": "reinforce_plus_plus",
     "mask_truncated": "mask_truncated_completions",
     "aggregation": "loss_agg_mode",
     "kl_estimator": "kl_loss_type kl_penalty",
@@ -94,6 +97,7 @@ _SYNONYMS: Mapping[str, str] = {
     "search_space": "param_space hp_config hyperparam_bounds",
     "truncation_pbt": "pbt population_based_training populationbasedtraining pb2",
     "successive_halving": "asha hyperband sha",
+    "tournament": "tournamentselection",
     "random_search": "random",
     "fixed": "none no_evolution",
     # Tasks and environments.

@@ -111,6 +111,8 @@ def _reject(args: argparse.Namespace, argument: str) -> NoReturn:
         from evogrpo.training.configuration.reading import instead_of, setting_called
 
         name = option.strip("-").replace("-", "_")
+        if name in ("c", "config", "cfg", "config_file"):
+            parser.error(f"there is no option {option}; give the YAML file itself, as in `{parser.prog} mine.yaml`")
         setting = name if "." in name else setting_called(name)
         if setting is not None:
             advice = f"; write {setting}={value or 'VALUE'}"

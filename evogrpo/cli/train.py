@@ -79,10 +79,10 @@ def _check_config(path: Path) -> None:
         if (path / "config.yaml").is_file():
             raise ValueError(f"{name} is a run. Continue it with `evogrpo resume {name}`, or give its config.yaml.")
         raise ValueError(f"{name} is a folder. Give a YAML file.")
-    if path.suffix == ".py":
-        raise ValueError(
-            f"{name} is Python code. Give a YAML file that names its function, as task.reward: {name}:FUNCTION."
-        )
+    file, is_code, function = name.partition(".py")
+    if is_code and function[:1] in ("", ":"):
+        reference = f"{file}.py{function or ':FUNCTION'}"
+        raise ValueError(f"{name} is Python code. Give a YAML file that names its function: task.reward: {reference}.")
     if path.suffix in (".jsonl", ".csv", ".tsv", ".parquet"):
         raise ValueError(f"{name} is a dataset. Give a YAML file that names it, as task.dataset.train: {name}.")
     if path.exists():

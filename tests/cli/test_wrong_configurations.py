@@ -82,6 +82,9 @@ questions   | task.dataset={trian: x}                  | unknown key in task.dat
 questions   | task.dataset={train: x, subset: y}       | task.dataset: subset and revision require hub
 questions   | task.reward_funcs=f                      | 'reward_funcs': it is called 'reward' here
 questions   | task={dataset: {train: a}}               | reward
+questions   | task.dataset={train: "https://x.org/a.jsonl"} | train must be a file; Download it
+questions   | hyperparameters.advantage=grpo            | did you mean 'outcome'?
+questions   | max_steps=9                              | schedule.generations; schedule.steps_per_generation
 questions   | task={dataset: {train: a}, environment_factory: "e.py:E"} | max_turns
 questions   | task.max_turns=3 task.form=trl           | max_turns
 questions   | task.environment_timeout=9               | environment_timeout requires environment_factory or tools

@@ -115,6 +115,7 @@ def test_rows_are_read_from_common_files(name, text, tmp_path):
         ("a.json", '[{"question": "1"},]', "JSON"),
         ("a.jsonl.gz", "", "Unpack"),
         ("folder", None, "hub"),
+        ("gsm8k", "", "hub"),
     ],
 )
 def test_other_files_are_refused_with_a_remedy(name, text, match, tmp_path):
@@ -131,6 +132,7 @@ def test_other_files_are_refused_with_a_remedy(name, text, match, tmp_path):
     [
         (("instruction", "input", "output"), "Rename 'instruction' to 'question' and 'output' to 'answer'"),
         (("problem", "solution"), "'problem' to 'question'"),
+        (("question ", "answer"), "'question ' to 'question'"),
         (("messages",), "messages to prompt"),
         (("first", "second"), "first line"),
     ],

@@ -10,7 +10,7 @@ from typing import Any
 from evogrpo.envs.fingerprint import canonical
 from evogrpo.envs.protocol import SPLITS, TEST_SIZE, VALIDATION_SIZE, Split
 from evogrpo.envs.text.templates import numbered
-from evogrpo.synonyms import counterpart
+from evogrpo.synonyms import close_match, counterpart
 from evogrpo.text import pluralize
 from evogrpo.warnings import warn
 
@@ -100,12 +100,12 @@ def check_table(table: AnyTable, columns: Sequence[str], name: str) -> list[str]
     if missing:
         raise ValueError(
             f"{name} must have the columns {list(columns)}, got {present!s:.200}. Missing: {missing}. "
-            f"{_how_to_name(missing, present)}"
+            f"{_how_to_name(missing, present, columns)}"
         )
     return present
 
 
-def _how_to_name(missing: Sequence[str], present: Sequence[Any]) -> str:
+def _how_to_name(missing: Sequence[str], present: Sequence[Any], columns: Sequence[str]) -> str:
     """Return a sentence about missing columns: which ones to rename, if their names in other datasets are known."""
     if "messages" in present or "conversations" in present:
         given = "messages" if "messages" in present else "conversations"
@@ -114,8 +114,9 @@ def _how_to_name(missing: Sequence[str], present: Sequence[Any]) -> str:
             "column of its own is passed to them."
         )
     renamed = []
+    names = [str(given) for given in present if given not in columns]
     for column in missing:
-        known = next((str(given) for given in present if counterpart(str(given), [column])), None)
+        known = next((given for given in names if counterpart(given, [column])), None) or close_match(column, names)
         if known is None:
             return "The first line of a CSV file must name them."
         renamed.append(f"{known!r:.40} to {column!r}")

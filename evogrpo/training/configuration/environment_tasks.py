@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import field, fields
 from functools import partial
-from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar
@@ -191,7 +190,7 @@ def _registered(env: str) -> EnvSpec:
         return env_spec(env)
     except Exception as error:  # the module that registers it may raise any
         file, _, name = env.partition(".py:")
-        if _has_parallel_env(env):
+        if re.fullmatch(r"\w+(\.\w+)*_v\d+", env):  # PettingZoo's names of modules
             raise ValueError(
                 f"{env} is an environment of several agents. Write task.parallel_env={env} (--parallel-env {env})."
             ) from error
@@ -202,16 +201,6 @@ def _registered(env: str) -> EnvSpec:
         else:
             advice = ""
         raise ValueError(f"{env!r} is not a registered Gymnasium environment: {_described(error)}{advice}") from error
-
-
-def _has_parallel_env(name: str) -> bool:
-    """Return True if a name is that of an installed module which creates environments of several agents."""
-    if re.fullmatch(r"\w+(\.\w+)+", name) is None:
-        return False
-    try:
-        return callable(getattr(import_module(name), "parallel_env", None))
-    except Exception:  # noqa: BLE001 - a module may raise any
-        return False
 
 
 @settings

@@ -298,6 +298,10 @@ class DatasetFiles:
             )
         if self.hub is None and self.train is None and self.starts is None:
             raise ValueError("a dataset needs a source. Give train with a file, or hub with the id of a dataset.")
+        for split in SPLITS:
+            name = getattr(self, split)
+            if name is not None and "://" in name:
+                raise ValueError(f"{split} must be a file, got the address {name!r:.80}. Download it, or give hub.")
         if self.hub is None and (self.subset or self.revision):
             raise ValueError("subset and revision require hub. Remove them for files.")
 
@@ -492,12 +496,14 @@ def read_rows(path: Path) -> Sequence[Any]:
     # 1. Check that the file exists.
     suffix = path.suffix.lower()
     if suffix not in DATASET_SUFFIXES:
-        advice = ""
-        if path.is_dir():
-            advice = " For a folder, give dataset.hub."
-        elif suffix in (".gz", ".zip", ".bz2", ".xz", ".zst"):
-            advice = " Unpack it."
-        raise ValueError(f"A dataset file must end in {', '.join(DATASET_SUFFIXES)}, got {path}.{advice}")
+        advice = {
+            "": " Give a folder or a dataset of the hub as dataset.hub.",
+            ".gz": " Unpack it.",
+            ".zip": " Unpack it.",
+        }
+        raise ValueError(
+            f"A dataset file must end in {', '.join(DATASET_SUFFIXES)}, got {path}.{advice.get(suffix, '')}"
+        )
     if not path.is_file():
         # Suggest a similar file, or list the files of the folder.
         files = sorted(each.name for each in path.parent.glob("*") if each.suffix.lower() in DATASET_SUFFIXES)

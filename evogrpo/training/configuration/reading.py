@@ -374,7 +374,8 @@ def _absolute_or_hub(name: str, folder: Path) -> str:
 
 def _absolute_file(name: str, folder: Path) -> str:
     # With `hub`, the name is that of a split, which has no such suffix.
-    return _absolute(name, folder) if Path(name).suffix.lower() in DATASET_SUFFIXES else name
+    is_file = Path(name).suffix.lower() in DATASET_SUFFIXES and "://" not in name
+    return _absolute(name, folder) if is_file else name
 
 
 def _absolute_reference(reference: str, folder: Path) -> str:
