@@ -14,7 +14,8 @@ from evogrpo.algorithms.policies.policy_set import EvaluationRequest
 from evogrpo.data import Actor
 from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.envs.control.rollout import EpisodeRequest, Episodes, StartBatch, play_episodes
-from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, declared_limit, time_limit
+from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, declared_limit
+from evogrpo.envs.control.single_env import time_limit
 from evogrpo.envs.control.vector_env import GymnasiumVectorEnv
 from evogrpo.envs.protocol import GroupEnvironment, Split
 from evogrpo.envs.text.huggingface_gym import PromptEnvironment
@@ -300,7 +301,7 @@ class SingleEnvironment:
 
     def play_request(self, actors: Mapping[str, Actor], mapping: PolicyMapping, request: EpisodeRequest) -> Episodes:
         """Play one episode after the other; see `StartBatch.play`."""
-        vector_env = GymnasiumVectorEnv(lambda: self._env, self.observation_space, self.action_space)
+        vector_env = GymnasiumVectorEnv(lambda: self._env)
         return play_episodes(vector_env, 1, actors, mapping, request, self.max_episode_steps)
 
 

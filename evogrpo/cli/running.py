@@ -20,6 +20,7 @@ from evogrpo.config.hyperparameters import Hyperparameters, Value
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import RLParameter
 from evogrpo.distributed import ProcessError, processes
+from evogrpo.envs.control.env_process import EnvProcessError
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.extras import install_hint
@@ -218,14 +219,14 @@ def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Nam
         print_error("Aborted. Training since the last checkpoint is lost.")
         _show_resume(console, run_dir)
         return INTERRUPTED
-    except (RewardError, StrategyError, AllFailedError, ProcessError, SamplerError) as error:
+    except (RewardError, StrategyError, AllFailedError, ProcessError, SamplerError, EnvProcessError) as error:
         console.print()
         print_error(f"{error}{user_line(error.__cause__) if error.__cause__ else ''}")
         # A corrected reward function or environment counts as changed data.
         if isinstance(error, RewardError):
             show_command(console, "after the fix", command("resume", run_dir, "--allow-changed-data"))
         elif not isinstance(error, AllFailedError):  # a resumed run would fail again with the same settings
-            resumes_as_is = isinstance(error, ProcessError | SamplerError)
+            resumes_as_is = isinstance(error, ProcessError | SamplerError | EnvProcessError)
             _show_resume(console, run_dir, "resume" if resumes_as_is else "after the fix")
         return FAILED
     except Exception as error:

@@ -16,9 +16,10 @@ import numpy as np
 from gymnasium.wrappers import RecordVideo
 
 from evogrpo.algorithms.grpo import GRPO
-from evogrpo.envs.control.gymnasium_groups import EnvFactory, GymnasiumGroups
+from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.pettingzoo_groups import AGENT_REWARDS, PettingZooGroups
 from evogrpo.envs.control.seeded_groups import SeededGroups
+from evogrpo.envs.control.single_env import EnvFactory, mask_of
 from evogrpo.extras import extra_command, require
 from evogrpo.text import shorten
 
@@ -246,9 +247,7 @@ def _play(agent: GRPO, recorder: "RecordVideo[Any, Any]", seed: int, determinist
     while not done:
         if length >= _MAX_EPISODE_STEPS:
             raise ValueError(f"An episode did not end within {_MAX_EPISODE_STEPS} steps. Set max_episode_steps.")
-        # `info` may have the environment's mask of legal actions.
-        masks = info.get("action_mask")
-        action, _ = agent.predict(observation, deterministic=deterministic, action_masks=masks)
+        action, _ = agent.predict(observation, deterministic=deterministic, action_masks=mask_of(recorder, info))
         observation, reward, terminated, truncated, info = recorder.step(action)
         total, length, done = total + float(reward), length + 1, bool(terminated or truncated)
         for name, reward_of_agent in info.get(AGENT_REWARDS, {}).items():

@@ -6,6 +6,7 @@ All are Gymnasium environments, so they can be trained on as well. `best` is the
 import os
 import random
 import signal
+import sys
 import time
 
 import gymnasium
@@ -316,3 +317,92 @@ class Odd(gymnasium.Env):
     def close(self):
         if "close" in self.options["broken"]:
             raise RuntimeError("a close failed")
+
+
+class MaskMethod(Masked):
+    """`Masked` in the form of sb3-contrib; without legal actions at the end the method raises."""
+
+    def draw(self):
+        seen, _ = super().draw()
+        return seen, {}
+
+    def step(self, action):
+        seen, reward, terminated, truncated, _ = super().step(action)
+        return seen, reward, terminated, truncated, {}
+
+    def action_masks(self):
+        assert self.steps < 3
+        return self.mask.astype(bool)
+
+
+class MaskInObservation(Masked):
+    """`Masked` in the form of RLlib."""
+
+    observation_space = Dict(observations=Masked.observation_space, action_mask=Box(0.0, 1.0, (4,), np.float32))
+
+    def draw(self):
+        seen, infos = super().draw()
+        return {"observations": seen, "action_mask": infos["action_mask"].astype(np.float32)}, {}
+
+    def step(self, action):
+        seen, reward, terminated, truncated, _ = super().step(action)
+        if terminated:
+            seen = {"observations": seen, "action_mask": np.zeros(4, np.float32)}
+        return seen, reward, terminated, truncated, {}
+
+
+class Forks(Odd):
+    """Forks in its second step; the child process goes on as `ending` says: it returns, exits or raises; "" = no fork.
+
+    The reward of a step is its number.
+    """
+
+    def __init__(self, ending):
+        super().__init__()
+        self.ending = ending
+
+    def step(self, action):
+        seen, _, *rest = super().step(action)
+        if self.ending and self.steps == 2:
+            child = os.fork()
+            if child:
+                os.waitpid(child, 0)
+            elif self.ending == "exit":
+                sys.exit(0)
+            elif self.ending == "raise":
+                raise RuntimeError("the child fails")
+            self.ending = ""
+        return seen, float(self.steps), *rest
+
+
+class EpisodeLengths(Odd):
+    """Episode n has n steps, as a reset does not clear their number."""
+
+    def step(self, action):
+        seen, reward, *_ = super().step(action)
+        return seen, reward, self.steps >= self.episodes, False, {}
+
+
+def endless(**attributes):
+    """Return an environment without a time limit, with attributes."""
+    env = Odd(ends=lambda over: False)
+    vars(env).update(attributes)
+    return env
+
+
+class Times(gymnasium.RewardWrapper):
+    """Multiplies the reward."""
+
+    def __init__(self, env, factor=2.0):
+        super().__init__(env)
+        self.factor = factor
+
+    def reward(self, reward):
+        return self.factor * reward
+
+
+class Plus(gymnasium.RewardWrapper):
+    """Adds 1 to the reward."""
+
+    def reward(self, reward):
+        return reward + 1

@@ -7,7 +7,6 @@ import threading
 import types
 import warnings
 
-import cloudpickle
 import gymnasium
 import numpy as np
 import pytest
@@ -15,13 +14,13 @@ from gymnasium import spaces
 from gymnasium.wrappers import FlattenObservation, TimeAwareObservation, TimeLimit
 
 from evogrpo.envs.control.conversion import legal_actions, to_environment
+from evogrpo.envs.control.env_process import EnvProcess, process_setup
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
-from evogrpo.envs.control.vector_env import EnvProcess
 from evogrpo.testing.environments import PseudoRandomActor
 from evogrpo.training.configuration.environment_tasks import reward_threshold
 from tests.envs import probes
 from tests.envs.actors import STILL, Rule, play_each
-from tests.envs.probes import ConstantReward, Odd
+from tests.envs.probes import ConstantReward, EpisodeLengths, Odd, Plus, Times, endless
 
 ROWS = 12
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:gymnasium")  # stderr of worker processes that die
@@ -170,20 +169,12 @@ def test_ids_resolve_as_in_gymnasium(monkeypatch, name, vectorization):
     assert play_each(env).lengths.min() >= 3
 
 
-class Remembers(Odd):
-    """Episode n has n steps."""
-
-    def step(self, action):
-        seen, reward, *_ = super().step(action)
-        return seen, reward, self.steps >= self.episodes, False, {}
-
-
 @EVERYWHERE
 def test_recreated_environments_carry_no_state_over(vectorization):
-    with GymnasiumGroups(Remembers, recreate_env=True, vectorization=vectorization, num_envs=3) as env:
+    with GymnasiumGroups(EpisodeLengths, recreate_env=True, vectorization=vectorization, num_envs=3) as env:
         assert play_each(env, rows=6).lengths.tolist() == [1] * 6
     with pytest.warns(UserWarning, match="recreate_env=False"):
-        reset = GymnasiumGroups(Remembers, recreate_env=False, vectorization=vectorization, num_envs=1)
+        reset = GymnasiumGroups(EpisodeLengths, recreate_env=False, vectorization=vectorization, num_envs=1)
     with reset:
         assert play_each(reset, rows=6).lengths.tolist() == [1, 2, 3, 4, 5, 6]
 
@@ -271,7 +262,7 @@ class Unreadable:
     [(Unreadable(), "invalid literal"), (lambda: Odd(reset=lambda *_: (threading.Lock(), {})), "cannot pickle")],
 )
 def test_errors_of_pickling_in_processes_are_reported(make, message):
-    process = EnvProcess(cloudpickle.dumps((make, False)))
+    process = EnvProcess(process_setup(make, recreate_env=False))
     process.send("reset", 0)
     with pytest.raises(RuntimeError, match=message):
         process.receive()
@@ -293,12 +284,6 @@ def test_environments_that_ignore_their_seed_cause_a_warning():
 
 
 # ---- step limits
-
-
-def endless(**attributes):
-    env = Odd(ends=lambda over: False)
-    vars(env).update(attributes)
-    return env
 
 
 @EVERYWHERE
@@ -335,20 +320,6 @@ def test_an_environments_own_limit_holds():
 
 
 # ---- wrappers
-
-
-class Times(gymnasium.RewardWrapper):
-    def __init__(self, env, factor=2.0):
-        super().__init__(env)
-        self.factor = factor
-
-    def reward(self, reward):
-        return self.factor * reward
-
-
-class Plus(gymnasium.RewardWrapper):
-    def reward(self, reward):
-        return reward + 1
 
 
 @EVERYWHERE

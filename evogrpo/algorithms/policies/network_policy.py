@@ -409,7 +409,10 @@ def as_step_batch(
 
 def _legal(masks: Any, chosen: NDArray[Any], present: NDArray[np.bool_], space: spaces.Space[Any]) -> NDArray[np.bool_]:
     """Return legal actions `[n, t, k]`; all are legal where no step was taken."""
-    sizes, flags = mask_sizes(space), np.asarray(masks, dtype=np.bool_)
+    sizes = mask_sizes(space)
+    if isinstance(masks, tuple):  # one array for each component
+        masks = np.concatenate(masks, axis=-1)
+    flags = np.asarray(masks, dtype=np.bool_)
     if not sizes:
         raise ValueError(
             f"experiences[4] (action masks) needs a Discrete or MultiDiscrete action space, got {space}. Leave it out."

@@ -31,7 +31,7 @@ from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import DEFAULT_POLICY, Batch, Experience
 from evogrpo.distributed import Processes
 from evogrpo.envs.control.conversion import ActionNoise, ObservationStatistics, can_act, legal_actions, to_environment
-from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies, single_agent
+from evogrpo.envs.control.policy_mapping import AGENT, PolicyMapping, map_policies, single_agent
 from evogrpo.envs.control.rollout import Episodes
 from evogrpo.envs.protocol import Scores
 from evogrpo.evolution.history import ArchitectureChange
@@ -107,8 +107,8 @@ class NetworkPolicySet:
 
     @property
     def observation_space(self) -> spaces.Space[Any] | None:
-        """Observation space of a single agent; None for several."""
-        return self.mapping.specs[DEFAULT_POLICY].observation_space if self._single else None
+        """Observation space of a single agent, action mask included; None for several."""
+        return self.mapping.observation_spaces[AGENT] if self._single else None
 
     @property
     def action_space(self) -> spaces.Space[Any] | None:
@@ -279,7 +279,11 @@ class NetworkPolicySet:
         base: bool = False,
     ) -> tuple[NDArray[Any], bool]:
         """Return a single agent's actions for one observation or a batch, and True if it was a batch."""
-        arrays, count = check_observations(self.mapping.specs[DEFAULT_POLICY].observation_space, observations)
+        spec = self.mapping.specs[DEFAULT_POLICY]
+        observations, own_mask = spec.split_mask(observations)
+        if own_mask is not None:
+            action_mask = own_mask
+        arrays, count = check_observations(spec.observation_space, observations)
         masks: list[Any] = [None] * (count or 1)
         if action_mask is not None:
             masks = [action_mask] if count is None else _rows_of(action_mask, count)
@@ -302,9 +306,10 @@ class NetworkPolicySet:
                     f"{name} must be a dict by agent, got {type(values).__name__}. Unpack what reset and step return."
                 )
         masks_of: dict[str, dict[Any, Any]] = {}
+        unmasked = {}
         for agent, observation in observations.items():
             policy = self.mapping.policy_of(str(agent))
-            mask = self.mapping.specs[policy].mask(observation)  # part of the observation
+            unmasked[agent], mask = self.mapping.specs[policy].split_mask(observation)
             if mask is None and action_masks is not None:
                 mask = action_masks.get(agent)
             if can_act(mask):
@@ -313,7 +318,7 @@ class NetworkPolicySet:
         chosen: dict[Any, Any] = {}
         for policy, masks in masks_of.items():
             spec = self.mapping.specs[policy]
-            leaves = spec.stack([observations[agent] for agent in masks], [str(agent) for agent in masks])
+            leaves = spec.stack([unmasked[agent] for agent in masks], [str(agent) for agent in masks])
             inputs, _ = check_observations(spec.observation_space, unflatten(spec.observation_space, leaves))
             actions = self._actions(policy, learner, inputs, rng, list(masks.values()), base)
             chosen |= dict(zip(masks, to_environment(spec.action_space, actions), strict=True))
@@ -359,6 +364,11 @@ class NetworkPolicySet:
             return experiences, ()
         if not self._single:
             raise ValueError(f"learn needs the experience of collect(...), got {type(experiences).__name__}.")
+        if isinstance(experiences, tuple | list) and len(experiences) == 4:
+            # The masks are part of the observations.
+            observations, own_masks = self.mapping.specs[DEFAULT_POLICY].split_mask(experiences[0])
+            masks = () if own_masks is None else (own_masks,)
+            experiences = (observations, *experiences[1:], *masks)
         batch, observed = as_step_batch(experiences, learner, self.policies[DEFAULT_POLICY])
         return {DEFAULT_POLICY: batch}, () if observed is None else ({DEFAULT_POLICY: observed},)
 

@@ -131,7 +131,7 @@ def can_act(mask: Any) -> bool:
 
 
 def legal_actions(space: spaces.Space[Any], masks: list[Any]) -> Array | None:
-    """Stack the masks of `info["action_mask"]`, one row per environment.
+    """Stack action masks, one row per environment.
 
     Args:
         space: Action space of one environment.
@@ -149,7 +149,7 @@ def legal_actions(space: spaces.Space[Any], masks: list[Any]) -> Array | None:
         return None
     sizes = mask_sizes(space)
     if not sizes:
-        raise ValueError(f"info['action_mask'] is for Discrete or MultiDiscrete actions, got {space}. Remove the mask.")
+        raise ValueError(f"action_mask needs Discrete or MultiDiscrete actions, got {space}. Remove the mask.")
     # 2. Fill in one row per environment; without a mask, all values are legal.
     legal = np.ones((len(masks), sum(sizes)), dtype=np.bool_)
     for row, mask in zip(legal, masks, strict=True):
@@ -157,15 +157,27 @@ def legal_actions(space: spaces.Space[Any], masks: list[Any]) -> Array | None:
             continue
         flags = np.concatenate([np.ravel(part) for part in mask]) if isinstance(mask, tuple | list) else np.ravel(mask)
         if len(flags) != len(row):
-            raise ValueError(f"info['action_mask'] must have {len(row)} flags for {space}, got {len(flags)}.")
+            raise ValueError(f"action_mask must have {len(row)} flags for {space}, got {len(flags)}.")
         if flags.dtype != np.bool_ and not np.isin(flags, (0, 1)).all():
-            raise ValueError(f"info['action_mask'] must contain 0 and 1 only, got {flags.tolist()}.")
+            raise ValueError(f"action_mask must contain 0 and 1 only, got {flags.tolist()}.")
         row[:] = flags
     # 3. Check that each component has a legal value; reduceat combines the flags of one component.
     firsts = np.cumsum((0, *sizes[:-1]))
     if not np.logical_or.reduceat(legal, firsts, axis=1).all():
-        raise ValueError("info['action_mask'] must leave at least one legal value. End the episode if there is none.")
+        raise ValueError("action_mask must leave at least one legal value. End the episode if there is none.")
     return legal
+
+
+def own_copy(value: Any) -> Any:
+    """Return a copy of arrays, also of those within tuples, lists and dicts; other values are returned as they are."""
+    match value:
+        case np.ndarray():
+            return value.copy()
+        case dict():
+            return {key: own_copy(part) for key, part in value.items()}
+        case tuple() | list():
+            return tuple(own_copy(part) for part in value)
+    return value
 
 
 Leaves = list[Array]

@@ -1,16 +1,14 @@
 """GymnasiumGroups: groups of episodes of any Gymnasium environment."""
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import gymnasium
-from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
-from gymnasium.wrappers import TimeLimit
 
+from evogrpo.data import DEFAULT_POLICY
 from evogrpo.distributed import cores_per_rank
 from evogrpo.envs.control.classic import native_class
 from evogrpo.envs.control.policy_mapping import single_agent
@@ -20,16 +18,13 @@ from evogrpo.envs.control.seeded_groups import (
     SeededGroups,
     declared_limit,
     make_example,
-    time_limit,
 )
-from evogrpo.envs.control.vector_env import GymnasiumVectorEnv, ProcessVectorEnv, ReseededNoise, VectorEnv
+from evogrpo.envs.control.single_env import EnvFactory, Wrap, env_spec, time_limit, wrapper_name
+from evogrpo.envs.control.vector_env import GymnasiumVectorEnv, ProcessVectorEnv, VectorEnv
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import TEST_SIZE, VALIDATION_SIZE, Split
 from evogrpo.spaces import check_action_space, leaf_spaces
 from evogrpo.validation import flag, names_unknown
-
-Wrap = Callable[["gymnasium.Env[Any, Any]"], "gymnasium.Env[Any, Any]"]
-"""A class of `gymnasium.Wrapper`, or another callable that returns an environment wrapped."""
 
 Vectorization = Literal["auto", "native", "serial", "processes"]
 
@@ -55,6 +50,9 @@ class GymnasiumGroups(SeededGroups):
     one is created for every episode (`recreate_env`). The constructor checks both with at most a few hundred steps,
     and warns about environments that are not deterministic.
 
+    Legal actions are those of the entry "action_mask" of a Dict observation, which policies do not see, of
+    `info["action_mask"]`, or of a method `action_masks`, in this order.
+
     Args:
         env: The id of a registered environment, or a callable that creates one.
         env_kwargs: Keyword arguments of the environment or the callable.
@@ -62,7 +60,7 @@ class GymnasiumGroups(SeededGroups):
             `functools.partial(TransformReward, func=...)`; the first one is innermost.
         max_episode_steps: Steps after which an episode is truncated; None = the environment's own limit, or 1,000 with
             a warning if there is none.
-        vectorization: "native" (numpy), "serial" (one environment after another in this process), "processes" (one
+        vectorization: "native" (numpy), "serial" (one environment after another in this process), "processes" (one new
             process per environment), or "auto": native if available, otherwise serial.
         num_envs: Maximum number of parallel episodes; None = 4096 native, 64 serial, one process per processor.
         reseed_noise: Give each position in a group its own noise after reset; None = True if the environment is random
@@ -145,8 +143,9 @@ class GymnasiumGroups(SeededGroups):
             self._make = replace(self._make, max_episode_steps=max(DEFAULT_MAX_EPISODE_STEPS, limit or 0))
         self.max_episode_steps, self.uses_default_limit = limit or DEFAULT_MAX_EPISODE_STEPS, limit is None
         example.close()
+        mapping = single_agent(self.observation_space, self.action_space)
         try:
-            leaf_spaces(self.observation_space)
+            leaf_spaces(mapping.specs[DEFAULT_POLICY].observation_space)
             check_action_space(self.action_space)
         except ValueError as error:
             options = 'wrappers=[...], task.wrappers or --wrapper, e.g. "minigrid.wrappers:ImgObsWrapper"'
@@ -169,12 +168,9 @@ class GymnasiumGroups(SeededGroups):
             self.recreate_env, noisy = check_determinism(
                 self.name,
                 lambda recreate_env, noisy: GymnasiumVectorEnv(
-                    replace(self._make, noise_seed=0 if noisy else None),
-                    self.observation_space,
-                    self.action_space,
-                    recreate_env=recreate_env,
+                    replace(self._make, noise_seed=0 if noisy else None), recreate_env=recreate_env
                 ),
-                single_agent(self.observation_space, self.action_space),
+                mapping,
                 recreate_env=recreate_env,
                 interleaved=num_envs != 1 and not self._processes,
             )
@@ -213,46 +209,8 @@ class GymnasiumGroups(SeededGroups):
             return self._native(max_episode_steps=self.max_episode_steps, **self._spec_kwargs)
         options: dict[str, Any] = {"recreate_env": self.recreate_env, "reseed": self.reseed_noise}
         if self._processes:
-            return ProcessVectorEnv(self._make, self.observation_space, self.action_space, **options)
-        return GymnasiumVectorEnv(self._create, self.observation_space, self.action_space, **options)
-
-
-# ---- creation of environments
-
-
-def check_env(env: object) -> None:
-    """Raise ValueError unless the object is a single environment with spaces."""
-    name = type(env).__name__
-    if getattr(env, "num_envs", 1) != 1:
-        raise ValueError(f"env must create a single environment, got a vector of several ({name}). Set num_envs.")
-    if not isinstance(env, gymnasium.Env):
-        raise ValueError(
-            f"env must create a gymnasium.Env, got {name} (old Gym: shimmy; several agents: PettingZooGroups)."
-        )
-    for kind in ("observation_space", "action_space"):
-        space = getattr(env, kind, None)
-        if not isinstance(space, gymnasium.Space):
-            raise ValueError(f"{name}.{kind} must be a space of gymnasium.spaces, got {type(space).__name__}.")
-
-
-def env_spec(env: str) -> EnvSpec:
-    """Return the spec registered under an id, which may lack its version or name a module, as in `gymnasium.make`.
-
-    Raises:
-        gymnasium.error.Error: If there is none.
-        ImportError: If the module does not exist.
-    """
-    module, _, name = env.rpartition(":")
-    if module:
-        importlib.import_module(module)
-    namespace, plain, version = parse_env_id(name)
-    if version is None:
-        version = find_highest_version(namespace, plain)
-    try:
-        return gymnasium.spec(get_env_id(namespace, plain, version))
-    except (gymnasium.error.NameNotFound, gymnasium.error.NamespaceNotFound) as error:
-        fix = f"{module} must call gymnasium.register." if module else "For environments of a package write PACKAGE:ID."
-        raise type(error)(f"{error} {fix}") from error
+            return ProcessVectorEnv(self._make, **options)
+        return GymnasiumVectorEnv(self._create, **options)
 
 
 def check_wrapper(wrap: object, name: str, options: Mapping[str, Any] | None = None) -> None:
@@ -269,63 +227,3 @@ def check_wrapper(wrap: object, name: str, options: Mapping[str, Any] | None = N
         inspect.signature(wrap).bind(None, **(options or {}))
     except TypeError as error:
         raise ValueError(f"wrapper {name}: {error}. Set it with functools.partial, or as `options` in YAML.") from error
-
-
-def wrapper_name(wrap: object) -> str:
-    """Return the name of a wrapper."""
-    inner = wrap.func if isinstance(wrap, partial) else wrap
-    return str(getattr(inner, "__name__", type(inner).__name__))
-
-
-@dataclass(frozen=True, kw_only=True)
-class EnvFactory:
-    """Creates environments, in this process or another one.
-
-    Attributes:
-        env: A registered id, or a callable.
-        env_kwargs: Keyword arguments of either.
-        max_episode_steps: Steps after which an episode is truncated; None = the environment's own limit.
-        noise_seed: Root seed of the noise after reset; None = the environment's own noise.
-        wrappers: Wrappers, the first one innermost.
-
-    Raises:
-        ValueError: If `env` is neither.
-    """
-
-    env: "str | Callable[..., gymnasium.Env[Any, Any]]"
-    env_kwargs: Mapping[str, Any]
-    max_episode_steps: int | None
-    noise_seed: int | None
-    wrappers: Sequence[Wrap] = ()
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.env, str) and not callable(self.env):
-            raise ValueError(
-                f"env must be the id of an environment, or a function that creates one, got {type(self.env).__name__}."
-            )
-
-    def __call__(self) -> "gymnasium.Env[Any, Any]":
-        """Create one environment.
-
-        Raises:
-            ValueError: If the callable returns anything else, the environment has a lower limit of its own, or a
-                wrapper fails.
-        """
-        if isinstance(self.env, str):
-            env_spec(self.env)  # for its error messages
-            env = gymnasium.make(self.env, max_episode_steps=self.max_episode_steps, **self.env_kwargs)
-        else:
-            env = self.env(**self.env_kwargs)
-            check_env(env)
-            if self.max_episode_steps is not None:
-                limit, steps = time_limit(env), self.max_episode_steps
-                if limit is not None and limit < steps:
-                    raise ValueError(f"max_episode_steps must be at most the environment's {limit}, got {steps}.")
-                env = TimeLimit(env, self.max_episode_steps)
-        for wrap in self.wrappers:
-            try:
-                env = wrap(env)
-            except Exception as error:
-                raise ValueError(f"wrapper {wrapper_name(wrap)} failed on {env}: {error!r}") from error
-            check_env(env)
-        return env if self.noise_seed is None else ReseededNoise(env, self.noise_seed)

@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evogrpo.data import Actor
-from evogrpo.envs.control.conversion import can_act, legal_actions, scalars, to_environment
+from evogrpo.envs.control.conversion import can_act, legal_actions, own_copy, scalars, to_environment
 from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies, prefix_of
 from evogrpo.envs.control.random_play import check_determinism
 from evogrpo.envs.control.rollout import EpisodeRequest, Episodes
 from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, SeededGroups, declared_limit, make_example
+from evogrpo.envs.control.single_env import ACTION_MASK, EndForkedChildren
 from evogrpo.envs.control.vector_env import PolicyInput, SerialVectorEnv, VectorEnv, VectorStep
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import TEST_SIZE, VALIDATION_SIZE, Split
@@ -54,9 +55,9 @@ class JointStep:
     def mask(self, agent: str) -> Any:
         """Return an agent's action mask from its observation or info; None if there is none."""
         observation = self.observations[agent]
-        if isinstance(observation, Mapping) and set(observation) == {"observation", "action_mask"}:
-            return observation["action_mask"]
-        return self.infos[agent].get("action_mask")
+        if isinstance(observation, Mapping) and ACTION_MASK in observation:
+            return observation[ACTION_MASK]
+        return self.infos[agent].get(ACTION_MASK)
 
 
 class JointEnv:
@@ -78,7 +79,8 @@ class JointEnv:
 
     def reset(self, seed: int) -> JointStep:
         """Start an episode."""
-        observations, infos = self.env.reset(seed=seed)
+        with EndForkedChildren():
+            observations, infos = self.env.reset(seed=seed)
         self._ids, self._ended, self._steps = {str(agent): agent for agent in self.env.agents}, set(), 0
         return self._latest(observations, infos)
 
@@ -101,7 +103,8 @@ class JointEnv:
                 blank = np.zeros((1, *(space.shape or ())), dtype=space.dtype)
                 all_actions[agent] = plain_action(to_environment(space, blank)[0])
         # 2. Step the environment.
-        observations, rewards, terminations, truncations, infos = self.env.step(dict(all_actions))
+        with EndForkedChildren():
+            observations, rewards, terminations, truncations, infos = self.env.step(dict(all_actions))
         without_reward = [str(agent) for agent in all_actions if agent not in rewards]
         if without_reward:
             raise ValueError(f"{self.env.unwrapped} must give a reward to all agents that acted: {without_reward}")
@@ -139,7 +142,7 @@ class JointEnv:
 
     def _latest(self, observations: AgentValues, infos: AgentValues, **results: Any) -> JointStep:
         return JointStep(
-            observations={name: observations[agent] for name, agent in self._ids.items()},
+            observations={name: own_copy(observations[agent]) for name, agent in self._ids.items()},
             infos={name: infos.get(agent) or {} for name, agent in self._ids.items()},
             **results,
         )
@@ -178,8 +181,9 @@ class JointVectorEnv(SerialVectorEnv):
         for policy, acting in self._acting.items():
             spec, agents = mapping.specs[policy], tuple(agent for _, agent in acting)
             pairs = [(self._running[position][1], agent) for position, agent in acting]
+            observations = [spec.split_mask(latest.observations[agent])[0] for latest, agent in pairs]
             result[policy] = PolicyInput(
-                observations=spec.stack([latest.observations[agent] for latest, agent in pairs], agents),
+                observations=spec.stack(observations, agents),
                 action_masks=legal_actions(spec.action_space, [latest.mask(agent) for latest, agent in pairs]),
                 positions=np.array([position for position, _ in acting], dtype=np.int64),
                 agents=agents,
@@ -256,7 +260,7 @@ class JointGymEnv(gymnasium.Env[AgentDict, AgentDict]):
     def _inputs(self, latest: JointStep) -> tuple[AgentDict, AgentDict]:
         acting = {agent: mask for agent in latest.observations if can_act(mask := latest.mask(agent))}
         masks = {agent: mask for agent, mask in acting.items() if mask is not None}
-        infos = {"action_mask": masks, AGENT_REWARDS: latest.rewards}
+        infos = {ACTION_MASK: masks, AGENT_REWARDS: latest.rewards}
         return {agent: latest.observations[agent] for agent in acting}, infos
 
 
@@ -311,9 +315,9 @@ class PettingZooGroups(SeededGroups):
 
     Train, validation and test starts are seeds of three disjoint ranges without repetition. All rows of a call, of all
     members, run in parallel, one environment after another in this process; waiting rows replace ended episodes.
-    Agents may be born and may end at any step. Action masks are read from `infos[agent]["action_mask"]`, or from an
-    observation Dict with exactly "observation" and "action_mask". An agent whose mask allows no action does not act, as
-    in a turn-based game.
+    Agents may be born and may end at any step. Action masks are read from the entry "action_mask" of a Dict
+    observation, which policies do not see, or from `infos[agent]["action_mask"]`. An agent whose mask allows no action
+    does not act, as in a turn-based game.
 
     An episode must be a function of its reset seed and its actions. The constructor checks this with at most a few
     hundred steps, and warns about the first difference. Episodes of a group share the seed, and so all later

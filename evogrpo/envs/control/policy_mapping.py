@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from evogrpo.data import DEFAULT_POLICY
 from evogrpo.envs.control.conversion import Leaves, stack
+from evogrpo.envs.control.single_env import ACTION_MASK
 from evogrpo.spaces import check_action_space, flatten, leaf_spaces
 
 Policies = Literal["shared", "prefix", "independent"]
@@ -30,7 +31,6 @@ class PolicySpec:
         name: Name of the policy.
         agents: Agents of the policy, as far as they are known in advance.
         env_space: Observation space of one agent in the environment, action mask included.
-        agent_space: The same without the action mask of PettingZoo's convention.
         action_space: Action space of one agent.
         agent_ids: Append a one-hot code of the agent to its observation.
     """
@@ -38,9 +38,39 @@ class PolicySpec:
     name: str
     agents: tuple[str, ...]
     env_space: spaces.Space[Any]
-    agent_space: spaces.Space[Any]
     action_space: spaces.Space[Any]
     agent_ids: bool
+
+    @cached_property
+    def has_mask(self) -> bool:
+        """True if observations contain the action mask: a Dict with the key "action_mask" among others."""
+        return isinstance(self.env_space, spaces.Dict) and ACTION_MASK in self.env_space.spaces
+
+    @cached_property
+    def agent_space(self) -> spaces.Space[Any]:
+        """Observation space of one agent without the action mask; a single other entry without its Dict."""
+        if not self.has_mask:
+            return self.env_space
+        assert isinstance(self.env_space, spaces.Dict)
+        others = {key: part for key, part in self.env_space.spaces.items() if key != ACTION_MASK}
+        return next(iter(others.values())) if len(others) == 1 else spaces.Dict(others)
+
+    def split_mask(self, observation: Any) -> tuple[Any, Any]:
+        """Return an observation, or a batch, without its action mask, and the mask; None if its space has none.
+
+        Raises:
+            ValueError: If the space has a mask, but not the observation.
+        """
+        if not self.has_mask:
+            return observation, None
+        assert isinstance(self.env_space, spaces.Dict)
+        keys = self.env_space.spaces.keys()
+        if not isinstance(observation, Mapping) or not observation.keys() >= keys:
+            got = sorted(map(str, observation)) if isinstance(observation, Mapping) else type(observation).__name__
+            raise ValueError(f"observation must have the keys {sorted(keys)}, got {got}.")
+        others = {key: observation[key] for key in keys if key != ACTION_MASK}
+        rest = next(iter(others.values())) if len(others) == 1 else others
+        return rest, observation[ACTION_MASK]
 
     @cached_property
     def leaf_spaces(self) -> list[spaces.Space[Any]]:
@@ -59,27 +89,13 @@ class PolicySpec:
             return spaces.Box(low, high, dtype=space.dtype)
         return spaces.Tuple((space, spaces.Box(0.0, 1.0, (flags,), np.float32)))
 
-    def mask(self, observation: Any) -> Any:
-        """Return the action mask in an agent's observation; None if its space has none.
-
-        Raises:
-            ValueError: If the space has one, but not the observation.
-        """
-        if self.agent_space is self.env_space:
-            return None
-        if not isinstance(observation, Mapping) or set(observation) != {"observation", "action_mask"}:
-            raise ValueError(f"observation must have the keys observation and action_mask, got {observation!r:.80}.")
-        return observation["action_mask"]
-
     def stack(self, observations: Sequence[Any], agents: Sequence[str]) -> Leaves:
-        """Stack the observations of agents `[m]` to the leaves `[m, ...]` of the policy's observation space.
+        """Stack the observations of agents `[m]`, without masks, to the leaves `[m, ...]` of the policy's space.
 
         Raises:
             ValueError: If an observation does not fit its space, or `agent_ids` is set and an agent was not known in
                 advance.
         """
-        if self.agent_space is not self.env_space:
-            observations = [observation["observation"] for observation in observations]
         space = self.agent_space
         leaves = stack(self.leaf_spaces, [flatten(space, observation) for observation in observations])
         if not self.agent_ids:
@@ -162,15 +178,10 @@ def map_policies(
                 rule = f"must have equal spaces with policies={policies!r}. Set policies={finer}."
                 raise ValueError(f"Agents {first} and {agent} {rule}")
         check_action_space(action_spaces[first])
-        # PettingZoo's form of action masks: the policy gets the entry "observation" only.
-        space = agent_space = observation_spaces[first]
-        if isinstance(space, spaces.Dict) and set(space.spaces) == {"observation", "action_mask"}:
-            agent_space = space["observation"]
         specs[name] = PolicySpec(
             name=name,
             agents=tuple(agents),
-            env_space=space,
-            agent_space=agent_space,
+            env_space=observation_spaces[first],
             action_space=action_spaces[first],
             agent_ids=agent_ids and len(agents) > 1,
         )
@@ -186,7 +197,6 @@ def single_agent(observation_space: spaces.Space[Any], action_space: spaces.Spac
         name=DEFAULT_POLICY,
         agents=(AGENT,),
         env_space=observation_space,
-        agent_space=observation_space,
         action_space=action_space,
         agent_ids=False,
     )

@@ -5,13 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Self, TypeVar
 
-import gymnasium
 import numpy as np
-from gymnasium.wrappers import TimeLimit
 
 from evogrpo.data import Actor
 from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.envs.control.rollout import EpisodeRequest, Episodes, StartBatch, play_episodes
+from evogrpo.envs.control.single_env import EndForkedChildren
 from evogrpo.envs.control.vector_env import VectorEnv
 from evogrpo.envs.protocol import SPLITS, Split, deal_starts
 from evogrpo.randomness import generator
@@ -26,16 +25,6 @@ DEFAULT_MAX_EPISODE_STEPS = 1000
 """Steps after which an episode is truncated if neither the environment nor the caller sets a limit."""
 
 
-def time_limit(env: "gymnasium.Env[Any, Any]") -> int | None:
-    """Return the step limit of an environment's `TimeLimit` wrappers; None if there is none."""
-    limits = []
-    while isinstance(env, gymnasium.Wrapper):
-        if isinstance(env, TimeLimit):
-            limits.append(env._max_episode_steps)
-        env = env.env
-    return min(limits, default=None)
-
-
 def declared_limit(unwrapped: object) -> int | None:
     """Return the step limit in an environment's attributes, as MiniGrid has it; None if there is none."""
     for name in ("max_episode_steps", "_max_episode_steps", "max_steps", "max_cycles"):
@@ -47,7 +36,9 @@ def declared_limit(unwrapped: object) -> int | None:
 
 def make_example(make: Callable[[], Made]) -> Made:
     """Create an environment; raise ValueError if another call returns the same one."""
-    env, other = make(), make()
+    with EndForkedChildren():
+        env = make()
+        other = make()
     if env.unwrapped is other.unwrapped:
         raise ValueError("env must create a new environment at each call, but returned the same one twice.")
     other.close()

@@ -1,31 +1,26 @@
 """Vector environments: many episodes in parallel."""
 
-import multiprocessing
-import signal
-import time
-import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
-from multiprocessing.connection import Connection
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
-import cloudpickle
-import gymnasium
 import numpy as np
-from gymnasium.utils import seeding
 from numpy.typing import NDArray
 
 from evogrpo.data import DEFAULT_POLICY
-from evogrpo.envs.control.conversion import Leaves, legal_actions, scalars, stack
-from evogrpo.envs.control.policy_mapping import PolicyMapping
+from evogrpo.envs.control.conversion import Leaves, legal_actions, own_copy, scalars
+from evogrpo.envs.control.env_process import EnvProcess, process_setup
+from evogrpo.envs.control.policy_mapping import AGENT, PolicyMapping
+from evogrpo.envs.control.single_env import (
+    EndForkedChildren,
+    EnvResult,
+    MakeEnv,
+    Method,
+    call_env,
+    noise_seed,
+)
 from evogrpo.interruption import NEVER, Stop
-from evogrpo.randomness import generator
-from evogrpo.spaces import flatten, leaf_spaces
-
-MakeEnv = Callable[[], Any]
-CLOSE_SECONDS = 1.0  # between telling processes to end and terminating them
 
 
 class PolicyInput(NamedTuple):
@@ -123,7 +118,11 @@ class SerialVectorEnv(VectorEnv):
         first = len(self._running)
         for _ in seeds:
             self.stop.check()
-            env = self._idle.pop() if self._idle else self._make()
+            if self._idle:
+                env = self._idle.pop()
+            else:
+                with EndForkedChildren():
+                    env = self._make()
             self._running.append((env, None))  # so that it is closed if its reset fails
         envs = [env for env, _ in self._running[first:]]
         self._running[first:] = zip(envs, self._reset(envs, seeds, replicas), strict=True)
@@ -145,50 +144,27 @@ class SerialVectorEnv(VectorEnv):
         close_all(envs)
 
 
-Method = Literal["reset", "step"]
-EnvResult = tuple[Any, Any, Any, Any, Any]
-"""Observation, reward, terminated, truncated and action mask; None where there is none."""
-
-
-def _call_env(env: "gymnasium.Env[Any, Any]", method: Method, value: Any) -> EnvResult:
-    """Reset an environment with a seed, or step it with an action."""
-    if method == "reset":
-        observation, info = env.reset(seed=value)
-        return observation, None, None, None, info.get("action_mask")
-    observation, reward, terminated, truncated, info = env.step(value)
-    return observation, reward, terminated, truncated, info.get("action_mask")
-
-
 class GymnasiumVectorEnv(SerialVectorEnv):
     """Vector environment of Gymnasium environments in this process.
 
     Args:
         make: Creates one environment; called when more are needed.
-        observation_space: Observation space of one environment.
-        action_space: Action space of one environment.
         recreate_env: Create a new environment for every episode.
         reseed: Pass replicas in the reset seeds, for `ReseededNoise`.
     """
 
-    def __init__(
-        self,
-        make: MakeEnv,
-        observation_space: gymnasium.Space[Any],
-        action_space: gymnasium.Space[Any],
-        *,
-        recreate_env: bool = False,
-        reseed: bool = False,
-    ) -> None:
+    def __init__(self, make: MakeEnv, *, recreate_env: bool = False, reseed: bool = False) -> None:
         super().__init__(make, recreate_env=recreate_env)
-        self._space, self._action_space, self._reseed = observation_space, action_space, reseed
-        self._parts = leaf_spaces(observation_space)
+        self._reseed = reseed
 
     def _call(self, method: Method, envs: Sequence[Any], values: Iterable[Any]) -> list[EnvResult]:
         """Call a method of each environment."""
         results = []
         for env, value in zip(envs, values, strict=True):
             self.stop.check()
-            results.append(_call_env(env, method, value))
+            # Copies, as an environment may write the results of its next call, or of another environment, into the
+            # same arrays.
+            results.append(own_copy(call_env(env, method, value)))
         return results
 
     def _reset(self, envs: Sequence[Any], seeds: Sequence[int], replicas: Sequence[int]) -> list[Any]:
@@ -201,10 +177,16 @@ class GymnasiumVectorEnv(SerialVectorEnv):
         return np.array([over for _, (_, over, _) in self._running], dtype=np.bool_)
 
     def inputs(self, mapping: PolicyMapping) -> Mapping[str, PolicyInput]:
-        """See `VectorEnv`."""
-        observations = [flatten(self._space, observation) for _, (observation, _, _) in self._running]
-        masks = [mask for _, (_, _, mask) in self._running]
-        return {DEFAULT_POLICY: PolicyInput(stack(self._parts, observations), legal_actions(self._action_space, masks))}
+        """See `VectorEnv`; a mask in the observation replaces that of the info."""
+        spec = mapping.specs[DEFAULT_POLICY]
+        observations, masks = [], []
+        for _, (observation, _, mask) in self._running:
+            rest, own_mask = spec.split_mask(observation)
+            observations.append(rest)
+            masks.append(mask if own_mask is None else own_mask)
+        agents = [AGENT] * len(observations)
+        legal = legal_actions(spec.action_space, masks)
+        return {DEFAULT_POLICY: PolicyInput(spec.stack(observations, agents), legal)}
 
     def step(self, actions: Mapping[str, NDArray[Any]]) -> VectorStep:
         """See `VectorEnv`."""
@@ -224,22 +206,18 @@ class GymnasiumVectorEnv(SerialVectorEnv):
 
 
 class ProcessVectorEnv(GymnasiumVectorEnv):
-    """Vector environment of Gymnasium environments, each in a process of its own; see `GymnasiumVectorEnv`."""
+    """Vector environment of Gymnasium environments, each in a process of its own; see `GymnasiumVectorEnv`.
 
-    def __init__(
-        self,
-        make: MakeEnv,
-        observation_space: gymnasium.Space[Any],
-        action_space: gymnasium.Space[Any],
-        *,
-        recreate_env: bool,
-        reseed: bool,
-    ) -> None:
+    Raises:
+        ValueError: If the environment cannot be sent to a process.
+    """
+
+    def __init__(self, make: MakeEnv, *, recreate_env: bool, reseed: bool) -> None:
         # Each process recreates its own environment, which is faster than a new process per episode.
-        start = partial(EnvProcess, cloudpickle.dumps((make, recreate_env)))
-        super().__init__(start, observation_space, action_space, reseed=reseed)
+        setup = process_setup(make, recreate_env=recreate_env)
+        super().__init__(lambda: EnvProcess(setup), reseed=reseed)
 
-    def _call(self, method: Method, envs: Sequence["EnvProcess"], values: Iterable[Any]) -> list[EnvResult]:
+    def _call(self, method: Method, envs: Sequence[EnvProcess], values: Iterable[Any]) -> list[EnvResult]:
         for env, value in zip(envs, values, strict=True):
             env.send(method, value)
         return [env.receive() for env in envs]
@@ -251,120 +229,9 @@ class ProcessVectorEnv(GymnasiumVectorEnv):
         super().close()
 
 
-class EnvProcess:
-    """Environment in a process of its own, which ends with this one.
-
-    Args:
-        pickled: Function that creates the environment, and True to create a new one for every episode.
-    """
-
-    def __init__(self, pickled: bytes) -> None:
-        self._pipe, other = multiprocessing.Pipe()
-        self._process = multiprocessing.Process(target=_serve, args=(pickled, other, self._pipe), daemon=True)
-        self._process.start()
-        self._deadline = 0.0
-        other.close()
-
-    def send(self, method: Method, value: Any) -> None:
-        """Start a call."""
-        with _explain_dead_process():
-            self._pipe.send((method, value))
-
-    def receive(self) -> EnvResult:
-        """Return the result of the call; raise RuntimeError if it failed or the process has died."""
-        with _explain_dead_process():
-            result: EnvResult | str = self._pipe.recv()
-        if isinstance(result, str):
-            raise RuntimeError(f"An environment failed in its process:\n{result}")
-        return result
-
-    def end(self) -> None:
-        """Let the process close its environment and end."""
-        self._deadline = time.monotonic() + CLOSE_SECONDS
-        with suppress(OSError):  # it has died
-            self._pipe.send(None)
-
-    def close(self) -> None:
-        """Terminate the process if it does not end by itself within `CLOSE_SECONDS` of `end`."""
-        self._process.join(max(0.0, self._deadline - time.monotonic()))
-        self._process.terminate()
-        self._process.join()
-        self._pipe.close()
-
-
-def _serve(pickled: bytes, pipe: Connection, parent_end: Connection) -> None:
-    """Make the calls that arrive in a pipe. Close the environment when None arrives or the other end is closed."""
-    parent_end.close()  # inherited by fork
-    # The inherited handlers would stop a run. Processes end on SIGTERM and leave Ctrl-C to the parent.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    make: MakeEnv | None = None
-    env: gymnasium.Env[Any, Any] | None = None
-    with suppress(EOFError, BrokenPipeError):
-        while (call := pipe.recv()) is not None:
-            method, value = call
-            try:
-                if make is None:
-                    make, recreate_env = cloudpickle.loads(pickled)
-                if env is None or (recreate_env and method == "reset"):
-                    if env is not None:
-                        env.close()
-                    env = make()
-                pipe.send(_call_env(env, method, value))
-            except Exception:  # noqa: BLE001 (raised again by the parent)
-                pipe.send(traceback.format_exc())
-    if env is not None:
-        env.close()
-
-
-@contextmanager
-def _explain_dead_process() -> Iterator[None]:
-    try:
-        yield
-    except (EOFError, BrokenPipeError, ConnectionResetError) as error:
-        raise RuntimeError(
-            "A process of the environment has died, possibly out of memory. Lower num_envs, or set "
-            'vectorization="serial" to see the error.'
-        ) from error
-
-
-_SEED_BITS = 31
-
-
-def noise_seed(seed: int, replica: int) -> int:
-    """Return a reset seed that also names the noise after reset; see `ReseededNoise`."""
-    return seed + (replica << _SEED_BITS)
-
-
-class ReseededNoise(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Replaces the noise after reset, so that the episodes of a group share their start only.
-
-    `unwrapped.np_random` is replaced by the generator (seed, "noise", reset seed, replica). Other sources of
-    randomness in an environment are not affected. The bits of a reset seed above the lower 31 hold the replica, since
-    vector environments pass nothing else to a single environment.
-
-    Args:
-        env: Environment.
-        seed: Root seed of the run.
-    """
-
-    def __init__(self, env: "gymnasium.Env[Any, Any]", seed: int) -> None:
-        super().__init__(env)
-        self._seed = seed
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Reset with the lower 31 bits of the seed; None = a random start."""
-        if seed is None:
-            return self.env.reset(seed=None, options=options)
-        replica, start = divmod(seed, 1 << _SEED_BITS)
-        result = self.env.reset(seed=start, options=options)
-        noise = int(generator(self._seed, "noise", start, replica).integers(2**63))
-        self.env.unwrapped.np_random, _ = seeding.np_random(noise)  # the generator class that environments expect
-        return result
-
-
 def close_all(envs: Sequence[Any]) -> None:
     """Close every environment, even if closing one of them raises."""
     with ExitStack() as closing:
+        closing.enter_context(EndForkedChildren())
         for env in envs:
             closing.callback(env.close)

@@ -14,9 +14,10 @@ from gymnasium.envs.registration import EnvSpec
 from evogrpo.algorithms.policies.settings import STEPWISE, Credit, NetworkSettings
 from evogrpo.config.hyperparameters import Optimizer
 from evogrpo.config.objective import Objective
-from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups, Vectorization, Wrap, check_wrapper, env_spec
+from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups, Vectorization, check_wrapper
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import Policies
+from evogrpo.envs.control.single_env import Wrap, env_spec
 from evogrpo.envs.protocol import TEST_SIZE, VALIDATION_SIZE
 from evogrpo.extras import require
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig

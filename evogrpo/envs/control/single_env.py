@@ -1,0 +1,235 @@
+"""A single Gymnasium environment: its creation, its noise after reset, and calls of its methods.
+
+Nothing here imports torch, so that the processes of environments start fast.
+"""
+
+import importlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal
+
+import gymnasium
+import numpy as np
+from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
+from gymnasium.utils import seeding
+from gymnasium.wrappers import TimeLimit
+
+from evogrpo.randomness import generator
+
+MakeEnv = Callable[[], Any]
+
+Wrap = Callable[["gymnasium.Env[Any, Any]"], "gymnasium.Env[Any, Any]"]
+"""A class of `gymnasium.Wrapper`, or another callable that returns an environment wrapped."""
+
+ACTION_MASK = "action_mask"
+"""Key of the legal actions in infos, and in Dict observations in the form of RLlib and PettingZoo."""
+
+MASK_METHOD = "action_masks"
+"""Method that returns the legal actions, in the form of sb3-contrib."""
+
+# ---- calls
+
+Method = Literal["reset", "step"]
+EnvResult = tuple[Any, Any, Any, Any, Any]
+"""Observation, reward, terminated, truncated and action mask; None where there is none."""
+
+
+class EndForkedChildren:
+    """Context in which user code may fork: a child process that leaves it ends there.
+
+    Otherwise an environment that calls `os.fork` would leave a second process in this program, which would train or
+    reply like the first one.
+    """
+
+    def __enter__(self) -> None:
+        self._process = os.getpid()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if os.getpid() == self._process:
+            return
+        code = 0 if error is None else 1
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        os._exit(code)
+
+
+def call_env(env: "gymnasium.Env[Any, Any]", method: Method, value: Any) -> EnvResult:
+    """Reset an environment with a seed, or step it with an action."""
+    with EndForkedChildren():
+        if method == "reset":
+            observation, info = env.reset(seed=value)
+            return observation, None, None, None, mask_of(env, info)
+        observation, reward, terminated, truncated, info = env.step(value)
+        return observation, reward, terminated, truncated, mask_of(env, info, (terminated, truncated))
+
+
+def mask_of(env: "gymnasium.Env[Any, Any]", info: Mapping[str, Any], ends: Sequence[Any] = ()) -> Any:
+    """Return the legal actions, from `info["action_mask"]` or the method `action_masks`; None if there is neither.
+
+    Args:
+        env: Environment; the method may be that of one of its wrappers.
+        info: Info of the latest reset or step.
+        ends: Flags of this step. Some environments have no legal action after their end, so the method is not called.
+
+    Raises:
+        ValueError: If `action_masks` is no method.
+    """
+    mask = info.get(ACTION_MASK)
+    if mask is not None or not env.has_wrapper_attr(MASK_METHOD):
+        return mask
+    if any(np.asarray(flag, dtype=object).any() for flag in ends):
+        return None
+    method = env.get_wrapper_attr(MASK_METHOD)
+    if not callable(method):
+        raise ValueError(f"{MASK_METHOD} must be a method that returns the legal actions, got {method!r:.80}.")
+    return method()
+
+
+# ---- noise after reset
+
+_SEED_BITS = 31
+
+
+def noise_seed(seed: int, replica: int) -> int:
+    """Return a reset seed that also names the noise after reset; see `ReseededNoise`."""
+    return seed + (replica << _SEED_BITS)
+
+
+class ReseededNoise(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Replaces the noise after reset, so that the episodes of a group share their start only.
+
+    `unwrapped.np_random` is replaced by the generator (seed, "noise", reset seed, replica). Other sources of
+    randomness in an environment are not affected. The bits of a reset seed above the lower 31 hold the replica, since
+    vector environments pass nothing else to a single environment.
+
+    Args:
+        env: Environment.
+        seed: Root seed of the run.
+    """
+
+    def __init__(self, env: "gymnasium.Env[Any, Any]", seed: int) -> None:
+        super().__init__(env)
+        self._seed = seed
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Reset with the lower 31 bits of the seed; None = a random start."""
+        if seed is None:
+            return self.env.reset(seed=None, options=options)
+        replica, start = divmod(seed, 1 << _SEED_BITS)
+        result = self.env.reset(seed=start, options=options)
+        noise = int(generator(self._seed, "noise", start, replica).integers(2**63))
+        self.env.unwrapped.np_random, _ = seeding.np_random(noise)  # the generator class that environments expect
+        return result
+
+
+# ---- creation
+
+
+def time_limit(env: "gymnasium.Env[Any, Any]") -> int | None:
+    """Return the step limit of an environment's `TimeLimit` wrappers; None if there is none."""
+    limits = []
+    while isinstance(env, gymnasium.Wrapper):
+        if isinstance(env, TimeLimit):
+            limits.append(env._max_episode_steps)
+        env = env.env
+    return min(limits, default=None)
+
+
+def check_env(env: object) -> None:
+    """Raise ValueError unless the object is a single environment with spaces."""
+    name = type(env).__name__
+    if getattr(env, "num_envs", 1) != 1:
+        raise ValueError(f"env must create a single environment, got a vector of several ({name}). Set num_envs.")
+    if not isinstance(env, gymnasium.Env):
+        raise ValueError(
+            f"env must create a gymnasium.Env, got {name} (old Gym: shimmy; several agents: PettingZooGroups)."
+        )
+    for kind in ("observation_space", "action_space"):
+        space = getattr(env, kind, None)
+        if not isinstance(space, gymnasium.Space):
+            raise ValueError(f"{name}.{kind} must be a space of gymnasium.spaces, got {type(space).__name__}.")
+
+
+def env_spec(env: str) -> EnvSpec:
+    """Return the spec registered under an id, which may lack its version or name a module, as in `gymnasium.make`.
+
+    Raises:
+        gymnasium.error.Error: If there is none.
+        ImportError: If the module does not exist.
+    """
+    module, _, name = env.rpartition(":")
+    if module:
+        importlib.import_module(module)
+    namespace, plain, version = parse_env_id(name)
+    if version is None:
+        version = find_highest_version(namespace, plain)
+    try:
+        return gymnasium.spec(get_env_id(namespace, plain, version))
+    except (gymnasium.error.NameNotFound, gymnasium.error.NamespaceNotFound) as error:
+        fix = f"{module} must call gymnasium.register." if module else "For environments of a package write PACKAGE:ID."
+        raise type(error)(f"{error} {fix}") from error
+
+
+def wrapper_name(wrap: object) -> str:
+    """Return the name of a wrapper."""
+    inner = wrap.func if isinstance(wrap, partial) else wrap
+    return str(getattr(inner, "__name__", type(inner).__name__))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvFactory:
+    """Creates environments, in this process or another one.
+
+    Attributes:
+        env: A registered id, or a callable.
+        env_kwargs: Keyword arguments of either.
+        max_episode_steps: Steps after which an episode is truncated; None = the environment's own limit.
+        noise_seed: Root seed of the noise after reset; None = the environment's own noise.
+        wrappers: Wrappers, the first one innermost.
+
+    Raises:
+        ValueError: If `env` is neither.
+    """
+
+    env: "str | Callable[..., gymnasium.Env[Any, Any]]"
+    env_kwargs: Mapping[str, Any]
+    max_episode_steps: int | None
+    noise_seed: int | None
+    wrappers: Sequence[Wrap] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.env, str) and not callable(self.env):
+            raise ValueError(
+                f"env must be the id of an environment, or a function that creates one, got {type(self.env).__name__}."
+            )
+
+    def __call__(self) -> "gymnasium.Env[Any, Any]":
+        """Create one environment.
+
+        Raises:
+            ValueError: If the callable returns anything else, the environment has a lower limit of its own, or a
+                wrapper fails.
+        """
+        if isinstance(self.env, str):
+            env_spec(self.env)  # for its error messages
+            env = gymnasium.make(self.env, max_episode_steps=self.max_episode_steps, **self.env_kwargs)
+        else:
+            env = self.env(**self.env_kwargs)
+            check_env(env)
+            if self.max_episode_steps is not None:
+                limit, steps = time_limit(env), self.max_episode_steps
+                if limit is not None and limit < steps:
+                    raise ValueError(f"max_episode_steps must be at most the environment's {limit}, got {steps}.")
+                env = TimeLimit(env, self.max_episode_steps)
+        for wrap in self.wrappers:
+            try:
+                env = wrap(env)
+            except Exception as error:
+                raise ValueError(f"wrapper {wrapper_name(wrap)} failed on {env}: {error!r}") from error
+            check_env(env)
+        return env if self.noise_seed is None else ReseededNoise(env, self.noise_seed)
