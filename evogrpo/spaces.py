@@ -146,6 +146,19 @@ def _per_part(space: Any, dimension: Callable[[Any], Any], kind: str) -> Any:
     raise _unsupported(kind, space)
 
 
+def describe_input(space: spaces.Space[Any]) -> str:
+    """Return the shapes of `preprocess_observation` as text, for messages: `[n, 4]`, or `{"mode": [n, 3] one-hot}`."""
+    match space:
+        case spaces.Dict():
+            parts = [f'"{key}": {describe_input(part)}' for key, part in space.spaces.items()]
+            return f"{{{', '.join(parts)}}}"
+        case spaces.Tuple():
+            return f"({', '.join(describe_input(part) for part in space.spaces)})"
+    lengths = ["n", *map(str, observation_dim(space))]
+    code = " one-hot" if isinstance(space, spaces.Discrete | spaces.MultiDiscrete) else ""
+    return f"[{', '.join(lengths)}]{code}"
+
+
 def preprocess_observation(
     observation: Any, space: spaces.Space[Any], device: torch.device | str = "cpu"
 ) -> TensorTree:

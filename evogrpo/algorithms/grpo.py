@@ -245,9 +245,9 @@ class EvolvableAlgorithm(Agent):
             state: Returned unchanged; there are no recurrent networks.
             episode_start: Ignored.
             deterministic: Take the most likely action.
-            action_masks: Legal values, as in the environment's `info["action_mask"]` or from its `action_masks()`; None =
-                all. Pass them if the environment has them: the policy was trained with them. Masks in the observation
-                are used without it.
+            action_masks: Legal values, as in the environment's `info["action_mask"]` or from its `action_masks()`;
+                None = all. Pass them if the environment has them: the policy was trained with them. A mask in the
+                observation is used anyway.
 
         Returns:
             The action, or actions along a leading axis; and `state`.

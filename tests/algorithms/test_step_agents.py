@@ -35,7 +35,7 @@ def test_spaces_alone_make_an_agent_with_default_networks():
     ("options", "rule"),
     [
         ({"action_space": None}, "observation_space and action_space"),
-        ({"actor_network": torch.nn.Linear(5, 2)}, "actor_network must accept a batch of observations"),
+        ({"actor_network": torch.nn.Linear(5, 2)}, "actor_network must accept"),
         ({"actor_network": OwnNetwork(), "network": NetworkConfig()}, "network is for"),
         ({"pad_token_id": 0}, "pad_token_id is for language models"),
         ({"objective": Objective()}, "aggregation"),
@@ -52,6 +52,36 @@ def test_spaces_alone_make_an_agent_with_default_networks():
 def test_invalid_arguments_raise(options, rule):
     with pytest.raises(ValueError, match=rule):
         step_agent(**options)
+
+
+@pytest.mark.parametrize(
+    ("space", "shapes"),
+    [
+        (spaces.Discrete(3), "[n, 3] one-hot"),
+        (spaces.MultiDiscrete([3, 2]), "[n, 5] one-hot"),
+        (spaces.MultiBinary(4), "[n, 4]"),
+        (spaces.Box(0, 9, (2,), np.int64), "[n, 2]"),
+        (spaces.Box(0, 255, (8, 8, 3), np.uint8), "[n, 8, 8, 3]"),
+        (spaces.Tuple([spaces.Discrete(2), spaces.Box(0, 1, (1,))]), "([n, 2] one-hot, [n, 1])"),
+        (spaces.Dict(temp=spaces.Box(0, 1, (2,)), mode=spaces.Discrete(3)), '{"mode": [n, 3] one-hot, "temp": [n, 2]}'),
+        (spaces.Dict(seen=spaces.Box(0, 1, (2,)), action_mask=spaces.MultiBinary(2)), "[n, 2]"),
+    ],
+)
+def test_errors_of_own_modules_name_the_shapes_that_they_get(space, shapes):
+    class Embeds(torch.nn.Module):
+        """Fails in its first layer, which needs integers."""
+
+        def __init__(self):
+            super().__init__()
+            self.first = torch.nn.Embedding(3, 2)
+
+        def forward(self, seen):
+            return self.first(seen)
+
+    with pytest.raises(ValueError, match="actor_network") as raised:
+        GRPO(space, spaces.Discrete(2), actor_network=Embeds())
+    assert f"observations {shapes} " in str(raised.value)
+    assert "[n, 2]" in str(raised.value).partition("return")[2]
 
 
 def test_incompatible_agents_and_environments_raise():

@@ -116,6 +116,14 @@ ANY_SPACE = "Box, Discrete, MultiDiscrete, MultiBinary, or a Dict.* got "
         ({"reward": np.zeros(2)}, "reward must"),
         ({"ends": lambda over: "False"}, "terminated must"),
         ({"ends": lambda over: None}, "terminated must"),
+        ({"ends": lambda over: 0.5}, "terminated must"),
+        ({"ends": lambda over: float("nan")}, "terminated must"),
+        ({"space": spaces.Discrete(3), "sees": np.int64(7)}, "observation must"),
+        ({"space": spaces.Discrete(3, start=1), "sees": np.int64(0)}, "observation must"),
+        ({"space": spaces.MultiDiscrete([2, 2]), "sees": np.array([0, 5])}, "observation must"),
+        ({"space": spaces.MultiBinary(2), "sees": np.array([0, 3])}, "observation must"),
+        ({"sees": np.array([1j, 0])}, "observation must"),
+        ({"sees": np.array(["1", "2"])}, "observation must"),
     ],
 )
 def test_spaces_observations_and_rewards_are_checked_before_training(options, message):

@@ -16,6 +16,7 @@ from evogrpo.algorithms.policies.settings import JointSettings, NetworkSettings
 from evogrpo.data import Batch, ObservationInputs, SampledActions
 from evogrpo.envs.control.conversion import (
     ObservationStatistics,
+    check_categories,
     check_representable,
     episode_statistics,
     legal_actions,
@@ -321,6 +322,7 @@ def _converted(leaf: spaces.Space[Any], array: NDArray[Any], rows: Any = ...) ->
     counted = converted[rows]
     if counted.dtype.kind != "f":
         check_representable(leaf, array[rows], counted)
+        check_categories(leaf, counted)
     elif not fits_float32(counted).all():
         wrong = array[rows][~fits_float32(counted)][0]
         raise ValueError(f"An observation must be of finite numbers that float32 holds, got {wrong}.")

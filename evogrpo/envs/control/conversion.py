@@ -170,13 +170,13 @@ def legal_actions(space: spaces.Space[Any], masks: list[Any]) -> Array | None:
 
 def own_copy(value: Any) -> Any:
     """Return a copy of arrays, also of those within tuples, lists and dicts; other values are returned as they are."""
-    match value:
-        case np.ndarray():
-            return value.copy()
-        case dict():
-            return {key: own_copy(part) for key, part in value.items()}
-        case tuple() | list():
-            return tuple(own_copy(part) for part in value)
+    # `isinstance` takes half the time of `match`, and this runs at each step of each environment.
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, dict):
+        return {key: own_copy(part) for key, part in value.items()}
+    if isinstance(value, tuple | list):
+        return tuple([own_copy(part) for part in value])
     return value
 
 
@@ -188,19 +188,23 @@ def stack(parts: list[spaces.Space[Any]], observations: list[list[Any]]) -> Leav
     """Stack m flattened observations to arrays `[m, ...]` in the dtypes of their spaces.
 
     Raises:
-        ValueError: If an observation has another shape than its space, or values that its dtype cannot represent.
+        ValueError: If an observation has another shape than its space, or values that its dtype cannot represent, or
+            categories that the space does not have.
     """
     stacked = []
     for number, space in enumerate(parts):
         shape: tuple[int, ...] = space.shape or ()
         array = np.empty((len(observations), *shape), dtype=space.dtype)
         for row, observation in enumerate(observations):
-            value = observation[number]
-            if np.shape(value) != shape:
-                raise ValueError(f"observation must have shape {shape} as in observation_space, got {np.shape(value)}.")
+            value = np.asarray(observation[number])
+            if value.shape != shape:
+                raise ValueError(f"observation must have shape {shape} as in observation_space, got {value.shape}.")
+            if value.dtype.kind not in "biufO":  # text and complex numbers would be converted without an error
+                raise ValueError(f"observation must be of real numbers, got {value.dtype}.")
             array[row] = value
             if array.dtype.kind != "f":
-                check_representable(space, np.asarray(value), array[row])
+                check_representable(space, value, array[row])
+        check_categories(space, array)
         stacked.append(array)
     return stacked
 
@@ -215,11 +219,33 @@ def check_representable(space: spaces.Space[Any], given: Array, converted: Array
         raise ValueError(f"{space} cannot represent the {given.dtype} observation, e.g. {changed}")
 
 
+def check_categories(space: spaces.Space[Any], values: Array) -> None:
+    """Raise ValueError if a value `[m, ...]` is not in its Discrete, MultiDiscrete or MultiBinary space.
+
+    Boxes are not checked: many environments exceed their bounds, and a network can read such values.
+    """
+    first: Any = 0
+    match space:
+        case spaces.Discrete():
+            first = space.start
+            count: Any = space.n
+        case spaces.MultiDiscrete():
+            first = space.start
+            count = space.nvec
+        case spaces.MultiBinary():
+            count = 2
+        case _:
+            return
+    outside = (values < first) | (values >= first + count)
+    if outside.any():
+        raise ValueError(f"observation must be in {space}, got {values[outside][0]}.")
+
+
 def scalars(values: Sequence[Any], dtype: type[np.generic], name: str) -> Array:
     """Convert one value per environment to an array `[m]`; arrays with a single entry are accepted.
 
     Raises:
-        ValueError: If a value is missing, is no number or has several entries.
+        ValueError: If a value is missing, is no number or has several entries, or is no boolean where one is needed.
     """
     try:
         array = np.asarray(values)
@@ -227,6 +253,8 @@ def scalars(values: Sequence[Any], dtype: type[np.generic], name: str) -> Array:
         array = np.array([np.asarray(value).item() for value in values])
     if array.dtype.kind not in "biuf" or array.size != len(values):
         raise ValueError(f"{name} must be a single number, got {values!r:.80}.")
+    if dtype is np.bool_ and array.dtype.kind != "b" and not np.isin(array, (0, 1)).all():
+        raise ValueError(f"{name} must be True or False, got {values!r:.80}.")
     return array.reshape(-1).astype(dtype)
 
 

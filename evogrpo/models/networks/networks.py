@@ -18,7 +18,7 @@ from torch.nn.functional import conv2d
 from evogrpo.data import map_tensors
 from evogrpo.models.networks.architecture import Activation, Convolution, NetworkConfig, Parameters
 from evogrpo.randomness import generator
-from evogrpo.spaces import flatten, leaf_spaces, preprocess_observation, unflatten
+from evogrpo.spaces import describe_input, flatten, leaf_spaces, preprocess_observation, unflatten
 from evogrpo.warnings import warn
 
 Image = tuple[int, int, int]
@@ -392,16 +392,15 @@ class ModuleNetwork:
                 output = self._member(weights, unflatten(space, parts))
                 again = self._member(weights, unflatten(space, [part[[0, 0]] for part in parts]))
         except Exception as error:
-            kind = f"{type(space).__name__}{space.shape or ''}"
             raise ValueError(
-                f"actor_network must accept a batch of observations of {kind}, but {self.name} raised: {error}. Match "
-                "its first layer to evogrpo.spaces.observation_dim(observation_space)."
+                f"actor_network must accept float32 observations {describe_input(space)} for any n, and return "
+                f"[n, {outputs}], but {self.name} raised {type(error).__name__}: {error}"
             ) from error
         # 3. Check its outputs and buffers.
         if tuple(output.shape) != (2, outputs):
             raise ValueError(
-                f"actor_network must return [batch, {outputs}] for this action space, but {self.name} returned "
-                f"{list(output.shape)} for 2 observations. Match its last layer."
+                f"actor_network must return [n, {outputs}] for this action space, but {self.name} returned "
+                f"{list(output.shape)} for n = 2 observations {describe_input(space)}. Match its last layer."
             )
         if not output.requires_grad:
             raise ValueError(
