@@ -1,5 +1,6 @@
 """Parsing of untrusted JSON and YAML: bounded size, depth and numbers, no repeated keys."""
 
+import errno
 import json
 import math
 import re
@@ -10,17 +11,31 @@ from typing import Any
 import yaml
 
 MAX_VALUES, MAX_DEPTH, MAX_DIGITS = 100_000, 100, 300
+MAX_CHARACTERS = 20_000_000
+"""Maximum length of all texts of a YAML file together, counting those of aliases each time."""
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the content of a regular file, or of a link to one.
+
+    Raises:
+        OSError: If it cannot be read, or is a pipe or device, which could make the program wait for ever.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "it is a pipe or device, not a regular file", str(path))
+    return path.read_bytes()
 
 
 class _Loader(yaml.SafeLoader):
     """Safe YAML loader that refuses excessive aliases, recursive values, huge integers and repeated keys.
 
-    An alias counts as all the values that it refers to.
+    An alias counts as all the values and characters that it refers to.
     """
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._depth, self._sizes = 0, dict[int, int]()
+        self._lengths: dict[int, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Compose a node and count its values."""
@@ -34,7 +49,13 @@ class _Loader(yaml.SafeLoader):
         if alias and id(node) not in self._sizes:
             raise yaml.composer.ComposerError(None, None, "the alias refers to a value that contains it", mark)
         if not alias:
-            self._sizes[id(node)] = 1 + sum(self._sizes[id(child)] for child in _children(node))
+            children = [id(child) for child in _children(node)]
+            self._sizes[id(node)] = 1 + sum(self._sizes[child] for child in children)
+            own_length = len(node.value) if isinstance(node, yaml.ScalarNode) else 0
+            self._lengths[id(node)] = own_length + sum(self._lengths[child] for child in children)
+        if self._lengths[id(node)] > MAX_CHARACTERS:
+            why = f"more than {MAX_CHARACTERS:,} characters, counting those of aliases each time"
+            raise yaml.composer.ComposerError(None, None, why, mark)
         if self._sizes[id(node)] > MAX_VALUES:
             why = f"more than {MAX_VALUES:,} values, counting those of aliases each time"
             raise yaml.composer.ComposerError(None, None, why, mark)
@@ -117,7 +138,7 @@ def read_yaml_file(path: Path) -> dict[str, Any]:
         ValueError: If the file cannot be read, is not valid YAML, or contains anything else.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not in UTF-8. Save it in UTF-8.") from error
     except OSError as error:

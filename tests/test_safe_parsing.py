@@ -1,10 +1,11 @@
 """Parsing of untrusted YAML and JSON."""
 
 import math
+import os
 
 import pytest
 
-from evogrpo.safe_parsing import dump_json, dump_yaml, load_json, load_yaml
+from evogrpo.safe_parsing import dump_json, dump_yaml, load_json, load_yaml, read_yaml_file
 from evogrpo.training.configuration.question_tasks import read_rows
 from evogrpo.training.configuration.reading import parse_override
 
@@ -19,6 +20,7 @@ BOMBS = {
     "mappings": doubled("{x: 1}", "{{x: {before}, y: {before}}}", 60),
     "keys": doubled("[x, x]", "{{? {before} : {before}}}", 60),
     "merged": doubled("{x: 1}", "{{<<: [{before}, {before}]}}", 60),
+    "long texts": f"a: &a {'x' * 1_000_000}\nb: [{'*a, ' * 5000}]",
     "a list in itself": "a: &a [1, *a]",
     "a mapping in itself": "a: &a {b: {c: *a}}",
     "brackets": "a: " + "[" * 20_000,
@@ -80,3 +82,9 @@ def test_unreadable_datasets_are_named(tmp_path, name, lines, value):
     (tmp_path / name).write_text(lines.format(value))
     with pytest.raises(ValueError, match=rf"{name} is not valid JSON: .*(digits|recursion)"):
         read_rows(tmp_path / name)
+
+
+def test_a_pipe_is_refused_without_waiting(tmp_path):
+    os.mkfifo(tmp_path / "config.yaml")
+    with pytest.raises(ValueError, match="pipe"):
+        read_yaml_file(tmp_path / "config.yaml")

@@ -72,7 +72,7 @@ def best(args: argparse.Namespace) -> int:
         "fitness": "; ".join([f"{_fitness_score(member)}, {measure}", *others]),
         **{name: str(baseline.fitness) for name, baseline in (untrained or {}).items()},
         "test": _test_text(summary),
-        "stored in": str(stored) if stored.is_dir() else "missing (no folder best)",
+        "stored in": str(stored) if stored.is_dir() else f"missing. {_remedy_for_best(args.run_dir)}",
         "ended": summary.ending,
         "hyperparameters": ", ".join(
             f"{name} {number_text(value)}" for name, value in values.items() if value is not None
@@ -148,7 +148,7 @@ def video(args: argparse.Namespace) -> int:
             f"{args.run_dir} has no {CONFIG_FILE}, because the run was started in Python. Use evogrpo.record_video()."
         )
     if not (args.run_dir / "best").is_dir():
-        raise ValueError(f"{args.run_dir} has no best member yet. Wait for the first generation.")
+        raise _no_best(args.run_dir)
     console = make_console()
     with spinner(console, "recording"):
         from evogrpo.training.task_types import task_type_of
@@ -165,6 +165,20 @@ def video(args: argparse.Namespace) -> int:
             Text.assemble(printable(str(episode.path)), (f"  {result}, {episode.length} steps", "dim")), soft_wrap=True
         )
     return OK
+
+
+def _no_best(run_dir: Path) -> ValueError:
+    """Return the error for a run directory without the folder `best`."""
+    if read_summary(run_dir).generations:
+        return ValueError(f"{run_dir / 'best'} is missing. {_remedy_for_best(run_dir)}")
+    return ValueError(f"{run_dir} has no best member yet. Wait for the first generation.")
+
+
+def _remedy_for_best(run_dir: Path) -> str:
+    """Say how to get the best member of a run without the folder `best`."""
+    if any((run_dir / "checkpoints").glob("generation-*")):
+        return "Its checkpoints have the best member: `evogrpo resume` writes the folder again."
+    return "So are its checkpoints. Restore one of the folders from a copy, or train again with `evogrpo replay`."
 
 
 # ---- texts of members
@@ -283,7 +297,7 @@ def _export_member(run_dir: Path, folder: Path) -> None:
     # 1. Check both folders.
     best = checkpoint_path(run_dir / "best")
     if not best.is_dir():
-        raise ValueError(f"{run_dir} has no best member yet. Wait for the first generation.")
+        raise _no_best(run_dir)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists and is not an empty folder. Choose a new folder.")
     # 2. Read and check the member.

@@ -31,8 +31,9 @@ from evogrpo.reporting.lineage import ancestors, best_member, birth_text, select
 from evogrpo.reporting.records import terms_of
 from evogrpo.reporting.report import report
 from evogrpo.reporting.summary import RunSummary, read_summary
-from evogrpo.storage.checkpoint import latest_checkpoint
+from evogrpo.storage.checkpoint import CheckpointError, latest_checkpoint, read_checkpoint
 from evogrpo.storage.journal import read_journal
+from evogrpo.storage.lock import LockLostError
 from evogrpo.text import (
     count_text,
     duration_text,
@@ -67,7 +68,7 @@ from evogrpo.training.launch import (
     resume,
     start,
 )
-from evogrpo.training.run_dir import JOURNAL
+from evogrpo.training.run_dir import BEST, JOURNAL
 from evogrpo.training.schedule import LIMITS, Schedule
 from evogrpo.training.task_types import TASK_TYPES, PreparedRun, task_type_of
 from evogrpo.training.trainer import AllFailedError, StrategyError, Trainer
@@ -140,7 +141,7 @@ def resume_run(args: argparse.Namespace, given: Config | None = None) -> int:
         print_warning(f"Skipped an unusable checkpoint: {error}")
     if given is not None and (ignored := ignored_settings(resumable.config, given)):
         print_warning(f"A resumed run keeps its settings. Ignored: {', '.join(ignored)}. For them, start a new run.")
-    if resumable.ended is not None:
+    if resumable.ended is not None and _has_best(run_dir):
         console.print(f"This run is finished ({resumable.ended}).", soft_wrap=True)
         if processes().is_rank_zero:
             show_ending(console, run_dir, state.generation, resumable.schedule)
@@ -161,6 +162,15 @@ def resume_run(args: argparse.Namespace, given: Config | None = None) -> int:
         # 3. Train.
         with single_threaded(enabled=prepared.one_thread):
             return _train(console, trainer, run_dir, args)
+
+
+def _has_best(run_dir: Path) -> bool:
+    """Return True if the exported best member is complete; otherwise resuming a finished run writes it again."""
+    try:
+        read_checkpoint(run_dir / BEST, kind="agent")
+    except CheckpointError:
+        return False
+    return True
 
 
 def print_vllm_commands(args: argparse.Namespace) -> int:
@@ -230,8 +240,10 @@ def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Nam
             _show_resume(console, run_dir, "resume" if resumes_as_is else "after the fix")
         return FAILED
     except Exception as error:
-        if latest_checkpoint(run_dir) is None:
-            print_error(f"This run has no checkpoint yet. Fix the error, remove {run_dir} and start again.")
+        if isinstance(error, LockLostError):  # its message says where the run is intact
+            pass
+        elif latest_checkpoint(run_dir) is None:
+            print_error("This run has no checkpoint. Fix the error, and start again in another run directory.")
         elif isinstance(error, OSError):  # such as a full disk, after which the data is the same
             _show_resume(console, run_dir)
         else:  # usually an error in user code; corrected code counts as changed data

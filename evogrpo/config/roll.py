@@ -18,7 +18,7 @@ from evogrpo.config.translation import (
     unless,
 )
 from evogrpo.functional.loss_types import AGGREGATIONS, REWARD_NORMS
-from evogrpo.safe_parsing import load_yaml
+from evogrpo.safe_parsing import load_yaml, read_regular
 from evogrpo.validation import flag, whole_number
 
 TRAINING, GENERATING = "actor_train.training_args", "actor_infer.generating_args"
@@ -141,7 +141,7 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> SettingsReader:
         is_file = os.path.isfile(source)  # noqa: PTH113 (no error for text that is too long)
         source = Path(source) if is_file or ":" not in source else source
     if isinstance(source, Path):
-        source = source.read_text(encoding="utf-8")
+        source = read_regular(source).decode("utf-8")
     values = load_yaml(source, "ROLL's configuration") if isinstance(source, str) else source
     if not isinstance(values, Mapping):
         raise ValueError(

@@ -1,5 +1,6 @@
 """Summary of a run, read from its journal."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from evogrpo.reporting.records import (
     TestReport,
     terms_of,
 )
-from evogrpo.storage.journal import latest_generations, read_journal
+from evogrpo.storage.journal import JournalError, latest_generations, read_journal
 from evogrpo.validation import Record, refuse_unknown, validate
 
 
@@ -123,11 +124,20 @@ def read_summary(run_dir: str | Path) -> RunSummary:
         ValueError: If there is no journal, its start is missing, or a value is invalid.
     """
     path = Path(run_dir) / "journal.jsonl"
-    events = read_journal(path)
+    events: Sequence[Mapping[str, Any]]
+    try:
+        events = read_journal(path)
+    except JournalError as error:
+        if not error.events:
+            raise
+        warnings.warn(f"The events of the journal from a damaged line on are left out: {error}", stacklevel=2)
+        events = error.events
     if all(event["event"] != "run" for event in events):
+        best = path.parent / "best"
+        hint = f" GRPO.load({str(best)!r}) loads its best member." if best.is_dir() else ""
         raise ValueError(
-            f"{path} does not contain the start of the run: it was stopped too early, or lines were removed. Start the "
-            f"run again. If its best member was saved, GRPO.load({str(path.parent / 'best')!r}) loads it."
+            f"{path} does not contain the start of the run: it was stopped too early, or lines were removed. Restore "
+            f"it from a copy, or start another run.{hint}"
         )
     return summarise(events)
 

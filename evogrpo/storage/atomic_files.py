@@ -76,8 +76,28 @@ def remove_temporary_files(folder: Path) -> None:
             entry.unlink(missing_ok=True)
 
 
+def refuse_links(*paths: Path) -> None:
+    """Raise an error if one of these paths is a link, because writing would change files elsewhere.
+
+    Raises:
+        NotRegularFileError: With the path.
+    """
+    for path in paths:
+        if path.is_symlink():
+            raise NotRegularFileError(
+                f"{path} is a link, and a run does not write through links in its directory. Put the folder itself "
+                f"there: {path.resolve()}"
+            )
+
+
 class NotRegularFileError(OSError):
     """The path is a link, pipe, device or folder instead of a regular file."""
+
+
+def _not_regular(path: Path) -> NotRegularFileError:
+    return NotRegularFileError(
+        f"{path} must be a regular file, not a link, folder, pipe or device. Put the file itself there."
+    )
 
 
 def open_regular_file(path: Path, flags: int = os.O_RDONLY) -> int:
@@ -89,13 +109,17 @@ def open_regular_file(path: Path, flags: int = os.O_RDONLY) -> int:
     """
     # Check before opening: opening a pipe or device can already have effects.
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-        raise NotRegularFileError(f"{path} must be a regular file, not a link, folder, pipe or device. Remove it.")
+        raise NotRegularFileError(
+            f"{path} must be a regular file, not a link, folder, pipe or device. Put the file itself there."
+        )
     # Check again after opening: the file may have been replaced in between.
     safe_flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags | safe_flags, 0o644)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise NotRegularFileError(f"{path} must be a regular file, not a link, folder, pipe or device. Remove it.")
+        raise NotRegularFileError(
+            f"{path} must be a regular file, not a link, folder, pipe or device. Put the file itself there."
+        )
     return descriptor
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from evogrpo.storage.atomic_files import (
     errors_with_path,
     make_folder,
     open_regular_file,
+    replace_file,
     sync_folder,
 )
 
@@ -24,13 +25,20 @@ _LINE_START = b'{"event": '
 
 
 class JournalError(ValueError):
-    """A journal that cannot be read or continued."""
+    """A journal that cannot be read or continued.
+
+    Attributes:
+        events: Events before the damaged line, if there is one.
+    """
+
+    events: Sequence[dict[str, Any]] = ()
 
 
 class Journal:
     """Appends events to a JSONL file; when `append` returns, the event is on disk.
 
-    Opening removes an incomplete last line, left by a kill during `append`. One process writes a journal at a time.
+    Opening removes an incomplete last line, left by a kill during `append`. One process writes a journal at a time. If
+    another program, such as an editor, replaces, removes or changes the file meanwhile, it is written again.
 
     Args:
         path: The file; it is created with its folder if it does not exist.
@@ -54,15 +62,68 @@ class Journal:
             if content[: len(_LINE_START)] != _LINE_START[: len(content)]:
                 raise JournalError(f"{self.path} exists and is not a journal. Choose another file.")
             self.size = content.rfind(b"\n") + 1
-            self._digest = hashlib.sha256(content[: self.size])
+            self._content = bytearray(content[: self.size])  # to write the file again
+            self._digest = hashlib.sha256(self._content)
             if self.size < len(content):
                 os.ftruncate(self._file, self.size)
                 os.fsync(self._file)
             if created:
                 sync_folder(self.path.parent)
+            if os.fstat(self._file).st_nlink > 1:  # appending would change the other file, such as a backup
+                self._write_again()
+            self._state = _state(os.fstat(self._file))
         except BaseException:
             self.close()
             raise
+
+    def check(self) -> str | None:
+        """Check that the file is as it was written, or write it again; called before every event and checkpoint.
+
+        Returns:
+            A warning if another program has removed or changed the file, else None.
+
+        Raises:
+            JournalError: If another process appended to the file.
+            OSError: If the file cannot be written again.
+        """
+        try:
+            found = self.path.lstat()
+        except FileNotFoundError:
+            found = None
+        if found is not None and _state(found) == self._state:
+            return None
+        # 1. Another process that appends is a second writer.
+        opened = os.fstat(self._file)
+        if found is not None and os.path.samestat(found, opened) and opened.st_size > self.size:
+            raise JournalError(
+                f"{self.path} was changed during the run: it has {opened.st_size} bytes instead of {self.size}. Stop "
+                "the other process that writes into it, and resume the run."
+            )
+        # 2. Keep content that is not the beginning of this journal, then write the file again.
+        content, kept = b"", ""
+        if found is not None:
+            try:
+                content = read_bytes(self.path)
+            except JournalError:  # a link, pipe or folder
+                kept = f" It is kept as {set_aside(self.path).name}."
+        same_file = found is not None and os.path.samestat(found, opened) and found.st_nlink == 1
+        if found is not None and same_file and content == self._content:
+            self._state = _state(found)  # only its times have changed
+            return None
+        if not self._content.startswith(content):
+            kept = f" The changed file is kept as {set_aside(self.path).name}."
+        self._write_again()
+        if content == self._content:
+            return None
+        return f"{self.path} was removed or changed by another program, and is written again.{kept}"
+
+    def _write_again(self) -> None:
+        """Replace the file by a new one with the same events."""
+        replace_file(self.path, bytes(self._content))
+        os.close(self._file)
+        self._file = -1
+        self._file = _opened(self.path, os.O_RDWR | os.O_APPEND)
+        self._state = _state(os.fstat(self._file))
 
     @property
     def sha256(self) -> str:
@@ -78,14 +139,13 @@ class Journal:
 
         Raises:
             ValueError: If a field is not strict JSON; nothing is written then.
-            JournalError: If another process changed the file.
+            JournalError: If another process appended to the file.
             OSError: If writing fails; the journal is unchanged.
         """
         version = {} if self.size else {"journal_version": VERSION}
         values = {"event": event, "time": time.time(), **version, **fields}
         content = (dump_json(values, what=event) + "\n").encode("ascii")
-        if (actual := os.fstat(self._file).st_size) != self.size:
-            raise JournalError(f"{self.path} was changed during the run: it has {actual} bytes instead of {self.size}.")
+        self.check()
         remaining = memoryview(content)
         try:
             with errors_with_path(self.path):
@@ -96,13 +156,29 @@ class Journal:
             os.ftruncate(self._file, self.size)
             raise
         self.size += len(content)
+        self._content += content
         self._digest.update(content)
+        self._state = _state(os.fstat(self._file))
 
     def close(self) -> None:
         """Close the file; closing twice does nothing."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def _state(found: os.stat_result) -> tuple[int, ...]:
+    """Return values of a file that differ after it was replaced or written to."""
+    return found.st_dev, found.st_ino, found.st_nlink, found.st_size, found.st_mtime_ns
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a changed or damaged file, so that nothing of it is lost; return its new path."""
+    number = 1
+    while os.path.lexists(target := path.with_name(f"{path.stem}-kept-{number}{path.suffix}")):
+        number += 1
+    path.rename(target)
+    return target
 
 
 def read_journal(path: Path | str) -> list[dict[str, Any]]:
@@ -163,7 +239,10 @@ def parse_journal(content: bytes, path: Path | str) -> list[dict[str, Any]]:
         except JournalError:
             raise
         except ValueError as error:
-            message = f"line {number} of {path} is not an event: {error}. Restore it from a copy, or delete that line."
+            message = (
+                f"line {number} of {path} is not an event: {error}. Restore it from a copy, or resume the run with "
+                "`evogrpo resume`: if the line is after the newest checkpoint, it is not needed."
+            )
             lines.append((offset, JournalError(message)))  # raised below, unless a later `resumed` event removes it
         offset += len(line) + 1
     # 2. Leave out what was undone, from the last line on: a `resumed` event that was undone itself undoes nothing.
@@ -174,9 +253,10 @@ def parse_journal(content: bytes, path: Path | str) -> list[dict[str, Any]]:
             if not isinstance(event, JournalError) and event["event"] == "resumed":
                 limit = event["offset"]
     # 3. Raise the first error that remains.
-    events = []
+    events: list[dict[str, Any]] = []
     for event in reversed(kept):
         if isinstance(event, JournalError):
+            event.events = events
             raise event
         events.append(event)
     return events
@@ -187,7 +267,7 @@ def _opened(path: Path, flags: int) -> int:
     try:
         return open_regular_file(path, flags)
     except NotRegularFileError as error:
-        raise JournalError(f"{error}. Links are not followed. Put the file itself there.") from error
+        raise JournalError(str(error)) from error
 
 
 def latest_generations(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

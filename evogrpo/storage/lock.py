@@ -8,7 +8,7 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
-from evogrpo.storage.atomic_files import open_regular_file
+from evogrpo.storage.atomic_files import NotRegularFileError, open_regular_file
 from evogrpo.warnings import warn
 
 try:
@@ -125,6 +125,11 @@ def _held_by_this_process(path: Path) -> DirectoryLock | None:
 def _lock_file(path: Path, folder: Path) -> int:
     """Open and lock a file, and return its descriptor; raise ValueError if another process has locked it."""
     descriptor = open_regular_file(path, os.O_RDWR | os.O_CREAT)
+    if os.fstat(descriptor).st_nlink > 1:  # writing the owner would overwrite the other file
+        os.close(descriptor)
+        raise NotRegularFileError(
+            f"{path} is a hard link: another file has the same content. Remove {path}, and keep the other file."
+        )
     if fcntl is None:
         return descriptor
     try:

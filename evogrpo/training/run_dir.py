@@ -39,14 +39,17 @@ from evogrpo.evolution.history import Generation, MemberRecord
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.extras import install_hint
 from evogrpo.reporting.records import Example, GenerationReport, MemberReport, StepReport
+from evogrpo.safe_parsing import read_regular
 from evogrpo.storage.atomic_files import (
     check_new_folder,
     make_folder,
+    refuse_links,
     remove_temporary_files,
     replace_file,
 )
 from evogrpo.storage.checkpoint import (
     CHECKPOINTS,
+    MANIFEST_NAME,
     CheckpointError,
     checkpoint_errors,
     generation_folder,
@@ -58,7 +61,14 @@ from evogrpo.storage.checkpoint import (
     stored_generations,
     write_checkpoint,
 )
-from evogrpo.storage.journal import Journal, latest_generations, parse_journal, read_bytes
+from evogrpo.storage.journal import (
+    Journal,
+    JournalError,
+    latest_generations,
+    parse_journal,
+    read_bytes,
+    set_aside,
+)
 from evogrpo.storage.lock import DirectoryLock
 from evogrpo.synonyms import unknown_name_error
 from evogrpo.training.configuration.sections import CONFIG_FILE, CONFIG_HEAD, LoggingConfig
@@ -73,6 +83,7 @@ if TYPE_CHECKING:
 
 JOURNAL = "journal.jsonl"
 COMPLETIONS = "completions"
+TENSORBOARD = "tensorboard"
 BEST = "best"
 """Folder of the exported best member in a run directory."""
 
@@ -169,6 +180,14 @@ def generation_curves(members: Sequence[MemberReport], evolving: Collection[str]
 # ---- the directory
 
 
+def _manifest_time(folder: Path) -> float:
+    """Return the time of change of a checkpoint's manifest; 0 if it has none."""
+    try:
+        return (folder / MANIFEST_NAME).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
 class RunDir:
     """Directory of a run, locked for one writer.
 
@@ -207,6 +226,7 @@ class RunDir:
         self._journal: Journal | None = None
         self._unsaved = False  # events were written since the newest checkpoint, or could not be written
         self._exported: Best | None = None
+        self._export_time = 0.0  # time of change of its manifest
         self._writer: Any = None
         self._tensorboard_failed = install_hint("TensorBoard", "tensorboard") is not None  # also set after an error
 
@@ -233,7 +253,7 @@ class RunDir:
         """
         journal, first_event, leftovers = self.path / JOURNAL, b'{"event": "run", ', list[str]()
         with suppress(OSError):  # left by a run that was killed between its first event and its first checkpoint
-            content = journal.read_bytes()
+            content = read_regular(journal)
             if content.count(b"\n") <= 1 and content[: len(first_event)] == first_event[: len(content)]:
                 leftovers.append(JOURNAL)
         if (journal.exists() and not leftovers) or latest_checkpoint(self.path) is not None:
@@ -243,8 +263,8 @@ class RunDir:
             )
         if (self.path / CHECKPOINTS).is_dir() and not any((self.path / CHECKPOINTS).glob("[!.]*")):
             leftovers.append(CHECKPOINTS)
-        with suppress(OSError), (self.path / CONFIG_FILE).open(encoding="utf-8", errors="replace") as file:
-            if file.readline(200).startswith(CONFIG_HEAD):  # written by a run, not by the user
+        with suppress(OSError):
+            if read_regular(self.path / CONFIG_FILE).startswith(CONFIG_HEAD.encode()):  # of a run, not of the user
                 leftovers.append(CONFIG_FILE)
         check_new_folder(self.path, allowed=leftovers)
 
@@ -279,6 +299,9 @@ class RunDir:
         self._check_lock()
         if self._journal is None:
             self._journal = Journal(self.path / JOURNAL)
+        changed = self._journal.check()
+        if changed is not None:
+            warn(changed)
         return self._journal
 
     def save(self, run: "Trainer") -> None:
@@ -302,6 +325,7 @@ class RunDir:
         all_tensors = ChainMap(run_state.tensors(), tensors)  # type: ignore[arg-type]  # only the first can be changed
         number = run_state.generation + (1 if run_state.step_in_generation else 0)
         folder = generation_folder(self.path, number)
+        refuse_links(folder)
         try:
             write_checkpoint(folder, all_tensors, dump(record), replace=True)
         except OSError as error:
@@ -317,7 +341,7 @@ class RunDir:
 
         Warn if `best/` has other files.
         """
-        if best is None or best is self._exported:
+        if best is None or (best is self._exported and self._export_time == _manifest_time(self.path / BEST)):
             return
         self._check_lock()
         note = {"generation": best.generation, "run_id": self.run_id}
@@ -331,19 +355,22 @@ class RunDir:
         ):
             agent = best_agent(population, best)
             try:
+                if (self.path / BEST).is_symlink():
+                    raise CheckpointError("links are not followed")
                 save_agent(agent, self.path / BEST, replace=True, note=note)
             except CheckpointError:  # a foreign file must not end the run; the next save tries again
                 warn(
-                    f"{self.path / BEST} was not updated, because it is not a folder or has other files. Move them "
-                    "away. The checkpoint has the best member."
+                    f"{self.path / BEST} was not updated, because it is a link or a file, or has other files. Move "
+                    "them away. The checkpoint has the best member."
                 )
                 return
-        self._exported = best
+        self._exported, self._export_time = best, _manifest_time(self.path / BEST)
 
     def _check_lock(self) -> None:
         if self._lock is None:
             self._lock = DirectoryLock(self.path)
         self._lock.check()
+        refuse_links(self.path / CHECKPOINTS, self.path / COMPLETIONS, self.path / TENSORBOARD)
 
     def write_completions(self, step: int, examples: Sequence[Example]) -> None:
         """Write the completions table of a step as JSON lines; a repeated step overwrites its own.
@@ -363,12 +390,14 @@ class RunDir:
         """Log TensorBoard scalars by tag, at the number of the latest learning step; stop logging after an error."""
         if not self.logging.tensorboard or self._tensorboard_failed:
             return
+        if self._writer is not None and not (self.path / TENSORBOARD).is_dir():
+            self._writer = None  # another program removed the folder: begin new files
         try:
             if self._writer is None:
                 from torch.utils.tensorboard import SummaryWriter
 
                 # Scalars of steps after the checkpoint, which are repeated, are hidden.
-                self._writer = SummaryWriter(str(self.path / "tensorboard"), purge_step=self._steps)
+                self._writer = SummaryWriter(str(self.path / TENSORBOARD), purge_step=self._steps)
                 charts: dict[str, list[object]] = {name: ["Multiline", [f"^{name}/"]] for name in POPULATION_METRICS}
                 self._writer.add_custom_scalars({"population": charts})
             for tag, value in values.items():
@@ -491,6 +520,7 @@ def _open(folder: Path, *, writable: bool = False, members_only: bool = False) -
     # 1. Lock the directory, remove incomplete files, and restore folders that were being replaced.
     lock = DirectoryLock(folder) if writable and (folder / CHECKPOINTS).is_dir() else None
     if lock is not None:
+        refuse_links(folder / CHECKPOINTS, folder / COMPLETIONS, folder / TENSORBOARD)
         remove_leftovers(generation_folder(folder, 0))
         remove_leftovers(folder / BEST)
         for path in (folder, folder / COMPLETIONS):
@@ -502,7 +532,10 @@ def _open(folder: Path, *, writable: bool = False, members_only: bool = False) -
     skipped: list[CheckpointError] = []
     for generation in stored_generations(folder):
         try:
-            return _load(generation_folder(folder, generation), journal, skipped, lock)
+            run = _load(generation_folder(folder, generation), journal, skipped, lock)
+            if lock is not None and journal is not None:
+                _repair_journal(folder / JOURNAL, journal, run.record.journal.bytes)
+            return run
         except CheckpointError as error:
             skipped.append(error)
     # 3. No checkpoint can be used: raise an error with the reasons.
@@ -513,7 +546,24 @@ def _open(folder: Path, *, writable: bool = False, members_only: bool = False) -
             f"population, _ = evogrpo.training.run_dir.open_run({str(folder)!r}, members_only=True).restore(model). "
             f"GRPO.load({str(folder / BEST)!r}) loads the best member."
         )
+    if journal:
+        best = f" GRPO.load({str(folder / BEST)!r}) loads the best member." if (folder / BEST).is_dir() else ""
+        raise CheckpointError(
+            f"{folder} has a journal, but no complete checkpoint in {CHECKPOINTS}.{reasons} Put {CHECKPOINTS} back, or "
+            "restore it from a copy. The journal is there: `evogrpo report` and `evogrpo export --schedule` read "
+            f"it.{best}"
+        )
     raise CheckpointError(f"{folder} has no complete checkpoint. Give the path of a run directory.{reasons}")
+
+
+def _repair_journal(path: Path, content: bytes, size: int) -> None:
+    """Shorten a journal to its first `size` bytes, those before the checkpoint, if a later line is damaged."""
+    try:
+        parse_journal(content, path)
+    except JournalError as error:
+        kept = set_aside(path)
+        replace_file(path, content[:size])
+        warn(f"The journal was damaged after the checkpoint ({error}). The damaged file is kept as {kept.name}.")
 
 
 class JournalChangedError(CheckpointError):

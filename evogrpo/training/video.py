@@ -236,7 +236,7 @@ def _seeds(env: object, episodes: int, seeds: Sequence[int] | None) -> list[int]
 
 def _refuse_existing(target: Path) -> None:
     if target.exists():
-        raise FileExistsError(f"{target} already exists. Remove it, or choose another path.")
+        raise FileExistsError(f"{target} already exists. Choose another path.")
 
 
 def _play(agent: GRPO, recorder: "RecordVideo[Any, Any]", seed: int, deterministic: bool) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def test_usage_errors_exit_with_2_and_suggest_the_nearest_name(arguments, name, 
         (["train", "--parallel-env", "mpe2.x", "--wrapper", "FlattenObservation"], "--wrapper needs --env"),
         (["resume", "."], "config.yaml"),
         (["report", "."], "cannot read the journal"),
-        (["export", ".", "folder"], ". has no best member yet"),
+        (["export", ".", "folder"], "cannot read the journal"),
     ],
 )
 def test_a_refused_request_is_one_line_with_exit_code_2(workdir, arguments, message, capsys):

@@ -1,5 +1,6 @@
 """Records of runs in the terminal: lineage, best, compare and exported schedules."""
 
+import shutil
 from contextlib import closing
 
 import pytest
@@ -45,6 +46,16 @@ def test_texts_of_a_journal_are_escaped(tmp_path, capsys, command):
     assert "boo" in output
     assert "\\x1b[2Jboo" in " ".join(output.split())
     assert "[bold]x[/bold]" in output
+
+
+@pytest.mark.parametrize("arguments", [["best"], ["export", "elsewhere"]])
+def test_a_removed_best_member_is_exported_again_by_resume(run_dir, tmp_path, capsys, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(run_dir, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "best")
+    main([arguments[0], "run", *arguments[1:]])
+    printed = capsys.readouterr()
+    assert "evogrpo resume" in " ".join((printed.out + printed.err).split())
 
 
 def test_lineage_marks_the_winner_and_lists_all_members(run_dir, capsys):

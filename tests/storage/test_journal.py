@@ -4,6 +4,7 @@ import hashlib
 import os
 import time
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -205,13 +206,70 @@ def test_a_journal_of_another_version_is_refused(path):
             read_journal(path)
 
 
-def test_a_journal_that_was_changed_while_it_is_open_is_refused(path):
+def test_a_journal_that_another_process_appends_to_is_refused(path):
     with closing(Journal(path)) as journal:
         journal.append("run")
-        path.write_text("")
+        with path.open("a") as file:
+            file.write('{"event": "other"}\n')
         with pytest.raises(JournalError, match="changed"):
             journal.append("step")
-    assert path.read_text() == ""
+    assert kinds(path) == ["run", "other"]
+
+
+def replaced(path):
+    path.with_name("copy").write_bytes(path.read_bytes())
+    path.with_name("copy").replace(path)
+
+
+def edited(path):
+    path.with_name("copy").write_bytes(path.read_bytes().replace(b"run", b"ran"))
+    path.with_name("copy").replace(path)
+
+
+def overwritten(path):
+    with path.open("r+b") as file:
+        file.write(path.read_bytes().replace(b"run", b"ran"))
+
+
+def linked(path):
+    path.rename(path.with_name("copy"))
+    path.symlink_to(path.with_name("copy"))
+
+
+def touched(path):
+    os.utime(path, (1, 1))
+
+
+CHANGES = [
+    *((change, False) for change in (replaced, touched)),
+    *((change, True) for change in (edited, overwritten, linked, Path.unlink, lambda path: os.truncate(path, 3))),
+]
+
+
+@pytest.mark.parametrize(("change", "warns"), CHANGES)
+def test_a_journal_that_is_replaced_removed_or_changed_meanwhile_is_written_again(path, change, warns):
+    with closing(Journal(path)) as journal:
+        journal.append("run")
+        before = path.read_bytes()
+        change(path)
+        changed = path.read_bytes() if path.exists() else b""
+        assert ("written again" in (journal.check() or "")) == warns
+        journal.append("step")
+        digest = journal.sha256
+    assert kinds(path) == ["run", "step"]
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == digest
+    kept = [each.read_bytes() for each in path.parent.glob("journal-kept-*")]
+    assert kept == ([] if before.startswith(changed) and not path.with_name("copy").exists() else [changed])
+
+
+def test_a_hard_link_to_a_journal_is_not_written_through(path):
+    with closing(Journal(path)) as journal:
+        journal.append("run")
+    backup = path.with_name("backup")
+    os.link(path, backup)
+    with closing(Journal(path)) as journal:
+        journal.append("step")
+    assert (kinds(backup), kinds(path)) == (["run"], ["run", "step"])
 
 
 def test_later_events_complete_a_generation():

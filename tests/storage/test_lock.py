@@ -105,6 +105,16 @@ def test_a_released_lock_is_free(tmp_path, let_go):
     subprocess.run([sys.executable, "-c", HOLD, str(tmp_path)], env=ENVIRONMENT, check=True)
 
 
+def test_a_hard_link_in_place_of_the_lock_is_refused_and_its_file_kept(tmp_path):
+    (tmp_path / "precious").write_text("kept")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    os.link(tmp_path / "precious", folder / LOCK)
+    with pytest.raises(OSError, match="hard link"):
+        DirectoryLock(folder)
+    assert (tmp_path / "precious").read_text() == "kept"
+
+
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
 def test_a_link_pipe_or_folder_in_place_of_the_lock_is_refused(tmp_path, kind):
     folder = tmp_path / "run"

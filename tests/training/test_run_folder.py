@@ -97,6 +97,82 @@ def test_a_lost_run_directory_ends_the_run_at_the_next_write(change, tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def journal_replaced(folder):
+    shutil.copyfile(folder / "journal.jsonl", folder / "copy")
+    (folder / "copy").replace(folder / "journal.jsonl")
+
+
+def journal_changed(folder):
+    journal_replaced(folder)
+    (folder / "journal.jsonl").write_text("notes")
+
+
+def journal_removed(folder):
+    (folder / "journal.jsonl").unlink()
+
+
+def exports_removed(folder):
+    for name in ("checkpoints", "best", "tensorboard", "completions"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*is written again")
+@pytest.mark.parametrize("change", [journal_replaced, journal_changed, journal_removed, exports_removed])
+def test_files_that_another_program_changes_in_a_run_are_written_again(change, tmp_path):
+    folder = tmp_path / "run"
+    run = run_in(folder, generations=3)
+    next(run)
+    change(folder)
+    assert run.finish().result.complete
+    assert [event["generation"] for event in read_journal(folder / "journal.jsonl") if "plan" in event] == [1, 2, 3]
+    GRPO.load(folder / "best")
+    assert len(list(resume(folder, cart_pole(), generations=4))) == 1
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "completions", "tensorboard"])
+def test_a_run_does_not_write_through_links_in_its_directory(copy, tmp_path, name):
+    outside = tmp_path / "outside"
+    if (copy / name).exists():
+        (copy / name).rename(outside)
+    else:
+        outside.mkdir()
+    (copy / name).symlink_to(outside)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(OSError, match=f"{name} is a link"):
+        list(resume(copy, cart_pole(), generations=4))
+    assert {*tmp_path.rglob("*")} - {*before} <= {copy / LOCK}
+
+
+def test_the_best_member_is_not_exported_through_a_link(copy, tmp_path):
+    (copy / "best").rename(tmp_path / "precious")
+    shutil.rmtree(tmp_path / "precious")
+    (tmp_path / "precious").mkdir()
+    (copy / "best").symlink_to(tmp_path / "precious")
+    with pytest.warns(UserWarning, match="was not updated"):
+        list(resume(copy, cart_pole(), generations=4))
+    assert list((tmp_path / "precious").iterdir()) == []
+
+
+def test_a_journal_that_is_damaged_after_the_checkpoint_is_kept_aside(copy):
+    journal = copy / "journal.jsonl"
+    with journal.open("ab") as file:
+        file.write(b"\x00\x00\x00\n")
+    damaged = journal.read_bytes()
+    with pytest.warns(UserWarning, match="left out"):
+        assert len(read_summary(copy).generations) == 3
+    with pytest.warns(UserWarning, match="journal-kept-1"):
+        run = resume(copy, cart_pole(), generations=4)
+    assert len(list(run)) == 1
+    assert (copy / "journal-kept-1.jsonl").read_bytes() == damaged
+    assert len(read_summary(copy).generations) == 4
+
+
+def test_without_checkpoints_the_error_names_what_is_intact(copy):
+    shutil.rmtree(copy / "checkpoints")
+    with pytest.raises(CheckpointError, match=r"checkpoints.*evogrpo report.*GRPO\.load"):
+        resume(copy, cart_pole(), generations=4)
+
+
 def test_a_forked_copy_of_the_program_does_not_write(tmp_path):
     run = run_in(tmp_path / "run", generations=3)
     next(run)

@@ -25,6 +25,7 @@ from evogrpo.envs.text.tasks import TASKS
 from evogrpo.envs.text.templates import Tokenizer, numbered
 from evogrpo.envs.text.verifier_pool import check_worker_limits
 from evogrpo.extras import require
+from evogrpo.safe_parsing import read_regular
 from evogrpo.synonyms import close_match
 from evogrpo.text import pluralize
 from evogrpo.training.configuration.sections import DATASET_SUFFIXES
@@ -583,7 +584,7 @@ def read_hub(name: str, subset: str | None, split: str, revision: str | None) ->
 
 def _read_text(path: str, what: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_regular(Path(path)).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{what} must be a text file, but {path} cannot be read: {error}") from error
 
