@@ -419,8 +419,10 @@ def check_fingerprint(stored: Mapping[str, str] | None, env: GroupEnvironment, *
         if stored.get(name) != current.get(name)
     )
     if differences and not allowed:
+        rows_differ = any(" questions: " in each for each in differences)
+        hint = " Data that a program draws at random needs a seed." if rows_differ else ""
         raise ValueError(
-            f"The environment differs from the one the run started in: {'; '.join(differences)}. Restore it, or pass "
-            "--allow-changed-data (in Python: allow_changed_data=True)."
+            f"The environment differs from the one the run started in: {'; '.join(differences)}.{hint} Restore it, or "
+            "pass --allow-changed-data (in Python: allow_changed_data=True)."
         )
     return differences

@@ -298,6 +298,18 @@ def _assigned(statement: ast.Assign | ast.AnnAssign) -> list[tuple[ast.expr, ast
     return [(target, value)]
 
 
+def _is_computed(default: ast.expr | None) -> bool:
+    """Return True if the default of a field is the result of a call, which may depend on the time or the process."""
+    for node in ast.walk(default) if default is not None else ():
+        if isinstance(node, ast.keyword) and node.arg == "default_factory":
+            return True
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func).rpartition(".")[2]
+            if name not in ("field", "Field") and ast.unparse(node.func) not in _PURE_CALLS:
+                return True
+    return False
+
+
 @lru_cache(maxsize=1024)
 def attributes_from_arguments(node: ast.ClassDef) -> tuple[frozenset[str], frozenset[str]]:
     """Return the attributes that a class sets from arguments of its constructor, and all others that it sets.
@@ -313,7 +325,9 @@ def attributes_from_arguments(node: ast.ClassDef) -> tuple[frozenset[str], froze
     counted: set[int] = set()
     if constructor is None:
         for statement in node.body:
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            if not isinstance(statement, ast.AnnAssign) or _is_computed(statement.value):
+                continue
+            if isinstance(statement.target, ast.Name):
                 given.add(statement.target.id)
     else:
         for assignment in _statements(constructor.body):

@@ -157,6 +157,7 @@ def longer(text):
     return len(text) > LIMIT
 """
 CHANGING = """
+import dataclasses
 import functools
 import os
 import time
@@ -220,10 +221,19 @@ def local(weight):
             return weight
     return Local()
 
+@dataclasses.dataclass
+class Record:
+    limit: float
+    calls: int = 0
+    began: float = dataclasses.field(default_factory=time.time)
+    def __call__(self, completion, answer, question):
+        self.calls += 1
+        return self.limit
+
 JUDGE = Judge(2.0)
 REWARDS = [
     JUDGE, JUDGE.grade, weighted(3.0), reward, local(5.0), functools.partial(JUDGE, question="q"),
-    lambda completion, answer, question: JUDGE(completion, answer, question),
+    lambda completion, answer, question: JUDGE(completion, answer, question), Record(7.0),
 ]
 """
 HASHES = """
@@ -259,6 +269,7 @@ def test_values_that_change_in_a_run_or_between_processes_do_not_count(tmp_path)
         ("LIMIT = 4", "LIMIT = 5", [0, 1, 3, 5, 6]),
         ("2 * weight", "3 * weight", [2]),
         ("local(5.0)", "local(6.0)", [4]),
+        ("Record(7.0)", "Record(8.0)", [7]),
         ('question="q"', 'question="other"', [5]),
     ],
 )
