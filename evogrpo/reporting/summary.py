@@ -1,6 +1,5 @@
 """Summary of a run, read from its journal."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from evogrpo.reporting.records import (
 )
 from evogrpo.storage.journal import JournalError, latest_generations, read_journal
 from evogrpo.validation import Record, refuse_unknown, validate
+from evogrpo.warnings import warn
 
 
 def retired_members(generation: GenerationReport) -> dict[int, int]:
@@ -130,7 +130,7 @@ def read_summary(run_dir: str | Path) -> RunSummary:
     except JournalError as error:
         if not error.events:
             raise
-        warnings.warn(f"The events of the journal from a damaged line on are left out: {error}", stacklevel=2)
+        warn(f"The events of the journal from a damaged line on are left out: {error}")
         events = error.events
     if all(event["event"] != "run" for event in events):
         best = path.parent / "best"
