@@ -21,13 +21,14 @@ from transformers import (
 
 from evogrpo import GRPO
 from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.models.language.causal_model import CausalModel
 from evogrpo.models.language.compatibility import find_decoder, find_head
 from evogrpo.models.language.loading import BaseModel
 from evogrpo.models.language.lora import check_export
 from evogrpo.testing.samplers import different_members, make_rows
 from tests.causal_families import FAMILIES, family_model
 from tests.tiny_batches import grpo_loss, lora, sampled_batch
-from tests.tiny_models import tiny_model
+from tests.tiny_models import PAD, tiny_model
 
 # Experts beside dense and shared layers, an unsupported layer, modules named like experts, scaled hidden states, and an
 # inner model under another name.
@@ -258,3 +259,13 @@ def test_blockwise_attention_with_padding_raises():
     assert {4, 128} <= set(model.config.compress_rates.values())
     with pytest.raises(ValueError, match="Padding"):
         different_members(model, 1)
+
+
+@pytest.mark.parametrize(("rate", "problem"), [(600, "Padding"), (800, "compress_rates"), (1100, "compress_rates")])
+def test_blocks_that_the_check_does_not_reach_raise(rate, problem):
+    rates = {"compressed_sparse_attention": rate, "heavily_compressed_attention": rate}
+    model = family_model("deepseek_v4", num_hidden_layers=4, max_position_embeddings=4096, compress_rates=rates)
+    with pytest.raises(ValueError, match=problem):
+        CausalModel(model, PAD)
+    model.config.max_position_embeddings = rate // 2  # no sequence, padding included, fills a block
+    CausalModel(model, PAD)

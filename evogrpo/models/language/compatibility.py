@@ -292,7 +292,9 @@ def close(got: Tensor, expected: Tensor) -> bool:
 PROMPTS, CONTINUED = ((3, 1, 2, 3), (3, 1, 1)), (0, 0, 1)
 FOLLOWING = ((2, 1, 3), (3, 3, 1), (1, 2, 2))
 """Token ids of `prefix_cache_works`: prompts, prompt of each row, and tokens of each row after its prompt."""
-BLOCKS = re.compile(r"compress|block_size|stride|attention_chunk_size|attn_chunk_length|window_size")
+BLOCKS = re.compile(r"compress|block_size|stride|attention_chunk_size|attn_chunk_length")
+WINDOWS = re.compile(r"window_size")
+NOT_IN_TOKENS = re.compile(r"theta")  # such as DeepSeek-V4's compress_rope_theta
 LONGEST_PROBE = 1024  # tokens
 
 
@@ -307,7 +309,7 @@ def check_padding(
     """Check that padding on the left does not change the hidden states.
 
     The sequence is longer than the blocks in the config: blockwise attention counts padding, which shows from the
-    second block on.
+    second block on. Sliding windows do not count padding, but are tried too if they are short.
 
     Args:
         run: (token ids `[1, t]`, mask `[1, t]`) -> hidden states `[1, t, h]`.
@@ -317,12 +319,26 @@ def check_padding(
         explicit_positions: `run` passes position ids.
 
     Raises:
-        ValueError: If padding changes them, or the model accepts no attention mask.
+        ValueError: If padding changes them, blocks are too long to find out, or the model accepts no attention mask.
     """
     # 1. Choose the lengths, padding included, and the tokens.
-    width = min(6 + 3 * largest_block(model), LONGEST_PROBE, context_of(model) or LONGEST_PROBE)
+    context = context_of(model)
+    blocks = token_counts(model, BLOCKS)
+    if context is not None:
+        # Padding and tokens take less than twice the context, so that longer blocks never end.
+        blocks = {name: size for name, size in blocks.items() if size < 2 * context}
+    windows = [size for size in token_counts(model, WINDOWS).values() if size < LONGEST_PROBE]
+    largest = max([0, *blocks.values(), *windows])
+    width = min(6 + 3 * largest, LONGEST_PROBE, context or LONGEST_PROBE)
     padding = max(1, width // 3 - 1 | 1)  # odd, so that it shifts tokens within blocks of any size
     length = width - padding
+    for name, size in blocks.items():
+        if size >= length:  # the second block would not begin
+            raise ValueError(
+                f"{type(model).__name__} has blocks of {size} tokens ({name}), which are too long to check that "
+                "padding on the left does not change its results. Use another architecture, or set "
+                f"config.max_position_embeddings to at most {size // 2}."
+            )
     pattern = torch.tensor([3, 1, 2, 1, 0], device=next(model.parameters()).device).repeat(length // 5 + 1)
     ids = pattern[None, :length] % vocabulary_of(model)
     padded = torch.cat([torch.full_like(ids[:, :1], pad_id).expand(1, padding), ids], dim=1)
@@ -348,14 +364,25 @@ def check_padding(
         )
 
 
-def largest_block(model: PreTrainedModel) -> int:
-    """Return the largest block, stride, chunk or compression rate in a config, in tokens; 0 if none."""
-    sizes = [0]
-    for name, value in model.config.get_text_config().to_dict().items():
-        if BLOCKS.search(name):
-            values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
-            sizes += [size for size in values if type(size) is int and size < LONGEST_PROBE]
-    return max(sizes)
+def token_counts(model: PreTrainedModel, names: re.Pattern[str]) -> dict[str, int]:
+    """Return the numbers of tokens in a config whose names match, by name; the largest of each name.
+
+    A name also covers the numbers in a list or mapping below it.
+    """
+    found: dict[str, int] = {}
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, each in value.items():
+                add(name if names.search(name) else str(key), each)
+        elif isinstance(value, list | tuple):
+            for each in value:
+                add(name, each)
+        elif type(value) is int and names.search(name) and not NOT_IN_TOKENS.search(name):
+            found[name] = max(value, found.get(name, 0))
+
+    add("", model.config.get_text_config().to_dict())
+    return found
 
 
 def prefix_cache_works(
