@@ -62,6 +62,10 @@ def best(args: argparse.Namespace) -> int:
     schedule = best_schedule(summary)
     member, stages, stored = schedule.member, schedule.stages, args.run_dir / "best"
     values = member.hyperparameters.to_json()
+    shown = {name: number_text(value) for name, value in values.items() if value is not None}
+    if schedule.calibrated is not None:
+        first, last = schedule.calibrated
+        shown["lr"] = f"{number_text(first)} to {number_text(last)} (calibrated, first and last)"
     # 1. Facts about the member. It may have further fitness measures, such as training rewards.
     fitness, untrained = fitness_estimate(member), summary.baseline and {summary.terms.untrained: summary.baseline}
     measure = summary.fitness_text
@@ -74,9 +78,7 @@ def best(args: argparse.Namespace) -> int:
         "test": _test_text(summary),
         "stored in": str(stored) if stored.is_dir() else f"missing. {_remedy_for_best(args.run_dir)}",
         "ended": summary.ending,
-        "hyperparameters": ", ".join(
-            f"{name} {number_text(value)}" for name, value in values.items() if value is not None
-        ),
+        "hyperparameters": ", ".join(f"{name} {text}" for name, text in shown.items()),
     }
     print_rows(console, rows)
     # 2. The stages of its lineage, with the hyperparameters that evolve or differ between stages.

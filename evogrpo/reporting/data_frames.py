@@ -79,7 +79,8 @@ COLUMNS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
 }
 """Columns of every frame: type, and description with unit. `members` and `births` also have one column per
-hyperparameter. `steps` has one column per metric of learning steps; `members` has their means as `mean/NAME`."""
+hyperparameter. `steps` has one column per metric of learning steps; `members` has their means as `mean/NAME`. In
+`members`, a calibrated `lr` is the mean of the rates that were used; in `births` it is the first guess."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -163,6 +164,10 @@ def _members(summary: RunSummary) -> Iterator[dict[str, Any]]:
     for generation in summary.generations:
         for member in generation.members:
             state = member.index, member.generation
+            hyperparameters = member.hyperparameters.to_json()
+            used_lr = member.metrics.get("learning_rate")
+            if member.hyperparameters.target_kl is not None and used_lr is not None:
+                hyperparameters["lr"] = used_lr
             yield {
                 **{name: getattr(member, name) for name in COLUMNS["members"] if hasattr(member, name)},
                 "member": member.index,
@@ -172,7 +177,7 @@ def _members(summary: RunSummary) -> Iterator[dict[str, Any]]:
                 "in_best_lineage": state in states,
                 "evaluation_tokens": member.evaluation.tokens,
                 "evaluation_seconds": member.evaluation.seconds,
-                **member.hyperparameters.to_json(),
+                **hyperparameters,
                 **{f"mean/{name}": value for name, value in member.metrics.items()},
             }
 

@@ -1,7 +1,7 @@
 """Lineage of a run: best member, ancestors, hyperparameter schedule, and the tree of births."""
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from evogrpo.config.hyperparameters import Hyperparameters
@@ -75,19 +75,42 @@ def origin_of(first: MemberReport, parents: Sequence[MemberReport]) -> MemberRep
     return next((report for report in reversed(parents) if report.generation < first.generation), None)
 
 
+def calibrated_rates(summary: RunSummary, line: Sequence[MemberReport]) -> tuple[float, float] | None:
+    """Return the first and the last calibrated learning rate of a lineage; None if it has none.
+
+    Args:
+        summary: The run.
+        line: Result of `lineage_of`.
+    """
+    trained = {(report.index, report.generation) for report in line if report.hyperparameters.target_kl is not None}
+    first = last = None
+    for step in summary.steps:
+        for member in step.members:
+            if (member.index, step.generation) not in trained:
+                continue
+            if first is None:
+                first = last = member.metrics.get("calibrated_lr")
+            else:
+                last = member.metrics.get("learning_rate") or last
+    return None if first is None or last is None else (first, last)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BestSchedule:
     """Hyperparameter schedule of a run's best member.
 
     Attributes:
         stages: From its founder's first learning step to the evaluation that made it the best. They count the learning
-            steps of its lineage.
+            steps of its lineage. Where the learning rate was calibrated, `lr` is the first calibrated one: a replay
+            searches from there.
+        calibrated: First and last calibrated learning rate of its lineage; None if it has none.
         member: The best member's report of that evaluation.
         networks: Architecture changes in its lineage, as text; the schedule does not include them.
     """
 
     stages: tuple[ScheduleStage, ...]
     member: MemberReport
+    calibrated: tuple[float, float] | None = None
     networks: tuple[str, ...] = ()
 
 
@@ -114,11 +137,15 @@ def best_schedule(summary: RunSummary) -> BestSchedule:
     # 2. Build one stage per sequence of generations with equal settings.
     ends = [0, *(generation.step for generation in generations)]  # learning steps after each generation
     line = lineage_of(generations, member)
+    calibrated = calibrated_rates(summary, line)
     stages: list[ScheduleStage] = []
     for report in line:
+        hyperparameters = report.hyperparameters
+        if calibrated is not None and hyperparameters.target_kl is not None:
+            hyperparameters = replace(hyperparameters, lr=calibrated[0])
         number = report.generation
         stage = ScheduleStage(
-            hyperparameters=report.hyperparameters,
+            hyperparameters=hyperparameters,
             generations=(ends[number] - ends[number - 1],),
             samples_per_step=generations[number - 1].samples_per_step or 0,
         )
@@ -130,7 +157,7 @@ def best_schedule(summary: RunSummary) -> BestSchedule:
     # 3. List architecture changes. Every report of a member repeats the changes of its birth.
     born = {report.index: report.changes[NETWORK] for report in line if NETWORK in report.changes}
     networks = tuple(f"{old} -> {new}" for old, new in born.values())
-    return BestSchedule(stages=tuple(stages), member=member, networks=networks)
+    return BestSchedule(stages=tuple(stages), member=member, calibrated=calibrated, networks=networks)
 
 
 def best_hyperparameters(run_dir: str | Path) -> tuple[Hyperparameters, ...]:
@@ -141,18 +168,29 @@ def best_hyperparameters(run_dir: str | Path) -> tuple[Hyperparameters, ...]:
 
     Returns:
         Those of the best member, then those of the newest generation's members in order of fitness, without duplicates
-        and failed members.
+        and failed members. Where the learning rate was calibrated, `lr` is the last calibrated one.
 
     Raises:
         ValueError: If there is no run, no member was evaluated, or a journal value is invalid.
     """
-    generations = read_summary(run_dir).generations
+    summary = read_summary(run_dir)
+    generations = summary.generations
     best = best_member(generations)
     if best is None:
         raise ValueError(f"{run_dir} has no evaluated member yet. Wait for its first generation, or give another run.")
     healthy = [member for member in generations[-1].members if member.fitness is not None]
     ranked = sorted(healthy, key=lambda member: (-(member.fitness or 0.0), member.slot))
-    return tuple(dict.fromkeys(member.hyperparameters for member in (best, *ranked)))
+    # Members with equal hyperparameters may have calibrated to different rates: the best of them counts.
+    distinct: dict[Hyperparameters, MemberReport] = {}
+    for member in (best, *ranked):
+        distinct.setdefault(member.hyperparameters, member)
+    found = []
+    for hyperparameters, member in distinct.items():
+        calibrated = None
+        if hyperparameters.target_kl is not None:
+            calibrated = calibrated_rates(summary, lineage_of(generations, member))
+        found.append(hyperparameters if calibrated is None else replace(hyperparameters, lr=calibrated[1]))
+    return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,13 @@ from contextlib import closing
 
 import pytest
 
+from evogrpo import best_hyperparameters, read_run
 from evogrpo.cli import main
 from evogrpo.reporting.lineage import ancestors, best_member
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import Journal, read_journal
-from tests.reporting.journals import estimate, generation, member, outcome, written
+from evogrpo.training.replay import HyperparameterSchedule
+from tests.reporting.journals import estimate, generation, member, outcome, step, written
 from tests.tiny_steps import step_run
 from tests.tiny_training import finish, resumed_run
 
@@ -114,3 +116,32 @@ def test_runs_without_generations_are_shown(tmp_path, capsys):
     assert main(["compare", str(tmp_path / "one"), str(tmp_path / "other")]) == 0
     assert main(["best", str(tmp_path / "one")]) == 2
     assert "error: " in capsys.readouterr().err
+
+
+def test_a_calibrated_learning_rate_is_shown_instead_of_the_first_guess(tmp_path, capsys):
+    """The best member is a child: the rates of its lineage count, and not those of other members."""
+    guess = {"lr": 0.005, "target_kl": 0.01}
+    run = {"event": "run", "evolvable": {}, "samples_per_step": 8}
+    other = {"slot": 1, "index": 1, "calibrated_lr": 0.5, "learning_rate": 0.5}
+    founder = {"slot": 0, "index": 0}
+    found = member(0, 0, hyperparameters=guess, metrics={"learning_rate": 0.0015})
+    child = member(1, 2, parent=0, fitness=0.9, hyperparameters=guess, metrics={"learning_rate": 0.003})
+    written(
+        tmp_path,
+        run,
+        step(0, founder | {"calibrated_lr": 0.00125, "learning_rate": 0.00125}, other),
+        step(1, founder | {"learning_rate": 0.00175}, other),
+        generation(1, found, member(1, 1, hyperparameters=guess), step=2),
+        step(2, founder | {"learning_rate": 0.25}, {"slot": 1, "index": 2, "learning_rate": 0.003}, generation=2),
+        generation(2, member(0, 0, hyperparameters=guess), child, best=2, step=3),
+    )
+    assert main(["best", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "lr 0.00125 to 0.003" in shown
+    assert "0.005" not in shown
+    assert main(["export", str(tmp_path), "--schedule", str(tmp_path / "schedule.yaml")]) == 0
+    assert {stage.hyperparameters.lr for stage in HyperparameterSchedule.read(tmp_path / "schedule.yaml").stages} == {
+        0.00125
+    }
+    assert [each.lr for each in best_hyperparameters(tmp_path)] == [0.003]
+    assert read_run(tmp_path).members["lr"].tolist() == [0.0015, 0.005, 0.005, 0.003]
