@@ -17,6 +17,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from evogrpo.interruption import Interrupted, Stop
+from evogrpo.text import class_name, one_line, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +42,7 @@ def timeout_minutes() -> float:
         minutes = 0.0
     if not 0 < minutes < 1e6:
         raise ValueError(
-            f"EVOGRPO_TIMEOUT_MINUTES must be a number of minutes above 0 and below 1e6, got {given!r:.40}."
+            f"EVOGRPO_TIMEOUT_MINUTES must be a number of minutes above 0 and below 1e6, got {shown(given, 40)}."
         )
     return minutes
 
@@ -148,7 +149,9 @@ class Processes:
             self.wait(lambda: dist.all_gather(list(outcomes.unbind()), outcome, group=self._group))
             if not outcomes[:, 0].any():
                 return int(outcomes[:, 1].max())
-            own = None if failure is None else (_kind_of(failure), self.rank, f"{type(failure).__name__}: {failure}")
+            own = None
+            if failure is not None:
+                own = (_kind_of(failure), self.rank, f"{class_name(failure)}: {one_line(failure)}")
             kind, rank, text = min(each for each in self.all_gather(own) if each is not None)
         except ProcessError as error:
             if failure is None or isinstance(failure, Interrupted):

@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from evogrpo.text import class_name, one_line, shown
+
 MAX_VALUES, MAX_DEPTH, MAX_DIGITS = 100_000, 100, 300
 MAX_CHARACTERS = 20_000_000
 """Maximum length of all texts of a YAML file together, counting those of aliases each time."""
@@ -78,7 +80,7 @@ class _Loader(yaml.SafeLoader):
             key = self.construct_object(key_node)
             why = f"the key {key!r} appears twice. Remove one." if isinstance(key, str) and key in seen else ""
             if not isinstance(key, str):
-                why = f"every key must be text, got {key!r}. Put it in quotes."
+                why = f"every key must be text, got {shown(key)}. Put it in quotes."
             if why:
                 raise yaml.constructor.ConstructorError(None, None, why, key_node.start_mark)
             seen.add(key)
@@ -116,7 +118,7 @@ def load_yaml(text: str, where: str) -> Any:
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         # yaml raises these for values that do not match their tag, such as malformed dates.
         raise ValueError(
-            f"{where}: a value cannot be read as its YAML type ({error!s:.200}). Quote it to keep it as text."
+            f"{where}: a value cannot be read as its YAML type ({one_line(error, 200)}). Quote it to keep it as text."
         ) from error
 
 
@@ -146,7 +148,7 @@ def read_yaml_file(path: Path) -> dict[str, Any]:
         raise ValueError(f"cannot read {path}: {reason}. Check the path of the YAML file.") from error
     values = load_yaml(text, str(path))
     if not isinstance(values, dict):
-        raise ValueError(f"{path} must contain a mapping, got {type(values).__name__}. Write `key: value` lines.")
+        raise ValueError(f"{path} must contain a mapping, got {class_name(values)}. Write `key: value` lines.")
     return values
 
 
@@ -223,7 +225,7 @@ def _plain(value: Any, path: str) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item, f"{path}[{position}]") for position, item in enumerate(value)]
     raise ValueError(
-        f"{path} is a {type(value).__name__}, which JSON cannot hold. "
+        f"{path} is a {class_name(value)}, which JSON cannot hold. "
         "Convert it to text, a number, a boolean, None, a list or a mapping."
     )
 

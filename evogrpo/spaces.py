@@ -8,6 +8,8 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from evogrpo.text import class_name, shown
+
 ObservationDim = tuple[int, ...] | tuple["ObservationDim", ...] | dict[str, "ObservationDim"]
 ActionDim = int | tuple["ActionDim", ...] | dict[str, "ActionDim"]
 TensorTree = Tensor | tuple["TensorTree", ...] | dict[str, "TensorTree"]
@@ -37,7 +39,7 @@ def leaf_spaces(space: spaces.Space[Any]) -> list[spaces.Space[Any]]:
         case spaces.Dict() if space.spaces:
             keys = [key for key in space.spaces if not isinstance(key, str)]
             if keys:
-                raise ValueError(f"observation_space must have text keys, got {keys[0]!r}. Use {str(keys[0])!r}.")
+                raise ValueError(f"observation_space must have text keys, got {shown(keys[0])}. Use {str(keys[0])!r}.")
             return [leaf for part in space.spaces.values() for leaf in leaf_spaces(part)]
         case spaces.Tuple() if space.spaces:
             return [leaf for part in space.spaces for leaf in leaf_spaces(part)]
@@ -45,7 +47,7 @@ def leaf_spaces(space: spaces.Space[Any]) -> list[spaces.Space[Any]]:
             return [space]
     raise ValueError(
         "observation_space must be Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of these, "
-        f"got {space!s:.80}. Use a wrapper that converts it."
+        f"got {shown(space, 80)}. Use a wrapper that converts it."
     )
 
 
@@ -91,7 +93,7 @@ def check_action_space(space: spaces.Space[Any] | None) -> None:
     if not supported or 0 in (getattr(space, "shape", None) or ()):
         raise ValueError(
             "action_space must be Discrete, MultiDiscrete, MultiBinary or a floating-point Box, and not empty, got "
-            f"{space!s:.200}. Use a wrapper that converts it, or MultiAgentGRPO for several agents."
+            f"{shown(space, 200)}. Use a wrapper that converts it, or MultiAgentGRPO for several agents."
         )
 
 
@@ -189,7 +191,7 @@ def preprocess_observation(
             }
         case spaces.Tuple():
             if not isinstance(observation, Sequence) or len(observation) != len(space):
-                raise ValueError(f"observation must be a sequence of {len(space)} parts, got {observation!r:.80}.")
+                raise ValueError(f"observation must be a sequence of {len(space)} parts, got {shown(observation)}.")
             parts = zip(observation, space.spaces, strict=True)
             return tuple(preprocess_observation(value, part, device) for value, part in parts)
         case spaces.Box():
@@ -229,6 +231,6 @@ def _unsupported(kind: str, space: object) -> ValueError:
     if space is None:
         return ValueError(f"{kind} space is None. Language models have no spaces unless they are set.")
     return ValueError(
-        f"{kind} space must be Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple, got {type(space).__name__}. "
+        f"{kind} space must be Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple, got {class_name(space)}. "
         "Use a wrapper that converts it."
     )

@@ -9,6 +9,8 @@ from operator import attrgetter
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
+from evogrpo.text import MAX_SHOWN, one_line, shown
+
 _MAX_LISTED = 60  # names; a longer list is left out of the message
 _MIN_LENGTH = 8  # letters of a name of another library that is also recognised with one edit
 
@@ -400,7 +402,7 @@ def unknown_name_error(kind: str, name: object, valid: Iterable[str], where: Whe
             nothing for other kinds.
     """
     names = list(valid)
-    typed = str(name)
+    typed = one_line(name, MAX_SHOWN)
     if where is None and kind.startswith("argument"):
         where = public_place
     if (name_here := counterpart(typed, names)) is not None:
@@ -417,7 +419,7 @@ def unknown_name_error(kind: str, name: object, valid: Iterable[str], where: Whe
         answer = f". Valid names: {', '.join(names) or '(none)'}"
     else:
         answer = ""
-    return ValueError(f"unknown {kind} {name!r}{answer}")
+    return ValueError(f"unknown {kind} {shown(name)}{answer}")
 
 
 def answer_elsewhere(name: str, valid: Iterable[str], where: Where) -> str | None:

@@ -3,6 +3,8 @@
 import contextlib
 import io
 import os
+import re
+import reprlib
 import sys
 import sysconfig
 import traceback
@@ -16,6 +18,9 @@ from typing import Any, TextIO
 _UNSAFE_CATEGORIES = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 _MISSING = "–"
 _MAX_REPR = 60  # characters of a value in a `short_repr`
+_MAX_PATH = 4000  # bytes; Linux allows 4,096
+MAX_SHOWN = 80
+"""Maximum number of characters of a value in a message."""
 
 USER_MODULE_PREFIX = "evogrpo_user_"
 """Prefix of the names of modules that are loaded from a user's file."""
@@ -26,16 +31,27 @@ def relative_path(path: Path) -> str:
     return os.path.relpath(path) if path.is_absolute() and path.is_relative_to(Path.cwd()) else str(path)
 
 
-def expand_user(path: str | Path) -> Path:
+def expand_user(path: str | os.PathLike[str], what: str = "path") -> Path:
     """Return a path with a leading `~` or `~user` replaced by the home directory.
 
+    Args:
+        path: Path of a file or folder.
+        what: Name of the argument, for the message.
+
     Raises:
-        ValueError: If there is no such user.
+        ValueError: If it cannot be a path, or there is no such user.
     """
     try:
-        return Path(path).expanduser()
+        text = os.fspath(path)
+        if len(os.fsencode(text)) > _MAX_PATH or "\0" in text:
+            raise ValueError
+        found = Path(text)
+    except Exception:  # noqa: BLE001 - raised by an object of a user
+        raise ValueError(f"{what} must be the path of a file or folder, got {shown(path)}.") from None
+    try:
+        return found.expanduser()
     except RuntimeError as error:
-        raise ValueError(f"The home directory in {str(path)!r} is unknown. Write the whole path.") from error
+        raise ValueError(f"The home directory in {shown(text)} is unknown. Write the whole path.") from error
 
 
 def printable(text: str) -> str:
@@ -90,6 +106,92 @@ def escaped_prints() -> Iterator[None]:
 def shorten(text: str, limit: int) -> str:
     """Cut text to `limit` characters and append the number of characters left out."""
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit} more characters)"
+
+
+class _ShortRepr(reprlib.Repr):
+    """Repr of the beginning of a value: of nested and long collections, long text and large integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxtuple = self.maxlist = self.maxset = self.maxfrozenset = self.maxdeque = self.maxdict = 16
+        self.maxarray = 16
+
+    def repr_str(self, x: str, level: int) -> str:
+        return self._beginning(x)
+
+    def repr_bytes(self, x: bytes, level: int) -> str:
+        return self._beginning(x)
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to write integers of thousands of digits.
+        return repr(x) if x.bit_length() < 2000 else f"<integer of {x.bit_length():,} bits>"
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        try:
+            return repr(x)
+        except Exception:  # noqa: BLE001 - raised by user code
+            return f"<{class_name(x)} object>"
+
+    @staticmethod
+    def _beginning(value: str | bytes) -> str:
+        limit = 4 * MAX_SHOWN
+        return repr(value) if len(value) <= limit else f"{value[:limit]!r}…"
+
+
+_short_repr = _ShortRepr()
+
+
+def shown(value: object, limit: int = MAX_SHOWN) -> str:
+    """Return a value of a user as one short line, for messages: the beginning of its repr, with escapes.
+
+    A value that cannot be shown becomes `<MyClass object>`.
+
+    Args:
+        value: Any object.
+        limit: Maximum number of characters of the repr.
+    """
+    try:
+        if type(value) is str and len(value) > limit:
+            return f"{_single_line(repr(value[:limit]), limit + 2)}… ({len(value) - limit:,} more characters)"
+        return _single_line(_short_repr.repr(value), limit)
+    except Exception:  # noqa: BLE001 - raised by user code
+        return f"<{class_name(value)} object>"
+
+
+def one_line(text: object, limit: int = 300) -> str:
+    """Return text, or the message of an error, as one short line, for messages.
+
+    Args:
+        text: Text or an error.
+        limit: Maximum number of characters.
+    """
+    return _single_line(text_of(text), limit)
+
+
+def text_of(value: object) -> str:
+    """Return an object as text; `<MyClass object>` if it cannot be shown."""
+    try:
+        return str(value)
+    except Exception:  # noqa: BLE001 - raised by user code
+        return f"<{class_name(value)} object>"
+
+
+def class_name(value: object) -> str:
+    """Return the name of the class of an object, for messages."""
+    try:
+        return _single_line(type(value).__name__, MAX_SHOWN)
+    except Exception:  # noqa: BLE001 - raised by a metaclass of a user
+        return "object"
+
+
+def _single_line(text: str, limit: int) -> str:
+    """Cut text to `limit` characters, and write its line breaks as spaces and its control characters as escapes."""
+    beginning = text[: 4 * limit]
+    line = printable(re.sub(r"\s*[\n\t]\s*", " ", beginning))
+    if len(line) <= limit and len(beginning) == len(text):
+        return line
+    return f"{line[: limit - 1]}…"
 
 
 def number_text(value: float | str | None) -> str:

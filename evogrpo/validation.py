@@ -15,14 +15,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, Type
 from pydantic_core import ArgsKwargs, ErrorDetails, PydanticKnownError
 
 from evogrpo.synonyms import close_match, counterpart, unknown_name_error
-from evogrpo.text import printable, shorten
+from evogrpo.text import MAX_SHOWN, class_name, one_line, shown
 
 T = TypeVar("T")
 
+MAX_DEPTH = 50
+"""Maximum number of levels of nested settings."""
 MAX_ERRORS = 10
 """Maximum number of errors in one message."""
-MAX_SHOWN = 80
-"""Maximum number of characters of a value in a message."""
 
 _RULES: Mapping[str, str] = {
     "bool_type": "must be true or false",
@@ -47,19 +47,25 @@ _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
 
 def _whole(value: object) -> int:
     """Return a Python or numpy integer, or a whole float such as 1e4, as an integer."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise PydanticKnownError("int_type")
-    if not isinstance(value, numbers.Integral) and not float(value).is_integer():
-        raise PydanticKnownError("int_type")
-    whole: int = int(value)  # type: ignore[call-overload]  # a real number
+    try:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise PydanticKnownError("int_type")
+        if not isinstance(value, numbers.Integral) and not float(value).is_integer():
+            raise PydanticKnownError("int_type")
+        whole: int = int(value)  # type: ignore[call-overload]  # a real number
+    except Exception:  # noqa: BLE001 - raised by an object of a user
+        raise PydanticKnownError("int_type") from None
     return whole
 
 
 def _real(value: object) -> int | float:
     """Return a Python or numpy number as an integer or a float."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise PydanticKnownError("float_type")
-    return int(value) if isinstance(value, numbers.Integral) else float(value)
+    try:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise PydanticKnownError("float_type")
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    except Exception:  # noqa: BLE001 - raised by an object of a user
+        raise PydanticKnownError("float_type") from None
 
 
 WHOLE, REAL = BeforeValidator(_whole), BeforeValidator(_real)
@@ -102,7 +108,7 @@ def settings(kind: type[T]) -> type[T]:
     def init(self: Any, /, *positional: Any, **values: Any) -> None:
         if positional:
             pairs = zip(fields(made), positional, strict=False)  # type: ignore[arg-type]  # a dataclass
-            example = ", ".join(f"{each.name}={value!r:.40}" for each, value in pairs)
+            example = ", ".join(f"{each.name}={shown(value, 40)}" for each, value in pairs)
             raise ValueError(f"{made.__name__} takes its arguments by name, such as {made.__name__}({example}).")
         try:
             _adapter(made).validator.validate_python(ArgsKwargs((), values), self_instance=self)
@@ -144,15 +150,22 @@ def build(kind: Any, values: object, where: str = "", misplaced: Misplaced | Non
         raise ValueError(describe(error, kind, values, where=where, misplaced=misplaced)) from None
 
 
-def plain(value: Any) -> Any:
-    """Convert records, tuples, mappings and scalars of numpy to plain values, records with all fields."""
+def plain(value: Any, depth: int = 0) -> Any:
+    """Convert records, tuples, mappings and scalars of numpy to plain values, records with all fields.
+
+    Raises:
+        ValueError: If values are nested too deeply.
+    """
+    if depth > MAX_DEPTH:
+        raise ValueError(f"Settings must be nested at most {MAX_DEPTH} deep.")
+    depth += 1
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
+        return {field.name: plain(getattr(value, field.name), depth) for field in fields(value)}
+    if issubclass(type(value), Mapping):
+        return {key: plain(item, depth) for key, item in value.items()}
     if type(value).__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "ndim", 1):
         return value.item()  # without an import of numpy, which takes time
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+    return [plain(item, depth) for item in value] if issubclass(type(value), list | tuple) else value
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -247,7 +260,7 @@ def describe(
     for keys, details in found:
         if any(len(keys) < len(other) and keys == other[: len(keys)] for other, _ in found):
             continue
-        path, value, name = dotted(keys), f", got {_shown(details['input'])}", details["type"]
+        path, value, name = dotted(keys), f", got {shown(details['input'])}", details["type"]
         context, depth = details.get("ctx", {}), 1 if where else 0  # `where` is not part of the model's schema
         if name in _UNKNOWN_KEY:
             section, key = dotted(keys[:-1]), str(keys[-1])
@@ -263,7 +276,7 @@ def describe(
             path = f"{path}:" if path and not rule.startswith("must ") else path
         elif name == "literal_error":
             names = re.findall(r"'([^']*)'", context["expected"])
-            rule, typed = f"must be one of {', '.join(names)}", str(details["input"])
+            rule, typed = f"must be one of {', '.join(names)}", one_line(details["input"], MAX_SHOWN)
             match = counterpart(typed, names) or close_match(typed, names)
             value += f": did you mean {match!r}?" if match else ""
         elif name in ("dataclass_type", "model_type"):
@@ -272,7 +285,7 @@ def describe(
         elif name in _RULES:
             rule = _RULES[name].format_map({key: _bound(bound) for key, bound in context.items()})
         else:
-            rule = re.sub(r"^\w+ should ", "must ", details["msg"])
+            rule = re.sub(r"^\w+ should ", "must ", one_line(details["msg"]))
         # A line of an unknown key consists of the rule only.
         rules.setdefault((path or rule, value), []).append(rule if path else "")
     # 2. Write one line for each value.
@@ -289,13 +302,10 @@ def _bound(value: object) -> object:
     return f"{int(value):,}" if isinstance(value, int | float) and value == int(value) and value < 1e18 else value
 
 
-def _shown(value: object) -> str:
-    return shorten(printable(repr(value)), MAX_SHOWN)
-
-
 def dotted(keys: Sequence[str | int]) -> str:
     """Return the path of a value, such as `population.founders[2].lr`."""
-    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
+    parts = [f"[{key}]" if isinstance(key, int) else f".{one_line(key, MAX_SHOWN)}" for key in keys]
+    return "".join(parts).removeprefix(".")
 
 
 def _keys_in(data: object, details: ErrorDetails) -> Iterator[str | int]:
@@ -340,8 +350,44 @@ def refuse_unknown(kind: str, names: Iterable[object], valid: Iterable[str]) -> 
     """Raise ValueError for the first of `names` that is not in `valid`, with a hint; see `unknown_name_error`."""
     known = list(valid)
     for name in names:
-        if name not in known:
+        if not isinstance(name, str) or name not in known:
             raise unknown_name_error(kind, name, known)
+
+
+def plain_scalar(value: Any) -> Any:
+    """Return a scalar of numpy or torch as a Python number; other values stay."""
+    try:
+        return value.tolist() if hasattr(value, "tolist") else value
+    except Exception:  # noqa: BLE001 - raised by an object of a user
+        return value
+
+
+def float32_number(value: object) -> float | None:
+    """Return a number of Python, numpy or torch as a float; None if it is not a finite number of float32."""
+    try:
+        scalar = plain_scalar(value)
+        if not isinstance(scalar, numbers.Real):
+            return None
+        number = float(scalar)
+    except Exception:  # noqa: BLE001 - raised by an object of a user, or too large for a float
+        return None
+    return number if abs(number) <= FLOAT32_LIMIT else None  # False for NaN
+
+
+def plain_list(values: object) -> list[Any] | None:
+    """Return a list, tuple, array or tensor as a list; None for any other value."""
+    try:
+        listed = values.tolist() if hasattr(values, "tolist") else values
+        if isinstance(listed, str) or not isinstance(listed, Sequence):
+            return None
+        return list(listed)
+    except Exception:  # noqa: BLE001 - raised by an object of a user
+        return None
+
+
+def is_text(value: object, text: str) -> bool:
+    """Return True if a value is this text; arrays and objects with a comparison of their own are not compared."""
+    return isinstance(value, str) and value == text
 
 
 def finite_number(what: str, value: object) -> float:
@@ -349,7 +395,7 @@ def finite_number(what: str, value: object) -> float:
     try:
         number = _real(value)
     except PydanticKnownError:
-        raise ValueError(f"{what} must be a number, got {value!r:.80} ({type(value).__name__}).") from None
+        raise ValueError(f"{what} must be a number, got {shown(value)} ({class_name(value)}).") from None
     if isinstance(number, int):
         return whole_number(what, number)
     if not math.isfinite(number):
@@ -362,7 +408,7 @@ def whole_number(what: str, value: object) -> int:
     try:
         number = _whole(value)
     except PydanticKnownError:
-        raise ValueError(f"{what} must be an integer, got {value!r:.80} ({type(value).__name__}).") from None
+        raise ValueError(f"{what} must be an integer, got {shown(value)} ({class_name(value)}).") from None
     if abs(number) > _MAX_WHOLE:
         raise ValueError(f"{what} must be at most 10**300 in size, got {number.bit_length()} bits.")
     return number
@@ -384,7 +430,7 @@ def whole_between(what: str, value: object, low: int, high: int = MAX_COUNT) -> 
 def flag(what: str, value: object) -> bool:
     """Return `value`, or raise ValueError if it is neither True nor False."""
     if not isinstance(value, bool):
-        raise ValueError(f"{what} must be True or False, got {value!r:.80}.")
+        raise ValueError(f"{what} must be True or False, got {shown(value)}.")
     return value
 
 
@@ -394,7 +440,7 @@ def instance(what: str, value: object, kind: type[T], example: str) -> T:
         title = getattr(kind, "__name__", str(kind))
         article = "an" if title[0] in "AEIOU" else "a"
         raise ValueError(
-            f"{what} must be {article} {title}, such as {example}, got {value!r:.80} ({type(value).__name__})."
+            f"{what} must be {article} {title}, such as {example}, got {shown(value)} ({class_name(value)})."
         )
     return value
 

@@ -17,6 +17,7 @@ from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import NETWORK, Changes, MemberRecord, changes_between
 from evogrpo.evolution.mutation import Mutation
 from evogrpo.synonyms import NamesMissing
+from evogrpo.text import shown
 
 if TYPE_CHECKING:
     from evogrpo.algorithms.policies import PolicySet
@@ -86,7 +87,7 @@ class Agent(NamesMissing, HyperparameterAttributes):
     @hyperparameters.setter
     def hyperparameters(self, record: Hyperparameters) -> None:
         if not isinstance(record, Hyperparameters):
-            raise ValueError(f"hyperparameters must be a Hyperparameters record, got {record!r:.80}.")
+            raise ValueError(f"hyperparameters must be a Hyperparameters record, got {shown(record)}.")
         members = self.members
         check_hyperparameters(members.settings, record, members.hp_config, per_action=members.kind != "language")
         self._hyperparameters = record

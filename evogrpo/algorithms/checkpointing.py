@@ -28,6 +28,7 @@ from evogrpo.storage.checkpoint import (
     write_checkpoint,
 )
 from evogrpo.synonyms import unknown_name_error
+from evogrpo.text import class_name, expand_user
 from evogrpo.validation import Whole, dump, validate, whole_between
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def load_agent(
 ) -> AnyAgent:
     """Load one agent into a bank of its own; see `GRPO.load`."""
     # 1. Recognise folders that are often passed by mistake.
-    best = Path(path) / "best"
+    best = expand_user(path) / "best"
     if not checkpoint_path(Path(path) / "manifest.json").exists():
         if checkpoint_path(best).is_dir():
             raise CheckpointError(f"{path} is a run directory, not an agent. Load its best member: {best}")
@@ -159,7 +160,7 @@ def read_agent(agent: "Agent", path: str | Path) -> None:
             if record.shared[name] != expected[name]:
                 raise CheckpointError(
                     f"{path} has {name} {record.shared[name]}, but the agent that loads it has {expected[name]}. "
-                    f"Load it with {type(agent).__name__}.load."
+                    f"Load it with {class_name(agent)}.load."
                 )
         shared, stored_shared = members.shared_tensors(), split_shared(tensors)[0]
         if shared.keys() != stored_shared.keys() or any(
@@ -167,7 +168,7 @@ def read_agent(agent: "Agent", path: str | Path) -> None:
         ):
             raise CheckpointError(
                 f"{path} holds an agent whose module had other weights or buffers, or that started from another "
-                f"adapter. Load it with {type(agent).__name__}.load."
+                f"adapter. Load it with {class_name(agent)}.load."
             )
         # 3. Set the train state and all fields, except for those that a population identifies the agent by.
         own = {name: getattr(agent, name) for name in ("index", "parent", "born", "retired")}

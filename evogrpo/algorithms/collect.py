@@ -15,6 +15,7 @@ from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.functional.loss_types import STEP_ADVANTAGES
 from evogrpo.functional.rewards import consecutive_ids, place_on_last_action, zero_variance_groups
 from evogrpo.interruption import NEVER, Stop
+from evogrpo.text import class_name
 
 if TYPE_CHECKING:
     from evogrpo.algorithms.policies import PolicySet
@@ -264,6 +265,6 @@ def check_groups(env: object) -> None:
     """Raise ValueError for an environment without groups, such as a plain Gymnasium environment."""
     if not hasattr(env, "deal"):
         raise ValueError(
-            f"Expected a group environment, got {type(env).__name__}. Wrap it: evogrpo.GymnasiumGroups(...) with the "
+            f"Expected a group environment, got {class_name(env)}. Wrap it: evogrpo.GymnasiumGroups(...) with the "
             "environment's id or a function that makes it, or use evogrpo.HuggingFaceGym(...)."
         )

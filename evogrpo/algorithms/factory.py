@@ -29,6 +29,7 @@ from evogrpo.config.search_space import (
 )
 from evogrpo.envs.control.policy_mapping import AgentSpaces, Policies, PolicyMapping, map_policies, single_agent
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
+from evogrpo.text import class_name, shown
 from evogrpo.validation import flag, instance, refuse_unknown, whole_between
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ def build_policy_set(
     for name, space in zip(FIRST_ARGUMENTS, both, strict=False):
         if space is not None and not isinstance(space, spaces.Space):
             raise ValueError(
-                f"{name} must be a Gymnasium space, got {space!r:.80}. Use GRPO(env.observation_space, "
+                f"{name} must be a Gymnasium space, got {shown(space)}. Use GRPO(env.observation_space, "
                 "env.action_space), or evogrpo.train(env, total_timesteps=...) to train in an environment."
             )
     # 2. Choose the kind of policy set. Small networks need both spaces, and a module of torch or none.
@@ -205,7 +206,7 @@ def build_policy_set(
     if not plain or any(space is None or isinstance(space, spaces.Sequence) for space in both):
         raise ValueError(
             "actor_network must be a transformers model without wrappers, or a torch module with its observation_space "
-            f"and action_space, got {type(actor_network).__name__}: {actor_network!r:.80}. "
+            f"and action_space, got {class_name(actor_network)}: {shown(actor_network)}. "
             "evogrpo.load_base(...).model returns a transformers model."
         )
     # 3. Refuse arguments of other kinds. None = not given, except for target_kl, where None turns calibration off.
@@ -250,7 +251,8 @@ def _language_policy_set(
             instance(name, options[name], kind, example)
     # 2. Choose what members train: all weights, or adapters, which may start from a stored one.
     lora, start = options.get("lora_config"), options.get("adapter")
-    full = flag("full_finetuning", options.get("full_finetuning") or False)
+    chosen = options.get("full_finetuning")
+    full = chosen is not None and flag("full_finetuning", chosen)
     if full and (lora is not None or start is not None):
         raise ValueError("full_finetuning trains all weights. Leave out lora_config and adapter.")
     # 3. Build the settings, the first member's hyperparameters and the policy set.
@@ -289,7 +291,7 @@ def build_joint_policy_set(
     refuse_unknown("argument", options, [*MultiAgentOptions.__annotations__, "observation_spaces", "action_spaces"])
     for name, by_agent in (("observation_spaces", observation_spaces), ("action_spaces", action_spaces)):
         if not isinstance(by_agent, Mapping) or not by_agent:
-            raise ValueError(f"{name} must be spaces by agent, such as env.{name}, got {by_agent!r:.80}.")
+            raise ValueError(f"{name} must be spaces by agent, such as env.{name}, got {shown(by_agent)}.")
     assert observation_spaces is not None and action_spaces is not None
     chosen = {name: options[name] for name in JointSettings.__dataclass_fields__ if name in options}
     settings = JointSettings(**chosen)

@@ -47,6 +47,7 @@ from evogrpo.evolution.founders import spread_founders, warm_start_founders
 from evogrpo.randomness import generator
 from evogrpo.spaces import action_dim, observation_dim, preprocess_observation
 from evogrpo.synonyms import unknown_name_error
+from evogrpo.text import shown
 from evogrpo.validation import flag, instance, lists_options, names_unknown, refuse_unknown, whole_between
 from evogrpo.warnings import warn
 
@@ -180,7 +181,7 @@ class EvolvableAlgorithm(Agent):
             ):
                 raise ValueError(
                     "founders must be a list of Hyperparameters, as evogrpo.best_hyperparameters(RUN) returns, got "
-                    f"{founders!r:.80}."
+                    f"{shown(founders)}."
                 )
             chosen, moved = warm_start_founders(founders, first, space, samples)
             for change in moved:
@@ -329,7 +330,7 @@ class EvolvableAlgorithm(Agent):
         self.check_single_rank("learn")
         if isinstance(experiences, int | float | str):
             raise ValueError(
-                f"experiences must be a tuple of sampled data and rewards, got {experiences!r:.80}. To train in an "
+                f"experiences must be a tuple of sampled data and rewards, got {shown(experiences)}. To train in an "
                 "environment, use evogrpo.train(env, total_timesteps=...) or evogrpo.evolve(population, env)."
             )
         learner = self.learner()
@@ -661,6 +662,6 @@ def algorithm_class(kind: str, stored: str | None, given: type[Agent] | None) ->
     if own_algorithm(found) != stored or kind not in found.kinds:
         ours = stored or _CLASSES[kind].__name__
         raise ValueError(
-            f"The run's agents have the class {ours!r}, got {found.__qualname__!r}. Pass algorithm={ours}."
+            f"The run's agents have the class {ours!r}, got {shown(found.__qualname__)}. Pass algorithm={ours}."
         )
     return found

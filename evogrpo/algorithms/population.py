@@ -24,6 +24,7 @@ from evogrpo.models.bank import Sampler
 from evogrpo.randomness import generator
 from evogrpo.safe_parsing import dump_json, load_json
 from evogrpo.synonyms import NamesMissing
+from evogrpo.text import class_name, shown
 from evogrpo.validation import dump, validate, whole_between
 
 if TYPE_CHECKING:
@@ -62,9 +63,9 @@ class Population(NamesMissing, Sequence[Any]):
         self._handed_out: list[Any] = list(agents)
         if wrapper_cls is not None:
             if not callable(wrapper_cls):
-                raise ValueError(f"wrapper_cls must be a class that takes an agent, got {wrapper_cls!r:.80}.")
+                raise ValueError(f"wrapper_cls must be a class that takes an agent, got {shown(wrapper_cls)}.")
             if wrapper_kwargs is not None and not isinstance(wrapper_kwargs, Mapping):
-                raise ValueError(f"wrapper_kwargs must be a mapping of keyword arguments, got {wrapper_kwargs!r:.80}.")
+                raise ValueError(f"wrapper_kwargs must be a mapping of keyword arguments, got {shown(wrapper_kwargs)}.")
             self._handed_out = [wrapper_cls(agent, **(wrapper_kwargs or {})) for agent in agents]
 
     def __len__(self) -> int:
@@ -73,7 +74,7 @@ class Population(NamesMissing, Sequence[Any]):
     def __repr__(self) -> str:
         scores = (f" {agent.fitness.mean:.3g}" if agent.fitness else "" for agent in self.agents)
         members = ", ".join(f"#{agent.index}{score}" for agent, score in zip(self.agents, scores, strict=True))
-        return f"Population({len(self)} {type(self.agents[0]).__name__} members: {members})"
+        return f"Population({len(self)} {class_name(self.agents[0])} members: {members})"
 
     def __getitem__(self, slot: Any) -> Any:
         return self._handed_out[slot]
@@ -278,7 +279,7 @@ class Population(NamesMissing, Sequence[Any]):
         history = History(space=self.space, next_index=self.next_index, generations=tuple(generations))
         plan = strategy.plan(history, generator(seed, "plan", history.last.number))
         if not isinstance(plan, Plan):
-            raise ValueError(f"Strategy.plan must return an evogrpo.evolution.Plan, got {type(plan).__name__}.")
+            raise ValueError(f"Strategy.plan must return an evogrpo.evolution.Plan, got {class_name(plan)}.")
         # Use the plan as the journal returns it to a resumed run, which refuses values of other types.
         plan = validate(Plan, load_json(dump_json(dump(plan), what="plan")))
         plan.check(history)
@@ -330,7 +331,7 @@ class Population(NamesMissing, Sequence[Any]):
 def _checked(report: LearnReport) -> LearnReport:
     """Return a report with plain numbers; raise ValueError for types that a resumed run would refuse."""
     if not isinstance(report.failed, str | None):
-        raise ValueError(f"LearnReport.failed must be text or None, got {report.failed!r:.80}.")
+        raise ValueError(f"LearnReport.failed must be text or None, got {shown(report.failed)}.")
     return replace(
         report,
         optimizer_steps=whole_between("LearnReport.optimizer_steps", report.optimizer_steps, 0),

@@ -27,7 +27,7 @@ from evogrpo.extras import (
 )
 from evogrpo.models.devices import process_memory
 from evogrpo.safe_parsing import dump_json
-from evogrpo.text import pluralize
+from evogrpo.text import class_name, one_line, pluralize
 from evogrpo.training.console import make_console
 
 DEMO_MEMORY, DEMO_DISK = 3.5e9, 2e9  # bytes: peak memory of the demo; its converted base model and its run directory
@@ -82,7 +82,7 @@ def _findings(check: "Callable[[], Iterator[Finding]]") -> Iterator[Finding]:
         yield Finding(
             name=name,
             state="problem",
-            detail=f"{type(error).__name__}: {error}",
+            detail=f"{class_name(error)}: {one_line(error)}",
             remedy="Reinstall evogrpo and its dependencies.",
         )
 

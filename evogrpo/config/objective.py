@@ -23,6 +23,7 @@ from evogrpo.functional.loss_types import (
     LossType,
     RewardNorm,
 )
+from evogrpo.text import shown
 from evogrpo.validation import (
     FLOAT32_LIMIT,
     REAL,
@@ -332,7 +333,7 @@ def _kl_problems(objective: Objective) -> Iterator[str]:
         if objective.is_set(name) and getattr(objective, needed) is None:
             yield f"{name}={getattr(objective, name)} has no effect without {needed}. Give {needed} as well."
     if objective.reference_sync_steps is not None and objective.reference != "snapshot":
-        yield f"reference_sync_steps needs reference='snapshot', got {objective.reference!r}. Remove one of them."
+        yield f"reference_sync_steps needs reference='snapshot', got {shown(objective.reference)}. Remove one of them."
 
 
 # ---- values that members can evolve to

@@ -19,6 +19,7 @@ from evogrpo.config.translation import (
 )
 from evogrpo.functional.loss_types import AGGREGATIONS, REWARD_NORMS
 from evogrpo.safe_parsing import load_yaml, read_regular
+from evogrpo.text import shown
 from evogrpo.validation import flag, whole_number
 
 TRAINING, GENERATING = "actor_train.training_args", "actor_infer.generating_args"
@@ -145,7 +146,7 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> SettingsReader:
     values = load_yaml(source, "ROLL's configuration") if isinstance(source, str) else source
     if not isinstance(values, Mapping):
         raise ValueError(
-            f"source must be a mapping of ROLL keys, the path of a YAML file or YAML text, got {values!r:.80}."
+            f"source must be a mapping of ROLL keys, the path of a YAML file or YAML text, got {shown(values)}."
         )
     # 2. Flatten the two sections that are translated.
     settings = {str(name): value for name, value in values.items() if name not in ("actor_train", "actor_infer")}
@@ -155,14 +156,14 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> SettingsReader:
         role, name = section.split(".")
         role_values: Any = values.get(role)
         if role_values is not None and not isinstance(role_values, Mapping):
-            refused.append(f"ROLL key {role} must be a mapping, got {role_values!r:.80}")
+            refused.append(f"ROLL key {role} must be a mapping, got {shown(role_values)}")
             role_values = None
         other_keys = {f"{role}.{key}": _INFRASTRUCTURE for key in role_values or () if key != name}
         settings |= other_keys
         ignored |= other_keys
         section_values: Any = (role_values or {}).get(name)
         if section_values is not None and not isinstance(section_values, Mapping):
-            refused.append(f"ROLL key {section} must be a mapping, got {section_values!r:.80}")
+            refused.append(f"ROLL key {section} must be a mapping, got {shown(section_values)}")
             section_values = None
         settings |= {f"{section}.{key}": value for key, value in (section_values or {}).items()}
         if not section_values:  # do not use the defaults of a missing section
@@ -227,7 +228,7 @@ def _advantage(roll: SettingsReader) -> dict[str, Any]:
     if shift and scale:
         roll.refused.append("ROLL keys reward_shift and reward_scale exclude each other: remove one of them")
     if estimator not in ("grpo", "reinforce"):
-        roll.refused.append(f"ROLL key adv_estimator must be grpo or reinforce, got {estimator!r:.80}")
+        roll.refused.append(f"ROLL key adv_estimator must be grpo or reinforce, got {shown(estimator)}")
         return {}
     if estimator == "grpo":
         reason = "adv_estimator 'grpo' uses the group's mean and deviation"

@@ -14,7 +14,18 @@ from evogrpo.config.hyperparameters import (
     Hyperparameters,
     is_categorical,
 )
-from evogrpo.validation import FLOAT32_LIMIT, REAL, Number, Text, plain, refuse_unknown, settings, whole_between
+from evogrpo.text import shown
+from evogrpo.validation import (
+    FLOAT32_LIMIT,
+    REAL,
+    Number,
+    Text,
+    is_text,
+    plain,
+    refuse_unknown,
+    settings,
+    whole_between,
+)
 
 __all__ = [
     "DEFAULT_SEARCHED",
@@ -194,7 +205,7 @@ def _parameter(value: Any, default_scale: Scale) -> RLParameter:
         return RLParameter(choices=value)
     if isinstance(value, tuple) and len(value) == 2:
         return RLParameter(min=value[0], max=value[1], scale=default_scale)
-    raise ValueError(f"expected an RLParameter, a pair (min, max) or a list of choices, got {value!r:.80}.")
+    raise ValueError(f"expected an RLParameter, a pair (min, max) or a list of choices, got {shown(value)}.")
 
 
 class HyperparameterConfig(Mapping[str, RLParameter]):
@@ -271,7 +282,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
         Raises:
             ValueError: If a value is invalid, or a chosen value lies outside the space.
         """
-        if chosen.get("lr") == "auto":
+        if is_text(chosen.get("lr"), "auto"):
             if "lr" in self:
                 raise ValueError("lr must not evolve if it is auto. Let target_kl evolve, or give lr a number.")
             if chosen.get("target_kl", DEFAULT_TARGET_KL) is None:
@@ -289,7 +300,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
                 continue
             closest = parameter.closest(value)
             if closest != value and name in chosen:
-                raise ValueError(f"{name} must start in its {parameter.extent}, got {value!r}.")
+                raise ValueError(f"{name} must start in its {parameter.extent}, got {shown(value)}.")
             moved[name] = closest
         return dataclasses.replace(record, **moved)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from evogrpo.synonyms import unknown_name_error
+from evogrpo.text import shown
 from evogrpo.validation import finite_number, whole_between, whole_number
 
 Parse = Callable[[str, Any], Any]
@@ -81,7 +82,7 @@ class SettingsReader:
         """Refuse settings whose effect is not implemented, unless their value has no effect."""
         for name, (neutral, reason) in unsupported.items():
             if name in self.given and self.given[name] not in neutral:
-                self.refused.append(f"{self.kind} {name} is not supported, got {self.given[name]!r:.80}: {reason}")
+                self.refused.append(f"{self.kind} {name} is not supported, got {shown(self.given[name])}: {reason}")
 
     def translate(self, **computed: Mapping[str, Any]) -> Self:
         """Set `arguments` to all values with a target and to `computed`, by field of `Imported`; None is left out."""

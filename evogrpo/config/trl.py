@@ -21,12 +21,13 @@ from evogrpo.config.translation import (
 from evogrpo.extras import require
 from evogrpo.functional.loss_types import IMPORTANCE_CORRECTIONS
 from evogrpo.synonyms import unknown_name_error
+from evogrpo.text import class_name, shown
 from evogrpo.validation import finite_number, flag, whole_number
 
 
 def _numbers(what: str, value: Any) -> list[float]:
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise ValueError(f"{what} must be a list of numbers, got {value!r:.80}.")
+        raise ValueError(f"{what} must be a list of numbers, got {shown(value)}.")
     return [finite_number(what, weight) for weight in value]
 
 
@@ -39,7 +40,7 @@ def _adamw(what: str, value: Any) -> str:
     """Return the name of an AdamW optimizer; raise ValueError for any other."""
     name = _text(what, value)
     if not name.startswith("adamw"):
-        raise ValueError(f"{what} is not supported, got {name!r:.80}: the optimizer is AdamW.")
+        raise ValueError(f"{what} is not supported, got {shown(name)}: the optimizer is AdamW.")
     return name
 
 
@@ -49,7 +50,7 @@ def _arguments(what: str, value: Any) -> Mapping[str, Any]:
         with suppress(json.JSONDecodeError):  # refused below
             value = json.loads(value)
     if not isinstance(value, Mapping):
-        raise ValueError(f"{what} must be a mapping, got {value!r:.80}.")
+        raise ValueError(f"{what} must be a mapping, got {shown(value)}.")
     return {name: finite_number(f"{what}: {name}", each) for name, each in value.items() if each is not None}
 
 
@@ -236,7 +237,7 @@ def _given_fields(source: object) -> dict[str, Any]:
     if isinstance(source, Mapping):
         return dict(source)
     if not dataclasses.is_dataclass(source) or isinstance(source, type):
-        raise ValueError(f"source must be a TRL GRPOConfig or a mapping of its fields, got {type(source).__name__}.")
+        raise ValueError(f"source must be a TRL GRPOConfig or a mapping of its fields, got {class_name(source)}.")
     values = {}
     for field in dataclasses.fields(source):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -276,7 +277,7 @@ def _loss(trl: SettingsReader) -> tuple[str, str | None]:
         return loss, None
     if loss not in SEQUENCE_LOSSES:
         known = ", ".join(SEQUENCE_LOSSES)
-        trl.refused.append(f"TRL field importance_sampling_level 'sequence' needs loss_type {known}, got {loss!r}")
+        trl.refused.append(f"TRL field importance_sampling_level 'sequence' needs loss_type {known}, got {shown(loss)}")
     return SEQUENCE_LOSSES.get(loss, (loss, None))
 
 

@@ -32,6 +32,7 @@ from evogrpo.envs.source_code import (
     trees_of,
     used_names,
 )
+from evogrpo.text import class_name
 from evogrpo.warnings import warn
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -410,7 +411,7 @@ def check_fingerprint(stored: Mapping[str, str] | None, env: GroupEnvironment, *
     """
     current = fingerprint_of(env)
     if stored is None or current is None:
-        reason = f"{type(env).__name__} has no fingerprint()" if current is None else "the checkpoint has none"
+        reason = f"{class_name(env)} has no fingerprint()" if current is None else "the checkpoint has none"
         warn(f"Cannot check that the run continues in the same environment: {reason}.")
         return ()
     differences = tuple(

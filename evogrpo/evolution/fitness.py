@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from evogrpo.text import shown
 from evogrpo.validation import REAL, WHOLE, Flag, Real, Whole, finite_number, settings
 
 GREEDY, SAMPLED, ROLLOUTS = "greedy", "sampled", "rollouts"
@@ -171,7 +172,7 @@ class FitnessConfig:
         if not isinstance(value, str):
             raise ValueError(
                 f"fitness must be one of {', '.join(get_args(FitnessBy))}, a mapping of settings or a FitnessConfig, "
-                f"got {value!r:.80}."
+                f"got {shown(value)}."
             )
         return cls(by=value)  # type: ignore[arg-type]  # __post_init__ checks the name
 

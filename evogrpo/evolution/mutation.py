@@ -13,7 +13,7 @@ from pydantic import PlainValidator
 from evogrpo.config.hyperparameters import Hyperparameters, Value, is_categorical, is_integer
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution.history import NETWORK, History, MemberRecord, changes_between
-from evogrpo.text import reference_to
+from evogrpo.text import reference_to, shown
 from evogrpo.validation import PositiveShare, Share, refuse_unknown, settings
 
 T = TypeVar("T")
@@ -258,7 +258,7 @@ def last_steps(member: MemberRecord, space: HyperparameterConfig) -> dict[str, f
 def _checked_perturbation(value: Any) -> Perturbation:
     """Return the value; raise ValueError unless it is a perturbation."""
     if isinstance(value, type) or not callable(value):
-        raise ValueError(f"must be Mutation(...) or a function of (hyperparameters, space, rng), got {value!r:.80}.")
+        raise ValueError(f"must be Mutation(...) or a function of (hyperparameters, space, rng), got {shown(value)}.")
     perturbation: Perturbation = value
     return perturbation
 
@@ -336,10 +336,10 @@ def _call_custom(
     name = getattr(perturbation, "__name__", type(perturbation).__name__)
     child: Any = perturbation(parent, space, rng)
     if not isinstance(child, Hyperparameters):
-        raise ValueError(f"{name} must return Hyperparameters, got {child!r:.80}. Use dataclasses.replace.")
+        raise ValueError(f"{name} must return Hyperparameters, got {shown(child)}. Use dataclasses.replace.")
     for changed, (_, value) in changes_between(parent, child).items():
         if changed not in space:
             raise ValueError(f"{name} may only change {', '.join(space)}, got {changed}={value!r}.")
         if value is None or space[changed].closest(value) != value:
-            raise ValueError(f"{name}: {changed} must be in its {space[changed].extent}, got {value!r}. Clip it.")
+            raise ValueError(f"{name}: {changed} must be in its {space[changed].extent}, got {shown(value)}. Clip it.")
     return child

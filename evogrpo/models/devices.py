@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from evogrpo.text import shown
+
 if TYPE_CHECKING:
     import torch
 
@@ -23,13 +25,15 @@ def check_device(device: "str | torch.device") -> None:
     """Raise a ValueError unless tensors can be created on the device."""
     import torch
 
+    if not isinstance(device, str | torch.device):
+        raise ValueError(f"device must be a name such as 'cpu' or 'cuda', got {shown(device)}.")
     if device == "auto":
         raise ValueError("device 'auto' is the default. Leave device out.")
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, TypeError) as error:  # torch asserts that it was built with CUDA
         raise ValueError(
-            f"device {str(device)!r:.40} is not available. Use 'cpu', or 'cuda' if torch.cuda.is_available()."
+            f"device {shown(device, 40)} is not available. Use 'cpu', or 'cuda' if torch.cuda.is_available()."
         ) from error
 
 

@@ -22,6 +22,7 @@ from evogrpo.text import (
     changes_text,
     count_text,
     duration_text,
+    expand_user,
     number_text,
     pluralize,
     printable,
@@ -91,7 +92,7 @@ def report(run_dir: str | Path) -> RunReport:
     Raises:
         ValueError: If there is no journal, or it is invalid.
     """
-    return RunReport(Path(run_dir), read_summary(run_dir))
+    return RunReport(expand_user(run_dir, "run_dir"), read_summary(run_dir))
 
 
 def html_page(summary: RunSummary) -> str:

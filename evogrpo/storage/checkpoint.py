@@ -27,6 +27,7 @@ from evogrpo.storage.atomic_files import (
     sync_folder,
     write_synced,
 )
+from evogrpo.text import class_name, expand_user, one_line, shown
 from evogrpo.validation import dump, validate
 
 __all__ = ["CheckpointError", "Manifest", "read_checkpoint", "read_record", "verify_checkpoint", "write_checkpoint"]
@@ -77,7 +78,7 @@ def checkpoint_errors(path: Path | str) -> Iterator[None]:
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise CheckpointError(f"{path} needs more memory than is available: {error}") from error
     except Exception as error:
-        reason = f"{type(error).__name__}: {error!s:.300}"
+        reason = f"{class_name(error)}: {one_line(error, 300)}"
         raise CheckpointError(f"{path} cannot be read by this version ({reason}).") from error
 
 
@@ -121,7 +122,7 @@ class Manifest:
             raise ValueError(f"files must list {self.kind}.json")
         for name in self.files:
             if not _is_plain_name(name):
-                raise ValueError(f"files must have plain file names, got {name!r:.80}")
+                raise ValueError(f"files must have plain file names, got {shown(name)}")
 
 
 def tensor_names(kind: Kind, names: Iterable[str]) -> list[str]:
@@ -152,7 +153,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError(f'format must be "{FORMAT}"')
         if values.get("version") != VERSION:
             raise CheckpointError(
-                f"{path} has format version {values.get('version')!r:.80}, but this evogrpo reads version {VERSION}. "
+                f"{path} has format version {shown(values.get('version'))}, but this evogrpo reads version {VERSION}. "
                 "Load it with the version that wrote it."
             )
         return validate(Manifest, values, extra="forbid")
@@ -199,7 +200,7 @@ def write_checkpoint(
         OSError: If writing fails; `folder` is unchanged.
     """
     # 1. Check everything that can be checked before the first write.
-    folder, files = Path(folder).resolve(), files or {}
+    folder, files = expand_user(folder).resolve(), files or {}
     for name in files:
         if not _is_plain_name(name) or name in {f"{kind}.json", *tensor_names(kind, files)}:
             raise ValueError(f"{name!r} cannot be the name of a file. Use letters, digits, '.', '_' and '-'.")
@@ -242,7 +243,7 @@ def _tensor_files(kind: Kind, tensors: Mapping[str, Tensor], file_bytes: int) ->
             number, size = number + 1, 0
             file_name = f"{kind}-{number:05d}.safetensors"
         if not isinstance(name, str) or name == "__metadata__":
-            raise ValueError(f"the name of a tensor must be text other than '__metadata__', got {name!r}.")
+            raise ValueError(f"the name of a tensor must be text other than '__metadata__', got {shown(name)}.")
         tensor = tensors[name]
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             raise ValueError(f"{name!r} must be a dense tensor. Convert it, or leave it out.")
@@ -389,7 +390,7 @@ def _record(folder: Path, manifest: Manifest) -> dict[str, Any]:
     except ValueError as error:
         raise damaged_error(path, f"is not strict JSON ({error})") from error
     if not isinstance(record, dict):
-        raise damaged_error(path, f"must be a JSON object, got a {type(record).__name__}")
+        raise damaged_error(path, f"must be a JSON object, got a {class_name(record)}")
     return record
 
 

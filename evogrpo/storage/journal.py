@@ -16,6 +16,7 @@ from evogrpo.storage.atomic_files import (
     replace_file,
     sync_folder,
 )
+from evogrpo.text import shown
 
 VERSION = 4
 """Version of the format, in the first event; only this one is read."""
@@ -228,13 +229,13 @@ def parse_journal(content: bytes, path: Path | str) -> list[dict[str, Any]]:
                 raise ValueError('an event is an object with a text "event"')
             if number == 1 and event.get("journal_version") != VERSION:
                 raise JournalError(
-                    f"{path} has journal version {event.get('journal_version')!r:.80}, but this evogrpo reads version "
+                    f"{path} has journal version {shown(event.get('journal_version'))}, but this evogrpo reads version "
                     f"{VERSION}. Use the version that wrote it."
                 )
             if event["event"] == "resumed":
                 checkpoint = event.get("offset")
                 if not isinstance(checkpoint, int) or isinstance(checkpoint, bool) or not 0 <= checkpoint <= offset:
-                    raise ValueError(f"offset must be a whole number up to {offset}, got {checkpoint!r:.80}")
+                    raise ValueError(f"offset must be a whole number up to {offset}, got {shown(checkpoint)}")
             lines.append((offset, event))
         except JournalError:
             raise

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evogrpo.distributed import processes
-from evogrpo.text import printable, relative_path
+from evogrpo.text import printable, relative_path, shown
 
 LOG_WIDTH = 120  # characters per line of a log file
 NOTEBOOK_WIDTH = 92  # characters per line below a notebook cell that fit without scrolling
@@ -61,8 +61,8 @@ def console_for(progress: bool | None) -> Console | None:
     Raises:
         ValueError: If it is neither True, False nor None.
     """
-    if progress not in (None, True, False):
-        raise ValueError(f"progress must be True, False or None (shown on a terminal), got {progress!r}.")
+    if progress is not None and not isinstance(progress, bool):
+        raise ValueError(f"progress must be True, False or None (shown on a terminal), got {shown(progress)}.")
     if progress is False or sys.stdout is None or not processes().is_rank_zero:
         return None
     notebook = VisibleConsole(width=None if "JUPYTER_COLUMNS" in os.environ else NOTEBOOK_WIDTH)

@@ -23,7 +23,7 @@ from evogrpo.interruption import STOPPED, stopping_on_signals
 from evogrpo.models.devices import single_threaded
 from evogrpo.reporting.records import GenerationReport, Result
 from evogrpo.synonyms import NamesMissing
-from evogrpo.text import relative_path
+from evogrpo.text import class_name, relative_path
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.configuration.user_code import chosen_strategy
 from evogrpo.training.console import console_for
@@ -257,7 +257,7 @@ def evolve(
         raise ValueError("evolve takes the population first: evolve(population, env, ...).")
     if not isinstance(population, Population):
         raise ValueError(
-            f"evolve needs a Population, got {type(population).__name__}. For one agent, make GRPO.population(1)."
+            f"evolve needs a Population, got {class_name(population)}. For one agent, make GRPO.population(1)."
         )
     console = console_for(progress)
     logging = LoggingConfig(
@@ -326,7 +326,7 @@ def resume(
     """
     # 1. Check the arguments.
     if not isinstance(run_dir, str | Path):
-        raise ValueError(f"resume takes the run directory first: resume(run_dir, env), got {type(run_dir).__name__}.")
+        raise ValueError(f"resume takes the run directory first: resume(run_dir, env), got {class_name(run_dir)}.")
     # 2. Open the run and check the data.
     console = console_for(progress)
     saved = open_run(run_dir, writable=True)

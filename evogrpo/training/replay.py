@@ -16,6 +16,7 @@ from evogrpo.reporting.lineage import best_schedule, fitness_estimate
 from evogrpo.reporting.summary import read_summary
 from evogrpo.safe_parsing import dump_json, dump_yaml, read_yaml_file
 from evogrpo.storage.atomic_files import make_folder, write_synced
+from evogrpo.text import expand_user, shown
 from evogrpo.training.configuration.reading import override, parse_config
 from evogrpo.training.configuration.sections import CONFIG_FILE, Config
 from evogrpo.training.console import console_for
@@ -79,7 +80,7 @@ class HyperparameterSchedule:
             ValueError: If it is neither, no member has been evaluated, or a value is invalid.
         """
         # 1. A schedule file.
-        path = Path(source)
+        path = expand_user(source, "source")
         if not path.is_dir():
             stored = read_yaml_file(path)
             if "stages" not in stored:
@@ -200,7 +201,7 @@ def replay(
     # 2. Train the given population.
     if population is not None and env is not None:
         if overrides:
-            raise ValueError(f"overrides cannot be used with population, got {overrides!r:.80}. Remove one of them.")
+            raise ValueError(f"overrides cannot be used with population, got {shown(overrides)}. Remove one of them.")
         for agent in population.agents:
             agent.hyperparameters = schedule.stages[0].hyperparameters
         return evolve(

@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -71,6 +70,7 @@ from evogrpo.storage.journal import (
 )
 from evogrpo.storage.lock import DirectoryLock
 from evogrpo.synonyms import unknown_name_error
+from evogrpo.text import expand_user
 from evogrpo.training.configuration.sections import CONFIG_FILE, CONFIG_HEAD, LoggingConfig
 from evogrpo.training.configuration.user_code import restored_strategy, strategy_record
 from evogrpo.training.run_state import Best, RunState, as_generation, best_agent
@@ -217,9 +217,7 @@ class RunDir:
         saved: int = 0,
         steps: int = 0,
     ) -> None:
-        if not isinstance(path, str | PathLike):
-            raise ValueError(f"run_dir must be the path of a folder, got {path!r:.80} ({type(path).__name__}).")
-        self.path = Path(path).expanduser().absolute()  # the program may change its working directory
+        self.path = expand_user(path, "run_dir").absolute()  # the program may change its working directory
         self.run_id = run_id or uuid.uuid4().hex
         self._lock, self._config, self._saved, self._steps = lock, config, saved, steps
         self.logging = logging or LoggingConfig()
@@ -502,7 +500,7 @@ def open_run(path: str | Path, *, writable: bool = False, members_only: bool = F
         ValueError: If another process has locked the directory.
     """
     assert not (writable and members_only), "a run that starts from its members is only read"
-    path = Path(path).expanduser().absolute()
+    path = expand_user(path, "run_dir").absolute()
     group, found = processes(), []
     if not writable or group.size == 1:
         return _open(path, writable=writable, members_only=members_only)

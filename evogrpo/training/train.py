@@ -12,7 +12,7 @@ from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Hyperparameters, O
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.evolution.fitness import FitnessConfig
-from evogrpo.text import reference_to
+from evogrpo.text import class_name, expand_user, reference_to, shown
 from evogrpo.training.configuration.environment_tasks import (
     EnvironmentTask,
     NetworkAgent,
@@ -30,8 +30,16 @@ from evogrpo.training.launch import make_trainer, start
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types.networks import prepare_in
-from evogrpo.training.trainer import Callback
-from evogrpo.validation import flag, instance, lists_options, names_unknown, plain, whole_between
+from evogrpo.training.trainer import Callback, check_callbacks
+from evogrpo.validation import (
+    flag,
+    instance,
+    is_text,
+    lists_options,
+    names_unknown,
+    plain,
+    whole_between,
+)
 
 MakesEnv = Callable[..., "gymnasium.Env[Any, Any]"]
 
@@ -121,21 +129,23 @@ def train(
     _check_env(env, total_timesteps)
     if callback is not None and not callable(callback):
         raise ValueError(
-            f"callback must be a function of the run, got {type(callback).__name__}. Stable-Baselines3 callbacks work "
+            f"callback must be a function of the run, got {class_name(callback)}. Stable-Baselines3 callbacks work "
             "only with its own models."
         )
+    check_callbacks(callbacks)
+    folder = None if run_dir is None else expand_user(run_dir, "run_dir")
     # 2. Build configuration and environment, and check the memory.
     console = console_for(progress)
     config = _configured(env, total_timesteps, preset=preset, settings=settings)
     prepared = prepare_in(config, _environment(env, config, settings))
     check_memory(prepared.forecast().memory, allowed=skip_memory_check)
     # 3. Create the trainer, with or without a run directory.
-    if run_dir is None:
+    if folder is None:
         trainer = make_trainer(prepared)
     elif isinstance(env, str):  # a registered environment: the run can have a config.yaml, which commands read
-        trainer = start(replace(prepared, config=replace(prepared.config, run_dir=str(run_dir))), Path(run_dir))
+        trainer = start(replace(prepared, config=replace(prepared.config, run_dir=str(folder))), folder)
     else:
-        trainer = make_trainer(prepared, RunDir(run_dir, prepared.config.logging))
+        trainer = make_trainer(prepared, RunDir(folder, prepared.config.logging))
     trainer.callbacks.extend(callbacks)
     # 4. Train.
     try:
@@ -152,13 +162,13 @@ def _check_env(env: object, total_timesteps: object) -> None:
         env_id = total_timesteps if env in _POLICIES and isinstance(total_timesteps, str) else env
         env_id = "CartPole-v1" if env_id in _POLICIES else env_id
         raise ValueError(
-            f"train takes no policy, because the network is built from the spaces, got {env!r:.80} and "
-            f"{total_timesteps!r:.80}. Write train({env_id!r}, total_timesteps=100_000)."
+            f"train takes no policy, because the network is built from the spaces, got {shown(env)} and "
+            f"{shown(total_timesteps)}. Write train({env_id!r}, total_timesteps=100_000)."
         )
     if isinstance(env, str | GymnasiumGroups) or (callable(env) and not isinstance(env, gymnasium.Env)):
         return
     raise ValueError(
-        f"env must be an id, a callable that creates an environment, or GymnasiumGroups, got {env!r:.80}. Write "
+        f"env must be an id, a callable that creates an environment, or GymnasiumGroups, got {shown(env)}. Write "
         "train(lambda: MyEnv(...), ...). For several agents or language models, use evolve(population, env, ...)."
     )
 
@@ -170,7 +180,7 @@ def _configured(
     # 1. Read the packaged configuration of the environment.
     if flag("preset", preset) and not isinstance(env, str):
         raise ValueError(
-            f"preset requires the id of a registered environment, got {type(env).__name__}. Give the id, or leave out "
+            f"preset requires the id of a registered environment, got {class_name(env)}. Give the id, or leave out "
             "preset."
         )
     values = packaged_values(env if isinstance(env, str) else None, with_preset=preset)
@@ -185,7 +195,7 @@ def _configured(
         for wrapper in settings["wrappers"]:
             if not isinstance(wrapper, str | Mapping | type):
                 raise ValueError(
-                    f"wrappers must be classes or names, got {type(wrapper).__name__}. Pass other wrappers to "
+                    f"wrappers must be classes or names, got {class_name(wrapper)}. Pass other wrappers to "
                     "GymnasiumGroups(env, wrappers=[...])."
                 )
         named = [reference_to(each) if isinstance(each, type) else each for each in settings["wrappers"]]
@@ -195,8 +205,9 @@ def _configured(
     # 3. Merge them into the packaged configuration.
     values = without_packaged_limits(values, given["schedule"])
     values = merge_sections(values, given) | {key: settings[key] for key in ("seed", "device") if key in settings}
-    if settings.get("hp_config", "auto") != "auto":
-        space = settings["hp_config"] or HyperparameterConfig()
+    space = settings.get("hp_config", "auto")
+    if not is_text(space, "auto"):
+        space = HyperparameterConfig() if space is None else space
         values["search_space"] = instance("hp_config", space, HyperparameterConfig, _SPACE_EXAMPLE).to_json()
     if settings.get("fitness") is not None:
         values["fitness"] = plain(FitnessConfig.of(settings["fitness"]))

@@ -28,7 +28,7 @@ from evogrpo.reporting.records import (
 )
 from evogrpo.safe_parsing import dump_json
 from evogrpo.synonyms import counterpart
-from evogrpo.text import pluralize
+from evogrpo.text import class_name, one_line, pluralize, shown
 from evogrpo.training.configuration.user_code import check_resumable, check_strategy, strategy_record
 from evogrpo.training.evaluation import (
     GreedyGapCheck,
@@ -88,6 +88,17 @@ class Callback:
         """Called when the run is complete or was stopped, once everything is saved; not after an error."""
 
 
+def check_callbacks(callbacks: object) -> None:
+    """Raise ValueError unless the value is a list of callbacks."""
+    hooks = [name for name in vars(Callback) if name.startswith("on_")]
+    if not issubclass(type(callbacks), Sequence) or isinstance(callbacks, str | bytes):
+        raise ValueError(f"callbacks must be a list of callbacks, got {shown(callbacks)}.")
+    assert isinstance(callbacks, Sequence)
+    for each in callbacks:
+        if isinstance(each, type) or not all(callable(getattr(each, hook, None)) for hook in hooks):
+            raise ValueError(f"callbacks must be instances of subclasses of evogrpo.Callback, got {shown(each)}.")
+
+
 class Trainer:
     """Training loop of a population.
 
@@ -139,12 +150,7 @@ class Trainer:
         self.fitness = fitness or FitnessConfig()
         check_run(population, env, schedule, self.fitness)
         check_strategy(strategy)
-        hooks = [name for name in vars(Callback) if name.startswith("on_")]
-        if not isinstance(callbacks, Sequence):
-            raise ValueError(f"callbacks must be a list of callbacks, got {callbacks!r:.80}.")
-        for each in callbacks:
-            if isinstance(each, type) or not all(callable(getattr(each, hook, None)) for hook in hooks):
-                raise ValueError(f"callbacks must be instances of subclasses of evogrpo.Callback, got {each!r:.80}.")
+        check_callbacks(callbacks)
         # 2. Assemble the parts of the loop.
         self.population, self.env, self.strategy = population, env, strategy
         self.schedule, self.run_state = schedule, run_state or RunState(members=len(population))
@@ -228,7 +234,7 @@ class Trainer:
                         for slot, train_state in snapshot.items():
                             banks.load_state(slot, train_state)
                         if isinstance(error, Exception | SystemExit):  # most often of a reward function
-                            self._save(f"{type(error).__name__} in learning step {state.step}")
+                            self._save(f"{class_name(error)} in learning step {state.step}")
                         raise
                     snapshot.clear()  # before the next one is made: members may be large
                     # 4. Log.
@@ -365,7 +371,7 @@ class Trainer:
             with self.stop_request.interruptible():
                 measured = measure(self)
         except (Exception, SystemExit) as error:
-            self._save(f"{type(error).__name__} while evaluating generation {state.generation + 1}")
+            self._save(f"{class_name(error)} while evaluating generation {state.generation + 1}")
             raise
         state.longest_evaluation = max(state.longest_evaluation, clock.now() - began)
         clock.tick()
@@ -409,7 +415,7 @@ class Trainer:
         except (Exception, SystemExit) as error:
             self.strategy.load_state(strategy_state)
             name = type(self.strategy).__name__
-            raise StrategyError(f"{name} cannot plan: {type(error).__name__}: {error}") from error
+            raise StrategyError(f"{name} cannot plan: {class_name(error)}: {one_line(error)}") from error
         return plan
 
     def _apply(self, plan: Plan) -> None:

@@ -21,7 +21,7 @@ from evogrpo.envs.control.pettingzoo_groups import AGENT_REWARDS, PettingZooGrou
 from evogrpo.envs.control.seeded_groups import SeededGroups
 from evogrpo.envs.control.single_env import EnvFactory, mask_of
 from evogrpo.extras import extra_command, require
-from evogrpo.text import shorten
+from evogrpo.text import class_name, one_line, shorten, shown
 
 RENDER_MODE = "rgb_array"
 _HEADLESS_VARIABLES = {"SDL_VIDEODRIVER": "dummy", "MUJOCO_GL": "egl"}
@@ -57,7 +57,7 @@ def _rendering_errors(name: str) -> Iterator[None]:
     except gymnasium.error.Error as error:
         raise ValueError(f"{name} cannot be created: {error}") from error
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"
+        text = f"{class_name(error)}: {one_line(error)}"
         remedy = _REMEDY
         if isinstance(error, TypeError) and "render_mode" in text:
             remedy = f'accept the argument render_mode, and return an image from render() if it is "{RENDER_MODE}"'
@@ -174,7 +174,7 @@ def record_video(
     # 1. Check the arguments and that videos can be written.
     seeds, path = _seeds(env, episodes, seeds), Path(path)
     if path.suffix != ".mp4":
-        raise ValueError(f"path must end in .mp4, got {str(path)!r}.")
+        raise ValueError(f"path must end in .mp4, got {shown(str(path))}.")
     several = [path.with_name(f"{path.stem}-{number}.mp4") for number in range(len(seeds))]
     targets = several if len(seeds) > 1 else [path]
     for target in targets:
@@ -216,7 +216,7 @@ def check_spaces(agent: GRPO, env: "gymnasium.Env[Any, Any]") -> None:
         expected, actual = getattr(agent, name), getattr(env, name)
         if expected != actual:
             raise ValueError(
-                f"{name} must equal the agent's, {expected}, got {actual} of {type(env.unwrapped).__name__}. Use an "
+                f"{name} must equal the agent's, {expected}, got {actual} of {class_name(env.unwrapped)}. Use an "
                 "agent that was trained in this environment."
             )
 

@@ -64,6 +64,7 @@ from evogrpo.models.language.vllm_sampler import VLLMSampler
 from evogrpo.randomness import generator
 from evogrpo.spaces import CompletionSpace
 from evogrpo.storage.checkpoint import CheckpointError, is_path
+from evogrpo.text import class_name
 from evogrpo.validation import validate, whole_between
 
 if TYPE_CHECKING:
@@ -250,7 +251,7 @@ class LanguagePolicySet:
         batch = env.open(split, starts)
         if not isinstance(batch, PromptBatch):
             raise ValueError(
-                f"Language models need an environment of prompts, but {type(env).__name__} is played step by step. Use "
+                f"Language models need an environment of prompts, but {class_name(env)} is played step by step. Use "
                 "HuggingFaceGym, or train small networks: pass its observation_space and action_space."
             )
         if self.settings.eos_token_ids is None:

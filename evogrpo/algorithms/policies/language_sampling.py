@@ -30,6 +30,7 @@ from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.functional.rewards import overlong_penalty
 from evogrpo.models.bank import FinishedCallback, Sampler
 from evogrpo.randomness import generator
+from evogrpo.text import class_name, shown
 
 Experiences = tuple[Sequence[Tensor], Sequence[Tensor], Any]
 """(completion ids per prompt `[g, P + C]`, action masks per prompt `[g, P + C - 1]`, rewards `[prompts, g]`)."""
@@ -55,7 +56,7 @@ def prompt_rows(
     prompts = list[tuple[int, ...]]()
     for number, state in enumerate(states):
         if not isinstance(state, Mapping) or "input_ids" not in state:
-            raise ValueError(f"prompt {number} must be a mapping with input_ids [1, P], got {type(state).__name__}.")
+            raise ValueError(f"prompt {number} must be a mapping with input_ids [1, P], got {class_name(state)}.")
         ids = torch.as_tensor(state["input_ids"])
         mask = torch.as_tensor(state.get("attention_mask", torch.ones_like(ids)))
         for name, values in (("input_ids", ids), ("attention_mask", mask)):
@@ -130,16 +131,16 @@ def as_batch(
     """
     # 1. Check the types and the number of prompts.
     if not isinstance(experiences, Sequence) or len(experiences) != 3:
-        got = f"{len(experiences)} parts" if isinstance(experiences, Sequence) else f"{experiences!r:.80}"
+        got = f"{len(experiences)} parts" if isinstance(experiences, Sequence) else shown(experiences)
         raise ValueError(f"experiences must be (completion_ids, action_masks, rewards), got {got}.")
     completion_ids, action_masks, reward_values = experiences
     for name, parts in (("completion_ids", completion_ids), ("action_masks", action_masks)):
         if not isinstance(parts, Sequence | Tensor) or not all(isinstance(part, Tensor) for part in parts):
-            raise ValueError(f"{name} must be a list of tensors, one per prompt, got {parts!r:.80}.")
+            raise ValueError(f"{name} must be a list of tensors, one per prompt, got {shown(parts)}.")
     try:
         rewards = torch.as_tensor(reward_values, dtype=torch.float32)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"rewards must be numbers [prompts, group_size], got {reward_values!r:.80}.") from error
+        raise ValueError(f"rewards must be numbers [prompts, group_size], got {shown(reward_values)}.") from error
     if not len(completion_ids) == len(action_masks) == len(rewards) or rewards.dim() != 2:
         raise ValueError(
             "completion_ids, action_masks and rewards must have one entry per prompt, got "

@@ -30,6 +30,7 @@ from evogrpo.models.networks.architecture import NothingToChangeError, mutate_ar
 from evogrpo.models.networks.bank import StackedBank, to_tensors
 from evogrpo.models.networks.networks import ModuleNetwork, split
 from evogrpo.spaces import flatten, leaf_spaces, preprocess_observation, unflatten
+from evogrpo.text import class_name, shown
 
 StepExperiences = tuple[Any, ...]
 """(observations `[starts, g, t, ...]`, actions `[starts, g, t, ...]` as `get_action` returned them, action masks
@@ -280,7 +281,7 @@ def check_observations(space: spaces.Space[Any], observation: Any) -> tuple[Any,
     try:
         values = flatten(space, observation)
     except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"An observation must have the form of {space}, got {type(observation).__name__}.") from error
+        raise ValueError(f"An observation must have the form of {space}, got {class_name(observation)}.") from error
     reset = isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], Mapping)
     if reset and not isinstance(space, spaces.Tuple):
         raise ValueError("An observation must be given without info. Unpack it: observation, info = env.reset().")
@@ -292,7 +293,7 @@ def check_observations(space: spaces.Space[Any], observation: Any) -> tuple[Any,
         if array.shape != shape and array.shape[1:] != shape:
             raise ValueError(
                 f"An observation must have the shape {shape}, or [batch, ...] of it, got "
-                f"{f'the shape {array.shape}' if array.ndim else f'{observation!r:.80}'}."
+                f"{f'the shape {array.shape}' if array.ndim else f'{shown(observation)}'}."
             )
         single = array.shape == shape
         counts.add(None if single else len(array))
@@ -318,7 +319,7 @@ def _converted(leaf: spaces.Space[Any], array: NDArray[Any], rows: Any = ...) ->
         with np.errstate(all="ignore"):  # checked below
             converted = array.astype(leaf.dtype, copy=False)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"An observation must be of numbers, got {array.tolist()!r:.80}.") from error
+        raise ValueError(f"An observation must be of numbers, got {shown(array.tolist())}.") from error
     counted = converted[rows]
     if counted.dtype.kind != "f":
         check_representable(leaf, array[rows], counted)

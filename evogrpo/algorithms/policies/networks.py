@@ -41,6 +41,7 @@ from evogrpo.models.networks.distributions import distribution_for
 from evogrpo.models.networks.networks import DefaultNetwork
 from evogrpo.randomness import generator
 from evogrpo.spaces import unflatten
+from evogrpo.text import class_name
 from evogrpo.validation import validate
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ class NetworkPolicySet:
             given = getattr(env, name, None)
             if given != expected:
                 raise ValueError(
-                    f"The members' {name} {'is' if self._single else 'are'} {expected}, but {type(env).__name__} has "
+                    f"The members' {name} {'is' if self._single else 'are'} {expected}, but {class_name(env)} has "
                     f"{given}. Create agents with the environment's spaces, or with a language model for prompts. Wrap "
                     f"{wrapper}."
                 )
@@ -303,7 +304,7 @@ class NetworkPolicySet:
         for name, values in (("observations", observations), ("action masks", action_masks)):
             if not isinstance(values, Mapping) and (values is not None or name == "observations"):
                 raise ValueError(
-                    f"{name} must be a dict by agent, got {type(values).__name__}. Unpack what reset and step return."
+                    f"{name} must be a dict by agent, got {class_name(values)}. Unpack what reset and step return."
                 )
         masks_of: dict[str, dict[Any, Any]] = {}
         unmasked = {}
@@ -363,7 +364,7 @@ class NetworkPolicySet:
         if isinstance(experiences, Mapping) and all(isinstance(each, Batch) for each in experiences.values()):
             return experiences, ()
         if not self._single:
-            raise ValueError(f"learn needs the experience of collect(...), got {type(experiences).__name__}.")
+            raise ValueError(f"learn needs the experience of collect(...), got {class_name(experiences)}.")
         if isinstance(experiences, tuple | list) and len(experiences) == 4:
             # The masks are part of the observations.
             observations, own_masks = self.mapping.specs[DEFAULT_POLICY].split_mask(experiences[0])

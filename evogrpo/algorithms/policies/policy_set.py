@@ -20,7 +20,7 @@ from evogrpo.extras import require
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.models.bank import PolicyBank, TrainState
 from evogrpo.models.devices import check_device, check_stored_size
-from evogrpo.text import short_repr
+from evogrpo.text import short_repr, shown
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -283,7 +283,7 @@ def choose_device(accelerator: "Accelerator | None", device: str | torch.device 
     from accelerate import Accelerator
 
     if not isinstance(accelerator, Accelerator):
-        raise ValueError(f"accelerator must be an accelerate.Accelerator, got {accelerator!r:.80}.")
+        raise ValueError(f"accelerator must be an accelerate.Accelerator, got {shown(accelerator)}.")
     if device is not None:
         raise ValueError(f"The accelerator sets the device. Leave out device={str(device)!r}.")
     chosen: torch.device = accelerator.device

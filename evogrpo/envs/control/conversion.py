@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from evogrpo.randomness import generator
 from evogrpo.spaces import leaf_spaces
+from evogrpo.text import shown
 
 Array = NDArray[Any]
 
@@ -252,9 +253,9 @@ def scalars(values: Sequence[Any], dtype: type[np.generic], name: str) -> Array:
     except ValueError:  # some values are numbers, others arrays
         array = np.array([np.asarray(value).item() for value in values])
     if array.dtype.kind not in "biuf" or array.size != len(values):
-        raise ValueError(f"{name} must be a single number, got {values!r:.80}.")
+        raise ValueError(f"{name} must be a single number, got {shown(values)}.")
     if dtype is np.bool_ and array.dtype.kind != "b" and not np.isin(array, (0, 1)).all():
-        raise ValueError(f"{name} must be True or False, got {values!r:.80}.")
+        raise ValueError(f"{name} must be True or False, got {shown(values)}.")
     return array.reshape(-1).astype(dtype)
 
 

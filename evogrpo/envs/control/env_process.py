@@ -20,7 +20,7 @@ from gymnasium.envs.registration import load_env_creator
 from evogrpo.envs.control import env_worker
 from evogrpo.envs.control.env_worker import CLOSE, read_message, write_message
 from evogrpo.envs.control.single_env import EnvResult, MakeEnv, Method
-from evogrpo.text import USER_MODULE_PREFIX
+from evogrpo.text import USER_MODULE_PREFIX, class_name, one_line
 
 CLOSE_SECONDS = 1.0  # between the request to close and the end of a process that has not ended by itself
 PROCESS_VARIABLE = "EVOGRPO_ENVIRONMENT"  # environment variable that marks environment processes
@@ -48,8 +48,8 @@ def process_setup(make: MakeEnv, *, recreate_env: bool) -> bytes:
         pickled = cloudpickle.dumps(make)
     except Exception as error:
         raise ValueError(
-            f"The environment cannot be sent to a process ({type(error).__name__}: {error}). Create what it needs in "
-            'the environment itself, or set vectorization="serial".'
+            f"The environment cannot be sent to a process ({class_name(error)}: {one_line(error)}). Create what it "
+            'needs in the environment itself, or set vectorization="serial".'
         ) from error
     # Files that a configuration names cannot be imported by name, so the process loads them by path.
     files = {

@@ -24,6 +24,7 @@ from evogrpo.envs.control.vector_env import GymnasiumVectorEnv, ProcessVectorEnv
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import TEST_SIZE, VALIDATION_SIZE, Split
 from evogrpo.spaces import check_action_space, leaf_spaces
+from evogrpo.text import shown
 from evogrpo.validation import flag, names_unknown
 
 Vectorization = Literal["auto", "native", "serial", "processes"]
@@ -114,10 +115,12 @@ class GymnasiumGroups(SeededGroups):
         for name, value in (("recreate_env", recreate_env), ("reseed_noise", reseed_noise)):
             if value is not None:
                 flag(name, value)
-        if vectorization not in ("auto", "native", "serial", "processes"):
-            raise ValueError(f'vectorization must be "auto", "native", "serial" or "processes", got {vectorization!r}.')
+        if not isinstance(vectorization, str) or vectorization not in ("auto", "native", "serial", "processes"):
+            raise ValueError(
+                f'vectorization must be "auto", "native", "serial" or "processes", got {shown(vectorization)}.'
+            )
         if isinstance(wrappers, str) or not isinstance(wrappers, Sequence):
-            raise ValueError(f"wrappers must be a list, got {wrappers!r:.80}.")
+            raise ValueError(f"wrappers must be a list, got {shown(wrappers)}.")
         for wrap in wrappers:
             check_wrapper(wrap, repr(wrap) if isinstance(wrap, str) else wrapper_name(wrap))
         self.name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
@@ -222,7 +225,7 @@ def check_wrapper(wrap: object, name: str, options: Mapping[str, Any] | None = N
         options: Further keyword arguments.
     """
     if not callable(wrap) or (isinstance(wrap, type) and not issubclass(wrap, gymnasium.Wrapper)):
-        raise ValueError(f"wrapper {name} must be a subclass of gymnasium.Wrapper or a function, got {wrap!r:.80}.")
+        raise ValueError(f"wrapper {name} must be a subclass of gymnasium.Wrapper or a function, got {shown(wrap)}.")
     try:
         inspect.signature(wrap).bind(None, **(options or {}))
     except TypeError as error:

@@ -20,6 +20,7 @@ from evogrpo.envs.control.vector_env import PolicyInput, SerialVectorEnv, Vector
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import TEST_SIZE, VALIDATION_SIZE, Split
 from evogrpo.extras import require
+from evogrpo.text import class_name
 from evogrpo.validation import flag, names_unknown, whole_between
 
 if TYPE_CHECKING:
@@ -372,7 +373,7 @@ class PettingZooGroups(SeededGroups):
     ) -> None:
         # 1. Check the arguments.
         if not callable(env):
-            raise ValueError(f"env must be a callable such as a module's parallel_env, got {type(env).__name__}.")
+            raise ValueError(f"env must be a callable such as a module's parallel_env, got {class_name(env)}.")
         require("PettingZooGroups", "pettingzoo")
         sizes: dict[Split, int] = {"train": train_size, "validation": validation_size, "test": test_size}
         super().__init__(seed, sizes, env_kwargs, {"max_episode_steps": max_episode_steps})
@@ -478,7 +479,7 @@ class PettingZooGroups(SeededGroups):
         env = self._make(**{**self._kwargs, **env_kwargs})
         if not isinstance(env, ParallelEnv):
             raise ValueError(
-                f"env must create a pettingzoo ParallelEnv, got {type(env).__name__}. Convert an AECEnv with "
+                f"env must create a pettingzoo ParallelEnv, got {class_name(env)}. Convert an AECEnv with "
                 "pettingzoo.utils.conversions.aec_to_parallel."
             )
         return env

@@ -13,6 +13,7 @@ from evogrpo.data import DEFAULT_POLICY
 from evogrpo.envs.control.conversion import Leaves, stack
 from evogrpo.envs.control.single_env import ACTION_MASK
 from evogrpo.spaces import check_action_space, flatten, leaf_spaces
+from evogrpo.text import shown
 
 Policies = Literal["shared", "prefix", "independent"]
 SHARED = "shared"
@@ -158,7 +159,7 @@ def map_policies(
     """
     # 1. Check the arguments.
     if policies not in get_args(Policies):
-        raise ValueError(f"policies must be one of {list(get_args(Policies))}, got {policies!r}.")
+        raise ValueError(f"policies must be one of {list(get_args(Policies))}, got {shown(policies)}.")
     if not observation_spaces or set(observation_spaces) != set(action_spaces):
         raise ValueError(
             "observation_spaces and action_spaces must have the same agents, at least one, got "

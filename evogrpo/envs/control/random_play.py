@@ -15,6 +15,7 @@ from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.envs.control.rollout import check_finite, check_finite_rewards
 from evogrpo.envs.control.vector_env import VectorEnv, VectorStep
 from evogrpo.randomness import generator
+from evogrpo.text import class_name, shown
 from evogrpo.warnings import warn
 
 MakeTrialEnv = Callable[[bool, bool], VectorEnv]
@@ -136,7 +137,7 @@ def check_determinism(
         difference, noisy = _compare_replays(make, mapping, chosen, interleaved)
     except (TypeError, ValueError, AttributeError, LookupError) as error:
         raise ValueError(
-            f"{name} failed in a few steps of random play: {type(error).__name__}: {str(error).removesuffix('.')}. "
+            f"{name} failed in a few steps of random play: {class_name(error)}: {str(error).removesuffix('.')}. "
             "reset must return (observation, info), step (observation, reward, terminated, truncated, info)."
         ) from error
     if difference is None:
@@ -220,7 +221,7 @@ def _first_difference(*replays: Iterable[tuple[int, int, Values]]) -> str | None
             if again is None:
                 return f"{name} {when} was present and then missing"
             if not np.array_equal(value, again):
-                return f"{name} {when} was {value!s:.60} and then {again!s:.60}"
+                return f"{name} {when} was {shown(value, 60)} and then {shown(again, 60)}"
     return None
 
 

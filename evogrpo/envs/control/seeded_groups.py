@@ -14,6 +14,7 @@ from evogrpo.envs.control.single_env import EndForkedChildren
 from evogrpo.envs.control.vector_env import VectorEnv
 from evogrpo.envs.protocol import SPLITS, Split, deal_starts
 from evogrpo.randomness import generator
+from evogrpo.text import shown
 from evogrpo.validation import whole_between, whole_number
 from evogrpo.warnings import warn
 
@@ -78,6 +79,8 @@ class SeededGroups(ABC):
             if value is not None:
                 whole_between(name, value, 1)
         self.seed, self._sizes = whole_number("seed", seed), dict(sizes)
+        if env_kwargs is not None and not _is_keywords(env_kwargs):
+            raise ValueError(f"env_kwargs must be a mapping of keyword arguments, got {shown(env_kwargs)}.")
         self._kwargs = dict(env_kwargs or {})
         self._vector_env: VectorEnv | None = None
 
@@ -112,7 +115,7 @@ class SeededGroups(ABC):
     def size(self, split: Split) -> int:
         """Return the number of distinct starts of a split."""
         if split not in SPLITS:
-            raise ValueError(f"split must be one of {list(SPLITS)}, got {split!r}.")
+            raise ValueError(f"split must be one of {list(SPLITS)}, got {shown(split)}.")
         return self._sizes[split]
 
     def reset_seed(self, split: Split, start: int) -> int:
@@ -170,3 +173,10 @@ class SeededGroups(ABC):
         """Return short texts that identify starts and environment; see `evogrpo.envs.protocol.SupportsFingerprint`."""
         sizes = {f"{split} starts": str(self.size(split)) for split in SPLITS}
         return {**sizes, "seed": str(self.seed), **self._identity()}
+
+
+def _is_keywords(values: object) -> bool:
+    """Return True if values are a mapping whose keys can be keyword arguments."""
+    if not isinstance(values, Mapping) or not issubclass(type(values), Mapping):
+        return False
+    return all(isinstance(key, str) and key.isidentifier() for key in values)

@@ -18,6 +18,7 @@ from gymnasium.utils import seeding
 from gymnasium.wrappers import TimeLimit
 
 from evogrpo.randomness import generator
+from evogrpo.text import class_name, shown
 
 MakeEnv = Callable[[], Any]
 
@@ -86,7 +87,7 @@ def mask_of(env: "gymnasium.Env[Any, Any]", info: Mapping[str, Any], ends: Seque
         return None
     method = env.get_wrapper_attr(MASK_METHOD)
     if not callable(method):
-        raise ValueError(f"{MASK_METHOD} must be a method that returns the legal actions, got {method!r:.80}.")
+        raise ValueError(f"{MASK_METHOD} must be a method that returns the legal actions, got {shown(method)}.")
     return method()
 
 
@@ -152,7 +153,7 @@ def check_env(env: object) -> None:
     for kind in ("observation_space", "action_space"):
         space = getattr(env, kind, None)
         if not isinstance(space, gymnasium.Space):
-            raise ValueError(f"{name}.{kind} must be a space of gymnasium.spaces, got {type(space).__name__}.")
+            raise ValueError(f"{name}.{kind} must be a space of gymnasium.spaces, got {class_name(space)}.")
 
 
 def env_spec(env: str) -> EnvSpec:
@@ -205,7 +206,7 @@ class EnvFactory:
     def __post_init__(self) -> None:
         if not isinstance(self.env, str) and not callable(self.env):
             raise ValueError(
-                f"env must be the id of an environment, or a function that creates one, got {type(self.env).__name__}."
+                f"env must be the id of an environment, or a function that creates one, got {class_name(self.env)}."
             )
 
     def __call__(self) -> "gymnasium.Env[Any, Any]":

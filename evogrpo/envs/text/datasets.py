@@ -11,7 +11,7 @@ from evogrpo.envs.fingerprint import canonical
 from evogrpo.envs.protocol import SPLITS, TEST_SIZE, VALIDATION_SIZE, Split
 from evogrpo.envs.text.templates import numbered
 from evogrpo.synonyms import close_match, counterpart
-from evogrpo.text import pluralize
+from evogrpo.text import pluralize, shown
 from evogrpo.warnings import warn
 
 AnyTable = Any
@@ -36,7 +36,9 @@ def tables_by_split(train: Any, validation: Any, test: Any) -> dict[Split, Any]:
                 raise ValueError(f"train_dataset contains a {split} split, and {split}_dataset is set. Remove one.")
         tables |= {split: train[split] for split in SPLITS if split in train}
         if unused := [name for name in train if name not in SPLITS]:
-            warn(f"train_dataset has parts that are not used: {unused!s:.200}. Rename them to {', '.join(SPLITS)}.")
+            warn(
+                f"train_dataset has parts that are not used: {shown(unused, 200)}. Rename them to {', '.join(SPLITS)}."
+            )
     if tables["train"] is None:
         raise ValueError("train_dataset must be given: rows such as [{'question': ..., 'answer': ...}], got None.")
     return {split: _rows(table) for split, table in tables.items()}
@@ -70,7 +72,7 @@ def _plain(value: Any) -> Any:
 def check_column_names(names: Sequence[Any], where: str) -> None:
     """Raise ValueError if two columns have the same name: only one of them would be read."""
     for name in (name for place, name in enumerate(names) if name in names[:place]):
-        raise ValueError(f"Columns of {where} must have different names, got {name!r:.80} twice. Rename one.")
+        raise ValueError(f"Columns of {where} must have different names, got {shown(name)} twice. Rename one.")
 
 
 def check_table(table: AnyTable, columns: Sequence[str], name: str) -> list[str]:
@@ -80,9 +82,11 @@ def check_table(table: AnyTable, columns: Sequence[str], name: str) -> list[str]
         ValueError: If it is not.
     """
     # 1. Check the type.
-    indexed = hasattr(table, "__len__") and hasattr(table, "__getitem__")
+    indexed = hasattr(table, "__getitem__") and _has_length(table)
     if not indexed or isinstance(table, str | bytes | Mapping):
-        received = f"a mapping of {list(table)} without train" if isinstance(table, Mapping) else f"{table!r:.80}"
+        received = shown(table)
+        if isinstance(table, Mapping):
+            received = f"a mapping of {shown(list(table))} without train"
         raise ValueError(f"{name} must be a list of mappings, a data frame or a datasets.Dataset, got {received}.")
     if len(table) == 0:
         raise ValueError(f"{name} must contain at least one row, got none.")
@@ -91,7 +95,7 @@ def check_table(table: AnyTable, columns: Sequence[str], name: str) -> list[str]
     for number in range(len(table)) if names is None else ():
         row = table[number]
         if not isinstance(row, Mapping):
-            raise ValueError(f"{numbered(number, name)} must be a mapping with {list(columns)}, got {row!r:.80}.")
+            raise ValueError(f"{numbered(number, name)} must be a mapping with {list(columns)}, got {shown(row)}.")
         if set(row) != set(table[0]):
             raise ValueError(f"{numbered(number, name)} must have the columns {list(table[0])}, got {list(row)}.")
     # 3. Check the columns.
@@ -99,7 +103,7 @@ def check_table(table: AnyTable, columns: Sequence[str], name: str) -> list[str]
     missing = [column for column in columns if column not in present]
     if missing:
         raise ValueError(
-            f"{name} must have the columns {list(columns)}, got {present!s:.200}. Missing: {missing}. "
+            f"{name} must have the columns {list(columns)}, got {shown(present, 200)}. Missing: {missing}. "
             f"{_how_to_name(missing, present, columns)}"
         )
     return present
@@ -119,7 +123,7 @@ def _how_to_name(missing: Sequence[str], present: Sequence[Any], columns: Sequen
         known = next((given for given in names if counterpart(given, [column])), None) or close_match(column, names)
         if known is None:
             return "The first line of a CSV file must name them."
-        renamed.append(f"{known!r:.40} to {column!r}")
+        renamed.append(f"{shown(known, 40)} to {column!r}")
     return f"Rename {' and '.join(renamed)}."
 
 
@@ -356,3 +360,11 @@ class ReasoningReward:
             {"question": q, "answer": a, "metadata": m} for q, a, m in zip(question, answer, metadata, strict=True)
         ]
         return [float(self.task.score_answer(a, entry=entry)) for a, entry in zip(answers, entries, strict=True)]
+
+
+def _has_length(table: Any) -> bool:
+    try:
+        len(table)
+    except Exception:  # noqa: BLE001 - raised by an object of a user
+        return False
+    return True

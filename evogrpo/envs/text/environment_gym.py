@@ -47,7 +47,7 @@ from evogrpo.envs.text.tools import (
     tool_schema,
 )
 from evogrpo.interruption import NEVER, Stop
-from evogrpo.text import escaped_prints, pluralize, printable, short_repr
+from evogrpo.text import class_name, escaped_prints, one_line, pluralize, printable, short_repr, shown
 from evogrpo.validation import finite_number, lists_options, names_unknown, whole_between
 from evogrpo.warnings import warn
 
@@ -360,8 +360,8 @@ class EnvironmentBatch(SingleTurnBatch):
         if observation != expected:
             close_environment(environment)
             raise ValueError(
-                f"reset must return the same text for the same row, got {observation!r:.80} after "
-                f"{expected!r:.80}. Draw random numbers from the column seed."
+                f"reset must return the same text for the same row, got {shown(observation)} after "
+                f"{shown(expected)}. Draw random numbers from the column seed."
             )
         episode.environment = environment
 
@@ -426,7 +426,9 @@ class EnvironmentBatch(SingleTurnBatch):
 
 def _reason(error: BaseException) -> str:
     """Return why a call failed, as the end of a sentence."""
-    return printable(f"{error}" if isinstance(error, CallFailedError) else f"raised {type(error).__name__}: {error}")
+    if isinstance(error, CallFailedError):
+        return printable(str(error))
+    return f"raised {class_name(error)}: {one_line(error)}"
 
 
 def _reward_value(value: Any, conversation: Conversation) -> Any:
@@ -534,7 +536,9 @@ class EnvironmentGym(PromptEnvironment):
             factories = {}
         for factory in (*factories.values(), *tools):
             if not callable(factory):
-                raise ValueError(f"environment_factory and tools must be classes or functions, got {factory!r:.200}.")
+                raise ValueError(
+                    f"environment_factory and tools must be classes or functions, got {shown(factory, 200)}."
+                )
         self._tools = {tool.__name__: tool for tool in tools}
         if not factories and not self._tools:
             raise ValueError("environment_factory or tools must be given. Without tools use HuggingFaceGym.")
@@ -554,7 +558,7 @@ class EnvironmentGym(PromptEnvironment):
                 raise ValueError(f"environment_factory {_reason(environment)}") from environment
             self._pool.give(name, environment)
             if not callable(getattr(environment, "reset", None)):
-                raise ValueError(f"An environment must have a method reset, got {environment!r:.200}.")
+                raise ValueError(f"An environment must have a method reset, got {shown(environment, 200)}.")
             methods = [getattr(environment, each) for each in tool_methods(environment)]
             self._schemas[name] = [tool_schema(tool) for tool in (*self._tools.values(), *methods)]
             if hasattr(environment, "get_reward"):
@@ -630,7 +634,7 @@ class EnvironmentGym(PromptEnvironment):
             if self._several and self._name(row) not in self._pool.factories:
                 raise ValueError(
                     f"{numbered(number, where)}: {ENVIRONMENT_COLUMN} must be one of {list(self._pool.factories)}, "
-                    f"got {self._name(row)!r:.80}."
+                    f"got {shown(self._name(row))}."
                 )
             if isinstance(row.get("prompt"), str):
                 raise ValueError(f"{numbered(number, where)}: prompt must be a list of messages, got text.")
@@ -641,7 +645,9 @@ class EnvironmentGym(PromptEnvironment):
                 if isinstance(outcome, BaseException):
                     raise ValueError(f"{numbered(number, where)}: reset {_reason(outcome)}") from outcome
                 if outcome is not None and not isinstance(outcome, str):
-                    raise ValueError(f"{numbered(number, where)}: reset must return text or None, got {outcome!r:.80}.")
+                    raise ValueError(
+                        f"{numbered(number, where)}: reset must return text or None, got {shown(outcome)}."
+                    )
             observations = outcomes
         return ObservedTable(table=table, observations=observations)
 

@@ -57,6 +57,7 @@ from evogrpo.envs.text.templates import (
 from evogrpo.envs.text.verifier_pool import make_reward_runner
 from evogrpo.extras import require
 from evogrpo.spaces import CompletionSpace
+from evogrpo.text import class_name, one_line, shown
 from evogrpo.validation import lists_options, names_unknown, refuse_unknown, whole_between, whole_number
 
 SAMPLE_COMPLETIONS = ("This is a made-up completion: 42.", "This is another made-up completion.")
@@ -152,9 +153,9 @@ class PromptEnvironment:
     ) -> None:
         # 1. Arguments.
         if not (callable(tokenizer) and hasattr(tokenizer, "decode")):
-            raise ValueError(f"tokenizer must be a transformers tokenizer, got {tokenizer!r:.80}.")
-        if on_reward_error not in ("raise", "exclude"):
-            raise ValueError(f'on_reward_error must be "raise" or "exclude", got {on_reward_error!r}.')
+            raise ValueError(f"tokenizer must be a transformers tokenizer, got {shown(tokenizer)}.")
+        if not isinstance(on_reward_error, str) or on_reward_error not in ("raise", "exclude"):
+            raise ValueError(f'on_reward_error must be "raise" or "exclude", got {shown(on_reward_error)}.')
         if max_prompt_length is not None:
             max_prompt_length = whole_between("max_prompt_length", max_prompt_length, 1)
         sizes: dict[Split, int | None] = {
@@ -284,7 +285,7 @@ class PromptEnvironment:
             batch.respond(samples)
             scores = batch.score(samples)
         except Exception as error:  # noqa: BLE001 (user code may raise anything)
-            reason = error if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
+            reason = error if isinstance(error, RewardError) else f"{class_name(error)}: {one_line(error)}"
             message = f"Your functions are tested on sample completions before training: {reason}"
             raise RewardError(message) from error.__cause__ or error
         for reward in self._rewards if self.on_reward_error == "raise" else ():
@@ -332,7 +333,7 @@ class PromptEnvironment:
                 if isinstance(row[name], bytes | bytearray):
                     raise ValueError(f"{row_name} must have text as {name}, got bytes. Decode it first.")
                 if _missing(row[name]) and not (name == "answer" and row[name] == ""):
-                    raise ValueError(f"{row_name} has no {name}, got {row[name]!r}. Remove the row.")
+                    raise ValueError(f"{row_name} has no {name}, got {shown(row[name])}. Remove the row.")
             question = row[self._columns[0]]
             hashes.append(RowHashes.of(dict(row) if self.whole_rows else question, row))
             # 2. The prompt.
@@ -558,7 +559,7 @@ class HuggingFaceGym(PromptEnvironment):
             raise ValueError("step needs the prompts of reset. Call reset first.")
         # 1. Cut the completions out of the padded rows.
         if not isinstance(completion_ids, Sequence) or any(getattr(ids, "ndim", 0) != 2 for ids in completion_ids):
-            raise ValueError(f"completion_ids must be a list of tensors [group, tokens], got {completion_ids!r:.80}.")
+            raise ValueError(f"completion_ids must be a list of tensors [group, tokens], got {shown(completion_ids)}.")
         sizes, smallest = {len(group) for group in completion_ids}, 2 if cursor.split == "train" else 1
         if len(completion_ids) != len(batch.prompts) or len(sizes) != 1 or min(sizes) < smallest:
             raise ValueError(

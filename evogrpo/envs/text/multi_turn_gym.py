@@ -20,7 +20,7 @@ from evogrpo.envs.text.reward_functions import (
     own_row,
 )
 from evogrpo.envs.text.templates import Message, Options, Tokenizer, check_messages, reply_tokens, row_options
-from evogrpo.text import escaped_prints
+from evogrpo.text import escaped_prints, shown
 from evogrpo.validation import lists_options, names_unknown, whole_between
 
 Reply = Callable[[Mapping[str, Any], list[Message]], str | None]
@@ -55,12 +55,12 @@ class MultiTurnBatch(SingleTurnBatch):
             with escaped_prints():
                 text = call_sync(self.reply, ((own_row(row), messages), {}))
             if isinstance(text, BaseException):
-                raise ValueError(f"reply raised {text!r:.200}") from text
+                raise ValueError(f"reply raised {shown(text, 200)}") from text
             if text is None:
                 replies.append(None)
                 continue
             if not isinstance(text, str):
-                raise ValueError(f"reply must return text, or None to end the conversation, got {text!r:.200}.")
+                raise ValueError(f"reply must return text, or None to end the conversation, got {shown(text, 200)}.")
             options, completion = {**self.options, **row_options(row)}, conversation.completions[-1]
             message = {"role": "user", "content": text}
             tokens = reply_tokens(ANSWER, [message], self.tokenizer, options, completion)
@@ -129,7 +129,7 @@ class MultiTurnGym(PromptEnvironment):
     ) -> None:
         max_turns = whole_between("max_turns", max_turns, 2)
         if not callable(reply):
-            raise ValueError(f"reply must be a function of a row and messages, got {reply!r:.200}.")
+            raise ValueError(f"reply must be a function of a row and messages, got {shown(reply, 200)}.")
         rewards = make_rewards(None, reward_funcs, reward_weights)
         self._reply, self._max_turns = reply, max_turns
         self._reply_code = code_hash(reply)  # before its first call

@@ -1,7 +1,6 @@
 """Batches of dataset prompts, and the rewards of their completions: calls of all functions, checks, weighted sums."""
 
 import math
-import numbers
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -32,12 +31,14 @@ from evogrpo.envs.text.templates import Tokenizer, check_messages
 from evogrpo.envs.text.verifier_pool import RewardRunner
 from evogrpo.extras import require
 from evogrpo.interruption import NEVER, Stop
-from evogrpo.text import escaped_prints
-from evogrpo.validation import FLOAT32_LIMIT
+from evogrpo.text import class_name, escaped_prints, printable, shown, text_of
+from evogrpo.validation import FLOAT32_LIMIT, float32_number, plain_list
 from evogrpo.warnings import warn
 
 POLL_SECONDS = 0.2  # longest wait without checking for a stop
 StartedJob = tuple[Job, "Future[Results]"]
+MAX_NAME = 200
+"""Maximum number of characters in the name of a metric."""
 RESERVED_NAMES = (
     *("slot", "index", "loss", "learning_rate", "step_kl", "step_passes", "calibrated_lr", "grad_norm", "reward"),
     *("reward_std", "frac_reward_zero_std", "shared_ess", "shared_outside", "shared_share", "kl", "kl_coef", "entropy"),
@@ -192,19 +193,24 @@ class SingleTurnBatch:
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
             if len(values) != len(rows):
-                raise ValueError(f"log_extra needs {len(rows)} values, got {len(values)} for {column!r:.80}.")
+                raise ValueError(f"log_extra needs {len(rows)} values, got {len(values)} for {shown(column)}.")
             self._columns.setdefault(str(column), {}).update(zip(rows, values, strict=True))
 
         def log_metric(name: str, value: Any) -> None:
-            value = value.tolist() if hasattr(value, "tolist") else value
-            if str(name) in RESERVED_NAMES or str(name).startswith(RESERVED_PREFIXES):
-                raise ValueError(f"The log_metric name {name!r} is reserved. Choose another one.")
-            if not (isinstance(value, numbers.Real) and abs(value) <= FLOAT32_LIMIT):  # type: ignore[operator]
+            number = float32_number(value)
+            if not isinstance(name, str) or len(name) > MAX_NAME or printable(name) != name:
                 raise ValueError(
-                    f"log_metric values must be finite numbers of at most {FLOAT32_LIMIT:g}, got {value!r:.80} for "
-                    f"{name!r:.80}."
+                    f"The name of log_metric must be printable text of at most {MAX_NAME} characters, got "
+                    f"{shown(name)}."
                 )
-            self._metrics.setdefault(str(name), []).append((len(rows), float(value)))
+            if name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES):
+                raise ValueError(f"The log_metric name {name!r} is reserved. Choose another one.")
+            if number is None:
+                raise ValueError(
+                    f"log_metric values must be finite numbers of at most {FLOAT32_LIMIT:g}, got {shown(value)} for "
+                    f"{shown(name)}."
+                )
+            self._metrics.setdefault(name, []).append((len(rows), number))
 
         return {"trainer_state": state, "log_extra": log_extra, "log_metric": log_metric}
 
@@ -371,7 +377,7 @@ def compute_rewards(
     total[list(failures)] = np.nan
     if (np.abs(total) > FLOAT32_LIMIT).any():
         row = int(np.nanargmax(np.abs(total)))
-        text = _short_repr(inputs.texts[row])
+        text = shown(inputs.texts[row], 160)
         raise RewardError(
             f"Rewards times reward_weights must be at most {FLOAT32_LIMIT:g}, got {total[row]:g} for {text}."
         )
@@ -451,35 +457,32 @@ def _checked_value(name: str, value: Any, inputs: RewardInputs, row: int) -> tup
         if any(position >= length for position in steps.positions):
             raise RewardError(
                 f"Reward function {name!r} returned step rewards at position {max(steps.positions)} of a completion of "
-                f"{length} {steps.unit}s: {_short_repr(text)}"
+                f"{length} {steps.unit}s: {shown(text, 160)}"
             )
         value = steps.total
-    elif hasattr(value, "tolist"):  # numpy and torch scalars
-        value = value.tolist()
-    within = isinstance(value, numbers.Real) and abs(value) <= FLOAT32_LIMIT  # type: ignore[operator]  # False for NaN
-    if not within:
+    number = float32_number(value)
+    if number is None:
         raise RewardError(
             f"Reward function {name!r} must return None or finite numbers of at most {FLOAT32_LIMIT:g}, got "
-            f"{_short_repr(value)} for the completion {_short_repr(text)}."
+            f"{shown(value)} for the completion {shown(text, 160)}."
         )
-    return float(value), steps
+    return number, steps
 
 
 def _checked_list(name: str, values: Any, count: int) -> list[Any]:
     """Return the result of a call for several completions as a list of the right length."""
-    if hasattr(values, "tolist"):  # arrays and tensors
-        values = values.tolist()
-    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != count:
-        received = f"{len(values)} values" if isinstance(values, list) else _short_repr(values)
+    items = plain_list(values)
+    if items is None or len(items) != count:
+        received = shown(values) if items is None else f"{len(items)} values"
         raise RewardError(f"Reward function {name!r} must return a list of {count} rewards, got {received}.")
-    return list(values)
+    return items
 
 
 def _reward_error(name: str, error: BaseException, text: str, note: str = "") -> RewardError:
     """Return the RewardError for a failed call."""
-    raised = f"raised {type(error).__name__}: {_short_repr(str(error))}"
+    raised = f"raised {class_name(error)}: {shown(text_of(error), 240)}"
     reason = str(error) if isinstance(error, CallFailedError) else raised
-    failure = RewardError(f"Reward function {name!r} {reason}{note} for the completion {_short_repr(text)}")
+    failure = RewardError(f"Reward function {name!r} {reason}{note} for the completion {shown(text, 160)}")
     failure.__cause__ = error
     return failure
 

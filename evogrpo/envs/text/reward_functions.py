@@ -18,8 +18,8 @@ from typing import Any, Literal, NoReturn, get_args
 
 from evogrpo.interruption import NEVER, Interrupted, Stop
 from evogrpo.synonyms import close_match
-from evogrpo.text import escaped_prints, pluralize
-from evogrpo.validation import FLOAT32_LIMIT, finite_number, whole_between
+from evogrpo.text import class_name, escaped_prints, one_line, pluralize, shown
+from evogrpo.validation import FLOAT32_LIMIT, finite_number, plain_list, plain_scalar, whole_between
 
 Function = Callable[..., Any]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -90,7 +90,7 @@ async def call_async(function: Function, calls: Sequence[Call], timeout: float |
         limit = asyncio.timeout(timeout)
         try:
             async with limit:
-                result = plain_list(await function(*args, **keywords))
+                result = own_list(await function(*args, **keywords))
         except BaseException as error:  # noqa: BLE001 (an exception that leaves a task could end the event loop)
             result = timeout_error(timeout) if timeout is not None and limit.expired() else error
         if os.getpid() != process:
@@ -141,9 +141,9 @@ def own_copy(value: Any, name: str) -> Any:
     try:
         return copy.deepcopy(value)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{class_name(error)}: {one_line(error)}"
         raise RewardError(
-            f"Column {name!r:.80} has a {type(value).__name__} that cannot be copied ({reason:.200}). Functions get "
+            f"Column {shown(name)} has a {class_name(value)} that cannot be copied ({reason}). Functions get "
             "copies of a row. Keep such an object in your module, and its name in the column."
         ) from error
 
@@ -153,11 +153,10 @@ def own_row(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: own_copy(value, name) for name, value in row.items()}
 
 
-def plain_list(values: Any) -> Any:
+def own_list(values: Any) -> Any:
     """Return a copy of a list, array or tensor as a list, and other values as they are."""
-    if hasattr(values, "tolist"):
-        return values.tolist()
-    return list(values) if isinstance(values, list | tuple) else values
+    listed = plain_list(values)
+    return values if listed is None else listed
 
 
 class InProcessRunner:
@@ -194,7 +193,7 @@ class InProcessRunner:
             stop.check()
             future: Future[Results] = Future()
             # Copies of the results: a function may return the same list from every call.
-            future.set_result([plain_list(call_sync(function, call)) for call in calls])
+            future.set_result([own_list(call_sync(function, call)) for call in calls])
             return future
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
@@ -267,15 +266,15 @@ class StepRewards:
 
     def __post_init__(self) -> None:
         values, positions = _checked_list("values", self.values), _checked_list("positions", self.positions)
-        if self.unit not in get_args(PositionUnit):
-            raise ValueError(f'unit of StepRewards must be "token" or "character", got {self.unit!r:.80}.')
+        if not isinstance(self.unit, str) or self.unit not in get_args(PositionUnit):
+            raise ValueError(f'unit of StepRewards must be "token" or "character", got {shown(self.unit)}.')
         if len(values) != len(positions):
             found = f"{pluralize(len(values), 'value')} and {pluralize(len(positions), 'position')}"
             raise ValueError(f"StepRewards needs one position per value: got {found}.")
         whole = tuple(whole_between("positions of StepRewards", position, 0) for position in positions)
         object.__setattr__(self, "values", tuple(finite_number("values of StepRewards", value) for value in values))
         if max(map(abs, self.values), default=0.0) > FLOAT32_LIMIT:
-            raise ValueError(f"values of StepRewards must be at most {FLOAT32_LIMIT:g}, got {self.values!r:.80}.")
+            raise ValueError(f"values of StepRewards must be at most {FLOAT32_LIMIT:g}, got {shown(self.values)}.")
         object.__setattr__(self, "positions", whole)
 
     @property
@@ -284,12 +283,11 @@ class StepRewards:
         return math.fsum(self.values)
 
 
-def _checked_list(name: str, items: Any) -> list[Any]:
-    if hasattr(items, "tolist"):  # arrays and tensors
-        items = items.tolist()
-    if not isinstance(items, Sequence) or isinstance(items, str):
-        raise ValueError(f"{name} of StepRewards must be a list, got {items!r:.80}.")
-    return [item.tolist() if hasattr(item, "tolist") else item for item in items]
+def _checked_list(name: str, given: Any) -> list[Any]:
+    items = plain_list(given)
+    if items is None:
+        raise ValueError(f"{name} of StepRewards must be a list, got {shown(given)}.")
+    return [plain_scalar(item) for item in items]
 
 
 OnRewardError = Literal["raise", "exclude"]
@@ -469,7 +467,7 @@ class Reward:
         others = TRAINER_ARGUMENTS if in_process else TRAINER_ARGUMENTS[:1]  # worker processes cannot log
         passed = [column for column in columns if column not in REPLACED_COLUMNS]
         if wrong := [column for column in passed if not isinstance(column, str)]:
-            raise ValueError(f"Columns must have text as names, got {wrong[0]!r:.80}. Rename the column.")
+            raise ValueError(f"Columns must have text as names, got {shown(wrong[0])}. Rename the column.")
         names = self._accepted(dict.fromkeys((*TRL_ARGUMENTS, *passed, *others)))
         if names and self._accepts(**dict.fromkeys(names)):
             return
@@ -548,7 +546,7 @@ def _similar(name: str, columns: Collection[str]) -> str:
     """Return the columns of a dataset with the one that is most like a name, as the end of a sentence."""
     match = close_match(name, columns)
     question = "" if match is None else f" (did you mean {match!r}?)"
-    return f"{question} among the columns {list(columns)!s:.200}"
+    return f"{question} among the columns {shown(list(columns), 200)}"
 
 
 def as_messages(texts: Sequence[str]) -> list[dict[str, str]]:
@@ -589,7 +587,7 @@ def make_rewards(
         raise ValueError("reward_funcs must contain at least one function, got none.")
     factors = [1.0] * len(functions) if reward_weights is None else reward_weights
     if not isinstance(factors, Iterable) or len(weights := list(factors)) != len(functions):
-        raise ValueError(f"reward_weights must be {len(functions)} finite numbers, got {reward_weights!r:.80}.")
+        raise ValueError(f"reward_weights must be {len(functions)} finite numbers, got {shown(reward_weights)}.")
     # 3. Functions of the same name get a number.
     rewards: dict[str, Reward] = {}
     for weight, function in zip(weights, functions, strict=True):
@@ -605,7 +603,7 @@ def make_rewards(
 def _name(function: Any) -> str:
     """Return the name of a function; raise ValueError for any other object."""
     if not callable(function) or (hasattr(function, "forward") and hasattr(function, "parameters")):
-        raise ValueError(f"A reward must be a function, got {function!r:.80}. Wrap a model in a function.")
+        raise ValueError(f"A reward must be a function, got {shown(function)}. Wrap a model in a function.")
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))

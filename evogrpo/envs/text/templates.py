@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from evogrpo.chat_templates import ANSWER, QUESTION, closing_token, render_chat
-from evogrpo.text import pluralize
+from evogrpo.text import pluralize, shown
 from evogrpo.validation import refuse_unknown
 from evogrpo.warnings import warn
 
@@ -74,7 +74,7 @@ def check_messages(messages: object, where: str) -> list[Message]:
     if hasattr(messages, "tolist"):  # data frames store lists as arrays
         messages = messages.tolist()
     if not isinstance(messages, Sequence) or isinstance(messages, str) or len(messages) == 0:
-        raise ValueError(f"{rule}, got {messages!r:.200}.")
+        raise ValueError(f"{rule}, got {shown(messages, 200)}.")
     plain = []
     for message in messages:
         # Arrow tables give every message the keys of all messages, with None for missing ones.
@@ -82,7 +82,7 @@ def check_messages(messages: object, where: str) -> list[Message]:
         if fields.get("tool_calls"):
             fields.setdefault("content", "")
         if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
-            raise ValueError(f"{rule}, got the message {message!r:.200}.")
+            raise ValueError(f"{rule}, got the message {shown(message, 200)}.")
         refuse_unknown(f"role in {where}:", [fields["role"]], ROLES)
         plain.append(fields)
     return plain
@@ -180,7 +180,7 @@ def reply_tokens(
     plain, answer = render_chat(tokenizer, [QUESTION, ANSWER], **options), ANSWER["content"]
     if answer not in plain:
         raise ValueError(
-            f"chat_template must render the text of assistant messages, got {plain!r}. Set another template."
+            f"chat_template must render the text of assistant messages, got {shown(plain)}. Set another template."
         )
     closing = plain[plain.rfind(answer) + len(answer) :]
     # 2. Some templates end a turn with tool calls differently; then only what follows it is rendered.
@@ -231,7 +231,9 @@ def check_options(options: object, where: str) -> Options:
         return {}
     if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
         example = '{"enable_thinking": False}'
-        raise ValueError(f"{where} must be a mapping of keyword arguments, such as {example}, got {options!r:.200}.")
+        raise ValueError(
+            f"{where} must be a mapping of keyword arguments, such as {example}, got {shown(options, 200)}."
+        )
     reserved = sorted(RESERVED_OPTIONS & options.keys())
     if reserved:
         raise ValueError(f"{where} must not contain {', '.join(reserved)}, which the environment sets. Remove it.")
@@ -296,7 +298,9 @@ def tokenize(prompts: Sequence[tuple[Prompt, Options]], tokenizer: Tokenizer, wh
                 pairs = enumerate(zip(text, read, strict=False))
                 place = next((place for place, (wanted, got) in pairs if wanted != got), 0)
                 wanted, got = text[place:], read[place:]
-                changes.add("tokens", len(tokenized), f"the tokenizer changes the text {wanted!r:.40} to {got!r:.40}")
+                changes.add(
+                    "tokens", len(tokenized), f"the tokenizer changes the text {shown(wanted, 40)} to {shown(got, 40)}"
+                )
             tokenized.append(array("i", ids))
     # 3. Warn of changes, and of arguments of the template that have no effect.
     changes.warn()
@@ -386,18 +390,18 @@ class _Changes:
                     "the message, or set a chat template that renders it."
                 )
             for name in _unused_keys(messages, self.tokenizer, options):
-                self.add(f"key {name}", row, f"the chat template does not use the key {name!r:.80} of messages")
+                self.add(f"key {name}", row, f"the chat template does not use the key {shown(name)} of messages")
         # 2. For each row: find contents that are changed, and special tokens in them.
         for number, message in enumerate(messages):
             name, content = _named(messages, number), message["content"]
             if not _contains(text, content):
-                self.add("content", row, f"the chat template changes the content of {name}: {content!r:.80}")
+                self.add("content", row, f"the chat template changes the content of {name}: {shown(content)}")
             for token in self._special:
                 if token in content:
                     self.add("token", row, f"{name} contains {token!r}, which the model reads as a special token")
         last = messages[-1]
         if _is_prefill(last) and not text.endswith(last["content"]):
-            self.add("prefill", row, f"the chat template changes the end of the last message {last['content']!r:.80}")
+            self.add("prefill", row, f"the chat template changes the end of the last message {shown(last['content'])}")
 
 
 def _named(messages: Sequence[Message], number: int) -> str:

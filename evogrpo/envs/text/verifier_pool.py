@@ -33,7 +33,7 @@ from evogrpo.envs.text.reward_functions import (
     timeout_error,
 )
 from evogrpo.interruption import NEVER, Stop
-from evogrpo.text import USER_MODULE_PREFIX, EscapingStream, printable
+from evogrpo.text import USER_MODULE_PREFIX, EscapingStream, class_name, one_line, printable
 from evogrpo.validation import finite_number, whole_number
 
 SCRIPT = Path(__file__).with_name("verifier_worker.py")
@@ -225,7 +225,7 @@ class VerifierPool:
             try:
                 pickled[name] = cloudpickle.dumps(function)
             except Exception as error:
-                reason = f"{type(error).__name__}: {error}"
+                reason = f"{class_name(error)}: {one_line(error)}"
                 raise ValueError(
                     f"Reward function {name!r} cannot be sent to a worker process ({reason}). Define it at the top "
                     "level of a module."
@@ -264,7 +264,7 @@ class VerifierPool:
         try:
             self._tasks.put((future, pickle.dumps((name, calls)), limit))
         except Exception as error:  # noqa: BLE001 (datasets may contain objects of any class)
-            text = f"cannot be sent its arguments, {type(error).__name__}: {printable(str(error))[:400]}"
+            text = f"cannot be sent its arguments, {class_name(error)}: {printable(str(error))[:400]}"
             future.set_exception(CallFailedError(text))
         return future
 

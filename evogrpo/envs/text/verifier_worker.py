@@ -18,6 +18,8 @@ from numbers import Real
 from queue import SimpleQueue
 from typing import Any, BinaryIO
 
+from evogrpo.text import class_name, one_line, shown, text_of
+
 
 def main() -> None:
     """Process requests until the parent process ends."""
@@ -46,7 +48,7 @@ def main() -> None:
     try:
         functions = _load(setup)
     except (Exception, SystemExit) as error:  # noqa: BLE001 (user modules may raise anything)
-        failure = CallFailedError(f"{type(error).__name__}: {error}{user_line(error)}")
+        failure = CallFailedError(f"{class_name(error)}: {one_line(error)}{user_line(error)}")
         send(number, encoded(failure))
         return
     send(number, "[]")
@@ -57,7 +59,8 @@ def main() -> None:
         try:
             name, calls = pickle.loads(request)  # noqa: S301 (as above)
         except Exception as error:  # noqa: BLE001 (arguments may be objects of any class)
-            failure = CallFailedError(f"cannot read its arguments in a worker process, {type(error).__name__}: {error}")
+            reason = f"{class_name(error)}: {one_line(error)}"
+            failure = CallFailedError(f"cannot read its arguments in a worker process, {reason}")
             send(number, encoded(failure))
             continue
         if is_async(functions[name]):
@@ -92,7 +95,7 @@ def encoded(value: Any) -> str:
     try:
         return json.dumps(_without_dicts(value), default=_plain)
     except Exception:  # noqa: BLE001 (user classes may raise anything)
-        return json.dumps({"failed": f"must return numbers or None, got {value!r:.240}"})
+        return json.dumps({"failed": f"must return numbers or None, got {shown(value, 240)}"})
 
 
 def _without_dicts(value: Any) -> Any:
@@ -100,7 +103,7 @@ def _without_dicts(value: Any) -> Any:
     if isinstance(value, dict):
         from evogrpo.envs.text.reward_functions import CallFailedError
 
-        return CallFailedError(f"must return numbers or None, got {value!r:.240}")
+        return CallFailedError(f"must return numbers or None, got {shown(value, 240)}")
     return [_without_dicts(each) for each in value] if isinstance(value, list | tuple) else value
 
 
@@ -112,7 +115,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, CallFailedError):
         return {"failed": str(value)}
     if isinstance(value, BaseException):
-        return {"failed": f"raised {type(value).__name__}: {str(value)!r:.400}{user_line(value)}"}
+        return {"failed": f"raised {class_name(value)}: {shown(text_of(value), 400)}{user_line(value)}"}
     if isinstance(value, StepRewards):
         return {"steps": [value.values, value.positions, value.unit]}
     if hasattr(value, "tolist"):  # arrays and tensors

@@ -38,6 +38,7 @@ from evogrpo.models.language.kv_cache import (
     Prompts,
     gather_rows,
 )
+from evogrpo.text import class_name
 from evogrpo.warnings import warn
 
 SHORTEST_ROOT = 8
@@ -107,7 +108,7 @@ class CausalModel:
             self._usable_fast_llama = self._checked_fast_llama()  # passed its check
         if not self.shares_prefix:
             warn(
-                f"The KV cache of {type(model).__name__} cannot be shared between completions. Sampling is slow: "
+                f"The KV cache of {class_name(model)} cannot be shared between completions. Sampling is slow: "
                 "every token recomputes the whole sequence."
             )
 
@@ -139,7 +140,7 @@ class CausalModel:
         if fast_llama is None or fast_llama.matches_model():
             return fast_llama
         warn(
-            f"fast_llama gives other results for {type(self.model).__name__}. The slower forward pass of transformers "
+            f"fast_llama gives other results for {class_name(self.model)}. The slower forward pass of transformers "
             "is used instead."
         )
         return None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from evogrpo.distributed import ProcessError
+from evogrpo.text import class_name, one_line
 from evogrpo.validation import whole_number
 
 
@@ -66,12 +67,12 @@ def check_causal_class(model: PreTrainedModel) -> None:
         reason = "it has no head that predicts the next token"
     if reason:
         raise ValueError(
-            f"{type(model).__name__} is not a causal language model: {reason}. Load one with evogrpo.load_base or "
+            f"{class_name(model)} is not a causal language model: {reason}. Load one with evogrpo.load_base or "
             "AutoModelForCausalLM.from_pretrained."
         )
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise ValueError(
-            f"{type(model).__name__} already has PEFT adapters. Pass the plain base model with adapter='FOLDER', "
+            f"{class_name(model)} already has PEFT adapters. Pass the plain base model with adapter='FOLDER', "
             "or merge the adapters first (merge_and_unload)."
         )
 
@@ -125,7 +126,7 @@ def check_token_ids(model: PreTrainedModel, ids: Sequence[int], name: str) -> No
     beyond = [token for token in ids if not 0 <= token < size]
     if beyond:
         raise ValueError(
-            f"{name} must be in the vocabulary of {type(model).__name__} (0 to {size - 1}), got {beyond[0]!r}. Use the "
+            f"{name} must be in the vocabulary of {class_name(model)} (0 to {size - 1}), got {beyond[0]!r}. Use the "
             "model's own tokenizer, or call model.resize_token_embeddings(len(tokenizer))."
         )
 
@@ -137,17 +138,17 @@ def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
         ValueError: If the model does not run on token ids alone, or its logits contain NaN.
     """
     if any(weights.is_meta for weights in model.parameters()):
-        raise ValueError(f"{type(model).__name__} has no weights (meta device). Load it with from_pretrained.")
+        raise ValueError(f"{class_name(model)} has no weights (meta device). Load it with from_pretrained.")
     try:
         logits: Tensor = model(input_ids=ids).logits
     except ProcessError:  # from another rank of a sharded base
         raise
     except Exception as error:
         raise ValueError(
-            f"{type(model).__name__} must run on token ids alone, but raised {type(error).__name__}: {error}"
+            f"{class_name(model)} must run on token ids alone, but raised {class_name(error)}: {one_line(error)}"
         ) from error
     if bool(logits.isnan().any()):
-        raise ValueError(f"The logits of {type(model).__name__} contain NaN. Its weights are damaged.")
+        raise ValueError(f"The logits of {class_name(model)} contain NaN. Its weights are damaged.")
     return logits
 
 
@@ -162,7 +163,7 @@ def find_decoder(model: PreTrainedModel) -> nn.Module:
     # The attribute may have another name than the class declares.
     inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]
     if len(inner) != 1:
-        raise ValueError(f"{type(model).__name__} has no inner model with hidden states. Use another architecture.")
+        raise ValueError(f"{class_name(model)} has no inner model with hidden states. Use another architecture.")
     return inner[0]
 
 
@@ -175,7 +176,7 @@ def check_causal(model: PreTrainedModel) -> None:
     change = (one - other).abs().amax(1)
     if float(change[:-1].max()) > 0.02 * float(change[-1]):
         raise ValueError(
-            f"{type(model).__name__} is not causal: its prediction of a token depends on later tokens. "
+            f"{class_name(model)} is not causal: its prediction of a token depends on later tokens. "
             "Use a causal language model."
         )
 
@@ -204,7 +205,7 @@ def check_differentiable(model: PreTrainedModel, decoder: nn.Module, names: Iter
         for handle in handles:
             handle.remove()
     if handles and not hidden.requires_grad:
-        raise ValueError(f"No gradient reaches the adapted layers of {type(model).__name__}. Use another architecture.")
+        raise ValueError(f"No gradient reaches the adapted layers of {class_name(model)}. Use another architecture.")
 
 
 Head = Callable[[Tensor], Tensor]
@@ -256,7 +257,7 @@ def find_head(model: PreTrainedModel, decoder: nn.Module) -> Head:
                 if all(close(*rows) for rows in zip(head(probe), expected, strict=True)):
                     return head
     raise ValueError(
-        f"The vocabulary head of {type(model).__name__} is not supported: its logits are computed in an unknown "
+        f"The vocabulary head of {class_name(model)} is not supported: its logits are computed in an unknown "
         "way from the final hidden states. Use another architecture."
     )
 
@@ -349,17 +350,17 @@ def check_padding(
         shifted = run(padded, mask)[:, padding:]
     except TypeError as error:
         remedy = " and position_ids; pass calc_position_embeddings=False" if explicit_positions else ""
-        raise ValueError(f"{type(model).__name__} does not run with attention_mask{remedy}: {error}") from error
+        raise ValueError(f"{class_name(model)} does not run with attention_mask{remedy}: {error}") from error
     whole = decoder(input_ids=ids).last_hidden_state
     # 3. Compare the hidden states of the real tokens.
     if not whole.isfinite().all():
         raise ValueError(
-            f"The hidden states of {type(model).__name__} are NaN or infinite in {model.dtype}. Check its weights, or "
+            f"The hidden states of {class_name(model)} are NaN or infinite in {model.dtype}. Check its weights, or "
             "load it in another dtype."
         )
     if not all(close(*rows) for rows in zip(shifted[0], whole[0], strict=True)):
         raise ValueError(
-            f"Padding on the left changes the hidden states of {type(model).__name__}. "
+            f"Padding on the left changes the hidden states of {class_name(model)}. "
             f"{'Use another architecture.' if explicit_positions else 'Set calc_position_embeddings=True.'}"
         )
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from evogrpo.distributed import processes
+from evogrpo.text import class_name
 
 T = TypeVar("T")
 
@@ -171,7 +172,7 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise ValueError(
-        f"{type(model).__name__} has no list of layers and cannot be sharded. Set base_parts=1 or use another "
+        f"{class_name(model)} has no list of layers and cannot be sharded. Set base_parts=1 or use another "
         "architecture."
     )
 

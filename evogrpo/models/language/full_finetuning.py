@@ -17,6 +17,7 @@ from evogrpo.models.language.compatibility import end_ids_of, is_quantised
 from evogrpo.models.language.fsdp import sharded_over
 from evogrpo.models.language.loading import quietly
 from evogrpo.models.language.lora import CONFIG, TENSORS, LoraTargets, check_export, choose_targets
+from evogrpo.text import class_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +186,7 @@ def check_member(folder: Path, outline: PreTrainedModel) -> str:
     lost = [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in info[kind]]
     if lost:
         raise ValueError(
-            f"{len(lost)} tensors in {folder} do not fit {type(outline).__name__} (for example {lost[0]}). Use the "
+            f"{len(lost)} tensors in {folder} do not fit {class_name(outline)} (for example {lost[0]}). Use the "
             "base model that it was trained from, and the version of transformers that wrote it."
         )
     return f"transformers loads all {len(list(loaded.parameters()))} tensors"

@@ -25,7 +25,7 @@ from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled, find_we
 from evogrpo.models.language.compatibility import end_ids_of, find_decoder, vocabulary_of
 from evogrpo.models.language.fsdp import shard, shard_count
 from evogrpo.synonyms import close_match, unknown_name_error
-from evogrpo.text import expand_user
+from evogrpo.text import class_name, expand_user, shown
 from evogrpo.validation import names_unknown, whole_between
 
 
@@ -175,7 +175,7 @@ def check_quantised(kind: str | None, device: str, parts: int = 1) -> None:
         return
     if torch.device(device).type not in DEVICES[kind]:
         places = " or ".join(DEVICES[kind])
-        raise ValueError(f"A base in {kind} requires the device {places}, got {device!r}. Use another precision.")
+        raise ValueError(f"A base in {kind} requires the device {places}, got {shown(device)}. Use another precision.")
     if parts > 1:
         raise ValueError(f"A base in {kind} cannot be sharded, got base_parts={parts}. Use bfloat16 or base_parts=1.")
     require(f"A base in {kind}", PACKAGES[kind])
@@ -275,9 +275,11 @@ def load_base(
 def _checked_dtype(dtype: torch.dtype | str | None, device: str) -> tuple[Quantisation | None, torch.dtype]:
     """Return the quantisation, if any, and the compute dtype."""
     quantised: tuple[Quantisation, ...] = get_args(Quantisation)
+    if dtype is not None and not issubclass(type(dtype), torch.dtype | str):
+        raise unknown_name_error("dtype", dtype, [*LOADABLE_DTYPES, *quantised])
     if dtype is None or dtype in quantised:
         return next((kind for kind in quantised if kind == dtype), None), default_dtype(device)
-    name = str(dtype).removeprefix("torch.")
+    name = (dtype if isinstance(dtype, str) else str(dtype)).removeprefix("torch.")
     if name not in LOADABLE_DTYPES:
         raise unknown_name_error("dtype", name[:40], [*LOADABLE_DTYPES, *quantised])
     compute: torch.dtype = getattr(torch, name)
@@ -334,7 +336,7 @@ def locate_base(source: str | Path) -> str:
     name = str(source)
     if not isinstance(source, str | Path) or not name.strip():
         raise ValueError(
-            f"source must be the name or folder of a base model, such as {DEMO_MODEL!r}, got {source!r:.80}."
+            f"source must be the name or folder of a base model, such as {DEMO_MODEL!r}, got {shown(source)}."
         )
     path = expand_user(name)
     if name == DEMO_MODEL:
@@ -348,10 +350,12 @@ def locate_base(source: str | Path) -> str:
     # A hub id is "name" or "owner/name".
     is_path = isinstance(source, Path) or path.is_absolute() or path.is_file()
     if is_path or name.startswith((".", "~")) or not _HUB_ID.fullmatch(name):
-        raise ValueError(f"No folder at {name!r:.120}. Pass a model folder, a .gguf file, a hub id or {DEMO_MODEL!r}.")
+        raise ValueError(
+            f"No folder at {shown(name, 120)}. Pass a model folder, a .gguf file, a hub id or {DEMO_MODEL!r}."
+        )
     similar = name.lower().replace("_", "-")
     if similar.startswith(DEMO_MODEL.partition("-")[0]) or close_match(similar, [DEMO_MODEL]):
-        raise ValueError(f"unknown base model {name!r:.80}: did you mean {DEMO_MODEL!r}?")
+        raise ValueError(f"unknown base model {shown(name)}: did you mean {DEMO_MODEL!r}?")
     return name
 
 
@@ -407,7 +411,7 @@ def _loading(name: str) -> Iterator[None]:
     except Exception as error:  # damaged files raise errors of safetensors, tokenizers and json
         cause = (str(error).splitlines() or [""])[0]
         raise ValueError(
-            f"The base model {name!r:.120} cannot be loaded ({type(error).__name__}: {cause:.200}). Pass the "
+            f"The base model {shown(name, 120)} cannot be loaded ({class_name(error)}: {cause:.200}). Pass the "
             f"folder of a causal language model, a .gguf file, {DEMO_MODEL!r}, or a hub id (needs a network at first)."
         ) from error
 

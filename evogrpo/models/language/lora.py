@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from evogrpo.models.language.compatibility import frozen_model, is_quantised, logits_of, plain_outline
 from evogrpo.models.language.fsdp import sharded_over
 from evogrpo.randomness import generator
-from evogrpo.text import expand_user
+from evogrpo.text import class_name, expand_user, shown
 from evogrpo.validation import flag, refuse_unknown
 
 SUPPORTED = {"r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora"}
@@ -119,9 +119,9 @@ def check_supported(config: LoraConfig) -> None:
             f"lora_config supports {', '.join(sorted(SUPPORTED))}; got {values}. Leave these at their defaults."
         )
     if type(config.r) is not int or config.r < 1:
-        raise ValueError(f"lora_config.r must be a whole number of at least 1, got {config.r!r}.")
+        raise ValueError(f"lora_config.r must be a whole number of at least 1, got {shown(config.r)}.")
     if type(config.lora_alpha) not in (int, float) or not 0 < config.lora_alpha < math.inf:
-        raise ValueError(f"lora_config.lora_alpha must be a finite number above 0, got {config.lora_alpha!r}.")
+        raise ValueError(f"lora_config.lora_alpha must be a finite number above 0, got {shown(config.lora_alpha)}.")
     flag("lora_config.use_rslora", config.use_rslora)
     for name in ("target_modules", "exclude_modules"):
         value = getattr(config, name)
@@ -129,7 +129,7 @@ def check_supported(config: LoraConfig) -> None:
         listed = isinstance(names, list | tuple | set) and all(isinstance(each, str) for each in names)
         if value is not None and not listed:
             raise ValueError(
-                f"lora_config.{name} must be a list of module names or a regular expression, got {value!r:.80}."
+                f"lora_config.{name} must be a list of module names or a regular expression, got {shown(value)}."
             )
         try:
             re.compile(value if isinstance(value, str) else "")
@@ -212,7 +212,7 @@ class LoraTargets:
         """Return the number of adapted layers and the modules left out; empty if none are."""
         if not self.left_out:
             return ""
-        return f"{len(self.targets)} linear layers of {type(model).__name__}, without {_in_words(self.left_out)}"
+        return f"{len(self.targets)} linear layers of {class_name(model)}, without {_in_words(self.left_out)}"
 
 
 def choose_targets(model: PreTrainedModel, config: LoraConfig, *, outline: bool = False) -> LoraTargets:
@@ -239,7 +239,7 @@ def choose_targets(model: PreTrainedModel, config: LoraConfig, *, outline: bool 
     if not fitting or (unfit and not adapts_all(config)):
         remedy = "Use another architecture." if adapts_all(config) else "Name others, or use 'all-linear'."
         raise ValueError(
-            f"lora_config.target_modules={config.target_modules!r} names modules of {type(model).__name__} that cannot "
+            f"lora_config.target_modules={config.target_modules!r} names modules of {class_name(model)} that cannot "
             f"be adapted: {_in_words(unfit)}. {remedy}"
         )
     # 3. Place the others in the flat vector, each at the end of the one before.
@@ -266,7 +266,7 @@ def find_targets(model: nn.Module, config: LoraConfig) -> tuple[Target, ...]:
             continue
         if not linear or module is head:
             raise ValueError(
-                f"lora_config.target_modules matches {name!r}, a {type(module).__name__}"
+                f"lora_config.target_modules matches {name!r}, a {class_name(module)}"
                 f"{' (the vocabulary head)' if module is head else ''}. Target linear layers inside the model, "
                 "or use target_modules='all-linear'."
             )
@@ -277,7 +277,7 @@ def find_targets(model: nn.Module, config: LoraConfig) -> tuple[Target, ...]:
         targets.append(Target(name=name, width_in=width_in, width_out=width_out, start=start, rank=config.r))
     if not targets:
         raise ValueError(
-            f"lora_config.target_modules={config.target_modules!r} matches no module of {type(model).__name__}. "
+            f"lora_config.target_modules={config.target_modules!r} matches no module of {class_name(model)}. "
             "Use target_modules='all-linear', or names from model.named_modules()."
         )
     return tuple(targets)
@@ -485,7 +485,7 @@ def check_export(folder: Path, model: nn.Module) -> int:
     missing, strays = _not_loaded_by_peft(model, shapes, record)
     if missing or strays:
         raise ValueError(
-            f"PEFT does not load {len(missing)} of the {len(shapes)} tensors in {folder} onto {type(model).__name__}"
+            f"PEFT does not load {len(missing)} of the {len(shapes)} tensors in {folder} onto {class_name(model)}"
             f"{f' (for example {min(missing)})' if missing else ' but adapts other modules'}. The adapter belongs to "
             "another base model, or was written by another version of PEFT."
         )
@@ -559,7 +559,7 @@ def read_adapter(folder: str | Path) -> StoredAdapter:
         config = _config(record)
     except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         cause = (str(error).splitlines() or [""])[0]
-        raise ValueError(f"The adapter in {folder} cannot be read ({type(error).__name__}: {cause}).") from error
+        raise ValueError(f"The adapter in {folder} cannot be read ({class_name(error)}: {cause}).") from error
     check_supported(config)
     return StoredAdapter(lora_config=config, tensors=tensors)
 
@@ -573,7 +573,7 @@ def _config(record: dict[str, Any]) -> LoraConfig:
         ValueError: If the record is not that of a LoRA adapter, or the initialisation changed the base.
     """
     if record.get("peft_type") != "LORA":
-        raise ValueError(f"peft_type must be 'LORA', got {record.get('peft_type')!r}.")
+        raise ValueError(f"peft_type must be 'LORA', got {shown(record.get('peft_type'))}.")
     init = record.get("init_lora_weights", True)
     if init not in SEPARATE_INITS:
         raise ValueError(

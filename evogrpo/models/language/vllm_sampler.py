@@ -32,7 +32,8 @@ from evogrpo.models.bank import FinishedCallback, SamplerError
 from evogrpo.models.language.bank import AdapterBank
 from evogrpo.models.language.compatibility import is_quantised, vocabulary_of
 from evogrpo.models.language.loading import loadable_name
-from evogrpo.text import expand_user, printable, shorten
+from evogrpo.text import expand_user, printable, shorten, shown
+from evogrpo.validation import finite_number
 
 ROWS_PER_REQUEST = 512
 """Maximum prompts of a request. vLLM refuses more than 1,024 by default."""
@@ -118,17 +119,16 @@ class VLLMSampler:
     def __init__(self, url: str | Sequence[str], adapters_dir: str | Path, *, timeout: float = 600.0) -> None:
         if processes().size > 1:
             raise ValueError(f"VLLMSampler supports one process, got {processes().size}. Start a single process.")
-        if not isinstance(adapters_dir, str | os.PathLike):
-            raise ValueError(f"adapters_dir must be the path of a folder, got {adapters_dir!r:.80}.")
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
-            raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}.")
+        seconds = float(finite_number("timeout", timeout))
+        if seconds <= 0:
+            raise ValueError(f"timeout must be a positive number of seconds, got {seconds}.")
         urls: list[Any] = list(url) if isinstance(url, list | tuple) else [url]
-        self._servers = [_Server(each, float(timeout)) for each in urls]
+        self._servers = [_Server(each, seconds) for each in urls]
         if not urls or len({server.url for server in self._servers}) < len(urls):
-            raise ValueError(f"url must be one address or several different ones, got {urls}.")
+            raise ValueError(f"url must be one address or several different ones, got {len(urls)}.")
         # A folder and names of its own: several runs may share servers and adapters_dir.
         self._id = uuid.uuid4().hex[:12]
-        self._folder = expand_user(Path(adapters_dir)).absolute() / f"evogrpo-{self._id}"
+        self._folder = expand_user(adapters_dir, "adapters_dir").absolute() / f"evogrpo-{self._id}"
         self._bank: AdapterBank | None = None
         self._versions: dict[int, int] = {}  # by slot, the bank's change counter of the newest adapter on the server
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
@@ -418,7 +418,7 @@ class _Server:
             )
         match = _URL.fullmatch(url) if isinstance(url, str) else None
         if match is None or not 1 <= int(match["port"] or 1) <= 65_535:
-            raise ValueError(f'url must look like "http://127.0.0.1:8000", got {url!r:.80}.')
+            raise ValueError(f'url must look like "http://127.0.0.1:8000", got {shown(url)}.')
         self.url = url.rstrip("/")
         self.base = ""
         self._timeout = timeout

@@ -19,6 +19,7 @@ from evogrpo.data import map_tensors
 from evogrpo.models.networks.architecture import Activation, Convolution, NetworkConfig, Parameters
 from evogrpo.randomness import generator
 from evogrpo.spaces import describe_input, flatten, leaf_spaces, preprocess_observation, unflatten
+from evogrpo.text import class_name, one_line
 from evogrpo.warnings import warn
 
 Image = tuple[int, int, int]
@@ -394,7 +395,7 @@ class ModuleNetwork:
         except Exception as error:
             raise ValueError(
                 f"actor_network must accept float32 observations {describe_input(space)} for any n, and return "
-                f"[n, {outputs}], but {self.name} raised {type(error).__name__}: {error}"
+                f"[n, {outputs}], but {self.name} raised {class_name(error)}: {one_line(error)}"
             ) from error
         # 3. Check its outputs and buffers.
         if tuple(output.shape) != (2, outputs):
@@ -460,7 +461,7 @@ class ModuleNetwork:
             self.module, parameters, (preprocess_observation(observations, self._space, device),)
         )
         if not isinstance(outputs, Tensor):
-            raise TypeError(f"The module must return a tensor, got {type(outputs).__name__}.")
+            raise TypeError(f"The module must return a tensor, got {class_name(outputs)}.")
         return outputs.float()
 
 

@@ -23,7 +23,7 @@ from evogrpo.extras import require
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.safe_parsing import load_yaml
 from evogrpo.synonyms import unknown_name_error
-from evogrpo.text import user_line
+from evogrpo.text import class_name, one_line, shown, user_line
 from evogrpo.training.configuration.user_code import load_module, load_named, load_plugin, plugin_names
 from evogrpo.validation import Flag, PositiveInt, Seed, Text, settings
 
@@ -65,7 +65,7 @@ class WrapperSection:
 def _described(error: Exception) -> str:
     """Return the text of an exception of an environment's code, with its line unless the text explains itself."""
     explained = isinstance(error, gymnasium.error.Error | ImportError)
-    return str(error) if explained else f"{type(error).__name__}: {error}{user_line(error)}"
+    return str(error) if explained else f"{class_name(error)}: {one_line(error)}{user_line(error)}"
 
 
 @settings
@@ -277,7 +277,7 @@ class ParallelTask(StartsTask):
             return plugin
         if self.parallel_env.endswith(".py"):
             raise ValueError(
-                f"task.parallel_env must name a function of the file, got {self.parallel_env!r}. Write "
+                f"task.parallel_env must name a function of the file, got {shown(self.parallel_env)}. Write "
                 f'"{self.parallel_env}:parallel_env".'
             )
         if self.parallel_env in gymnasium.registry:

@@ -27,7 +27,7 @@ from evogrpo.envs.text.verifier_pool import check_worker_limits
 from evogrpo.extras import require
 from evogrpo.safe_parsing import read_regular
 from evogrpo.synonyms import close_match
-from evogrpo.text import pluralize
+from evogrpo.text import class_name, one_line, pluralize, shown
 from evogrpo.training.configuration.sections import DATASET_SUFFIXES
 from evogrpo.training.configuration.user_code import load_named, load_plugin, plugin_names
 from evogrpo.validation import (
@@ -302,7 +302,7 @@ class DatasetFiles:
         for split in SPLITS:
             name = getattr(self, split)
             if name is not None and "://" in name:
-                raise ValueError(f"{split} must be a file, got the address {name!r:.80}. Download it, or give hub.")
+                raise ValueError(f"{split} must be a file, got the address {shown(name)}. Download it, or give hub.")
         if self.hub is None and (self.subset or self.revision):
             raise ValueError("subset and revision require hub. Remove them for files.")
 
@@ -480,7 +480,7 @@ def _check_form(function: Callable[..., Any], columns: Sequence[str]) -> None:
     if "completion" in names and "completions" not in names:
         raise ValueError(
             f"reward takes {', '.join(names)}, as with form: agilerl, which needs the columns question and answer, got "
-            f"{list(columns)!s:.200}. Rename the column prompt to question."
+            f"{shown(list(columns), 200)}. Rename the column prompt to question."
         )
 
 
@@ -553,13 +553,13 @@ def read_rows(path: Path) -> Sequence[Any]:
     if isinstance(rows, dict):
         raise ValueError(
             f"{path} must contain a list of objects, one per row, or an object on each line, got one object with the "
-            f"keys {list(rows)!s:.100}."
+            f"keys {shown(list(rows), 100)}."
         )
     if not isinstance(rows, list):
-        raise ValueError(f"{path} must contain a list of objects, one per row, got {type(rows).__name__}.")
+        raise ValueError(f"{path} must contain a list of objects, one per row, got {class_name(rows)}.")
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise ValueError(f"{numbered(number, str(path))} must be an object with columns, got {row!r:.80}.")
+            raise ValueError(f"{numbered(number, str(path))} must be an object with columns, got {shown(row)}.")
     return rows
 
 
@@ -577,7 +577,7 @@ def read_hub(name: str, subset: str | None, split: str, revision: str | None) ->
     except Exception as error:  # the hub, the network or a file may raise anything
         source = f"split {split!r} of the dataset {name!r}{f' ({subset})' if subset else ''}"
         raise ValueError(
-            f"cannot read {source}: {type(error).__name__}: {error}. Check the names and the network connection."
+            f"cannot read {source}: {class_name(error)}: {one_line(error)}. Check the names and the network connection."
         ) from error
     return rows
 

@@ -13,7 +13,7 @@ from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.safe_parsing import load_yaml, read_yaml_file
 from evogrpo.synonyms import advice, answer_elsewhere, close_match, counterpart
-from evogrpo.text import expand_user
+from evogrpo.text import expand_user, shown
 from evogrpo.training.configuration.sections import (
     DATASET_SUFFIXES,
     Config,
@@ -21,7 +21,7 @@ from evogrpo.training.configuration.sections import (
     PopulationConfig,
 )
 from evogrpo.training.schedule import Schedule, check_training_rewards
-from evogrpo.validation import build, json_schema, plain
+from evogrpo.validation import build, is_text, json_schema, plain
 
 if TYPE_CHECKING:
     from evogrpo.evolution.strategies import Strategy
@@ -242,13 +242,13 @@ def _without_auto(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[
     An `lr` that is `auto` in `hyperparameters` is calibrated and does not evolve.
     """
     result, names = dict(values), set()
-    if result.get(SEARCH_SPACE, AUTO) == AUTO:
+    if is_text(result.get(SEARCH_SPACE, AUTO), AUTO):
         names.add(SEARCH_SPACE)
         result.pop(SEARCH_SPACE, None)
     for section in ("hyperparameters", SEARCH_SPACE):
         section_values = result.get(section)
         if isinstance(section_values, Mapping):
-            found = {name for name in HYPERPARAMETER_NAMES if section_values.get(name) == AUTO}
+            found = {name for name in HYPERPARAMETER_NAMES if is_text(section_values.get(name), AUTO)}
             result[section] = {name: value for name, value in section_values.items() if name not in found}
             if section == "hyperparameters" and "lr" in found:
                 found.remove("lr")
@@ -335,8 +335,8 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     name, sign, value = text.partition("=")
     keys = tuple(name.strip().split("."))
     if not sign or not all(keys):
-        raise ValueError(f"An override must have the form section.key=value, got {text!r:.80}.")
-    where = f"override {text!r:.80}"
+        raise ValueError(f"An override must have the form section.key=value, got {shown(text)}.")
+    where = f"override {shown(text)}"
     if value[:1] in ("{", "[") and value[-1] not in "}]":  # cut at a space by the shell
         raise ValueError(f"{where} ends too early. Put quotes around it, or leave out spaces.")
     return keys, load_yaml(value, where)
@@ -357,7 +357,7 @@ def _with_value(values: Mapping[str, Any], keys: Sequence[str], value: Any, path
     inner = values.get(first)
     if inner is not None and not isinstance(inner, Mapping):
         raise ValueError(
-            f"Cannot set {path}{'.'.join(keys)}: {path}{first} must be a mapping, got {inner!r:.80}. "
+            f"Cannot set {path}{'.'.join(keys)}: {path}{first} must be a mapping, got {shown(inner)}. "
             f"Set {path}{first} itself."
         )
     return {**values, first: _with_value(inner or {}, rest, value, f"{path}{first}.")}

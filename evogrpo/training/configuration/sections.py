@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 from evogrpo.config.hyperparameters import Hyperparameters, check_calibration
 from evogrpo.config.search_space import MAX_MEMBERS, HyperparameterConfig, check_group_size
 from evogrpo.models.devices import Precision
+from evogrpo.text import shown
 from evogrpo.training.schedule import Schedule
 from evogrpo.validation import WHOLE, Flag, NonNegativeInt, PositiveInt, Seed, Text, plain, settings
 
@@ -34,7 +35,7 @@ def _strategy(value: Any = "tournament") -> "Strategy":
     if isinstance(value, str):
         value = {"name": value}
     if not isinstance(value, Mapping):
-        raise ValueError(f"must be a name, or a mapping of name and settings, got {value!r:.80}.")
+        raise ValueError(f"must be a name, or a mapping of name and settings, got {shown(value)}.")
     return named_strategy({"name": "tournament", **value})
 
 
@@ -48,7 +49,7 @@ def _sampler(value: Any) -> Any:
     if isinstance(values, Mapping) and VLLM in values and "name" not in values:
         values = {"name": VLLM, "url": values[VLLM], **{key: each for key, each in values.items() if key != VLLM}}
     if not isinstance(values, Mapping) or not isinstance(values.get("name"), str):
-        raise ValueError(f"must be a name, or a mapping of name and settings, got {value!r:.80}.")
+        raise ValueError(f"must be a name, or a mapping of name and settings, got {shown(value)}.")
     factory = named_sampler(values["name"])
     if values["name"] == VLLM:  # checked here, because the sampler is made after the weights are loaded
         keys = {"name", "url", "adapters_dir", "timeout"}

@@ -17,7 +17,7 @@ from evogrpo.evolution.mutation import Mutation, definition_of
 from evogrpo.evolution.strategies import BUILT_IN, Strategy, strategy_from_json
 from evogrpo.safe_parsing import dump_json, load_json
 from evogrpo.synonyms import close_match, unknown_name_error
-from evogrpo.text import USER_MODULE_PREFIX, reference_to, user_line
+from evogrpo.text import USER_MODULE_PREFIX, class_name, one_line, reference_to, shown, user_line
 
 if TYPE_CHECKING:
     from evogrpo.algorithms.population import Population
@@ -42,7 +42,9 @@ def load_named(reference: str, what: str, category: str = "function") -> Callabl
     """
     source, colon, name = reference.rpartition(":")
     if not colon or not source or not name:
-        raise ValueError(f'A {what} must be given as "path.py:{category}" or "module:{category}", got {reference!r}.')
+        raise ValueError(
+            f'A {what} must be given as "path.py:{category}" or "module:{category}", got {shown(reference)}.'
+        )
     module = _run_file(Path(source), what) if source.endswith(".py") else load_module(source)
     loaded: Any = getattr(module, name, None)
     is_category = callable if category == "function" else inspect.isclass
@@ -98,7 +100,7 @@ def _errors_of(what: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        message = f"loading {what} raised {type(error).__name__}: {error}{user_line(error)}"
+        message = f"loading {what} raised {class_name(error)}: {one_line(error)}{user_line(error)}"
         if isinstance(error, ModuleNotFoundError):
             parent, dot, last = (error.name or "").rpartition(".")
             search_path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
@@ -185,8 +187,10 @@ def named_strategy(values: Mapping[str, Any]) -> Strategy:
         ValueError: If there is no name or no such class, or a setting is unknown or invalid.
     """
     if "name" not in values:
-        raise ValueError(f"strategy must have a name, such as {{'name': 'tournament'}}, got {dict(values)!r:.80}.")
-    name = str(values["name"])
+        raise ValueError(f"strategy must have a name, such as {{'name': 'tournament'}}, got {shown(dict(values))}.")
+    name = values["name"]
+    if not isinstance(name, str):
+        raise ValueError(f"The name of a strategy must be text, got {shown(name)}.")
     mutation, custom_mutation = values.get("mutation"), None
     if isinstance(mutation, str):
         mutation = {"name": mutation}
@@ -220,7 +224,7 @@ def check_strategy(strategy: object) -> None:
     missing = [name for name in ("plan", "mutates", "to_json", "state", "load_state") if not hasattr(strategy, name)]
     if missing:
         raise ValueError(
-            f"A strategy needs plan, mutates, to_json, state and load_state, but {strategy!r:.200} lacks "
+            f"A strategy needs plan, mutates, to_json, state and load_state, but {shown(strategy, 200)} lacks "
             f"{', '.join(missing)}. Subclass evogrpo.evolution.Stateless, which has the last two."
         )
     if isinstance(strategy, type):

@@ -11,6 +11,7 @@ from evogrpo.algorithms.population import Population
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import LANGUAGE_RANGES, RLParameter
 from evogrpo.storage.checkpoint import CheckpointError, is_path, read_record
+from evogrpo.text import shown
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask, ParallelTask
 from evogrpo.training.configuration.question_tasks import (
     BuiltinTask,
@@ -123,7 +124,7 @@ def select_task(section: object) -> tuple[type[Any], TaskType]:
         ValueError: If the section sets no such key or several.
     """
     if not isinstance(section, Mapping):
-        raise ValueError(f"task must be a mapping with one of the keys {', '.join(_TASKS)}, got {section!r:.80}.")
+        raise ValueError(f"task must be a mapping with one of the keys {', '.join(_TASKS)}, got {shown(section)}.")
     chosen = [key for key in _TASKS if section.get(key) is not None]
     if len(chosen) != 1:
         known = {field.name for task in _TASKS.values() for field in fields(task)}

@@ -22,7 +22,7 @@ from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.models.devices import available_device
 from evogrpo.models.networks.networks import ObservationEncoder
 from evogrpo.spaces import leaf_spaces
-from evogrpo.text import count_text, pluralize
+from evogrpo.text import count_text, pluralize, shown
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask, NetworkAgent, ParallelTask
 from evogrpo.training.configuration.sections import Config
 from evogrpo.training.forecast import (
@@ -184,7 +184,7 @@ class NetworkTask:
             if getattr(config, name) != default:
                 raise ValueError(
                     f"{name} must be left out {key}, as small networks have no base model, got "
-                    f"{getattr(config, name)!r:.80}."
+                    f"{shown(getattr(config, name))}."
                 )
         if config.logging.completions:
             raise ValueError(f"logging.completions must be 0 {key}, got {config.logging.completions}.")
