@@ -11,7 +11,7 @@ from typing import NoReturn, TypeAlias
 
 import evogrpo
 from evogrpo.synonyms import close_match
-from evogrpo.text import printable, shorten
+from evogrpo.text import printable, shorten, shown
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 MAX_EXIT_CODE = 255
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if isinstance(error, OSError):
                 print_error(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
             else:  # SystemExit, which only user code raises
-                print_error(f"User code ended the program: SystemExit({error.code!r:.80}) was raised")
+                print_error(f"User code ended the program: SystemExit({shown(error.code)}) was raised")
             return FAILED
         except KeyboardInterrupt:
             print_error("stopped by Ctrl-C")
@@ -284,7 +284,7 @@ def _add_start_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="resume the run in --run-dir, if it exists, with the limits given here; for schedulers that restart jobs",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and its cost without training")
+    parser.add_argument("--dry-run", action="store_true", help="make all checks, and print the plan and its cost")
     _add_run_options(parser)
 
 
@@ -312,7 +312,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
 
 def _exit_code(text: str) -> int:
     if not re.fullmatch(r"\d{1,3}", text) or int(text) > MAX_EXIT_CODE:
-        raise argparse.ArgumentTypeError(f"must be an integer from 0 to {MAX_EXIT_CODE}, got {text!r:.40}.")
+        raise argparse.ArgumentTypeError(f"must be an integer from 0 to {MAX_EXIT_CODE}, got {shown(text, 40)}.")
     return int(text)
 
 

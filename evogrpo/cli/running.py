@@ -60,7 +60,6 @@ from evogrpo.training.console import (
 from evogrpo.training.display import RunDisplay
 from evogrpo.training.forecast import check_memory, gigabytes
 from evogrpo.training.launch import (
-    dry_run,
     ignored_settings,
     new_run_dir,
     read_resumable,
@@ -71,11 +70,12 @@ from evogrpo.training.launch import (
 from evogrpo.training.run_dir import BEST, JOURNAL
 from evogrpo.training.schedule import LIMITS, Schedule
 from evogrpo.training.task_types import TASK_TYPES, PreparedRun, task_type_of
+from evogrpo.training.timing import time_rows
 from evogrpo.training.trainer import AllFailedError, StrategyError, Trainer
 
 
 def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
-    """Start a run; with `--dry-run`, only print its plan and cost."""
+    """Start a run; with `--dry-run`, make the same checks and print its plan and cost."""
     # 1. Resume an existing run, after --resume-if-exists or a restart by the launcher.
     console = make_console()
     requested_dir = args.run_dir or (None if config.run_dir is None else expand_user(config.run_dir))
@@ -105,15 +105,20 @@ def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
             prepared = task_type_of(config.task).prepare(config)
         stack.enter_context(closing(prepared.env))
         show_plan(console, prepared, run_dir, preset=getattr(args, "preset", False))
-        # 4. Dry run: show the costs and stop here.
+        # 4. Dry run: show the costs, start without a run directory, and stop before the first step.
         if args.dry_run:
             show_forecast(console, prepared, skip_memory_check=args.skip_memory_check)
-            with spinner(console, "checking the run"):
-                dry_run(prepared)
+            with spinner(console, "creating the population"):
+                trainer = start(prepared, run_dir, dry_run=True)
             if config.sampler is not None and config.sampler["name"] == VLLM:
                 for line in _vllm_commands(prepared):
                     show_command(console, "vLLM server", line)
-            console.print("Dry run: nothing was trained. Remove --dry-run to start.")
+                console.print("The vLLM servers were not checked, and the time was not measured.")
+            elif processes().size == 1:
+                with spinner(console, "measuring a learning step"), clean_warnings(console):
+                    times = time_rows(prepared, trainer)
+                print_rows(console, times)
+            console.print("Dry run: nothing was trained or written. Remove --dry-run to start.")
             return OK
         # 5. Create the population and train.
         check_memory(prepared.forecast().memory, allowed=args.skip_memory_check, remedy="--skip-memory-check")

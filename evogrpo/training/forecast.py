@@ -19,7 +19,7 @@ def schedule_rows(config: Config, env: GroupEnvironment, held_out: str) -> dict[
         env: Its environment.
         held_out: Plural noun for the units of an evaluation, such as "completions".
     """
-    schedule, size, generations = config.schedule, config.population.size, config.schedule.generations
+    schedule, generations = config.schedule, config.schedule.generations
     groups = ", ".join(
         f"{pluralize(schedule.samples_per_step // group, 'group')} of {group}"
         for group in possible_values(config, "group_size")
@@ -27,14 +27,19 @@ def schedule_rows(config: Config, env: GroupEnvironment, held_out: str) -> dict[
     steps = "until a limit of the schedule is reached"
     if generations is not None:
         each, whole = schedule.steps_per_generation, pluralize(generations, "generation")
-        validation, test = schedule.questions("validation", env), schedule.questions("test", env)
-        # The untrained base and the members answer validation questions; the base and the best member are tested.
-        fitness = config.fitness
-        evaluations = 1 + size * generations if fitness.uses_validation else 0
-        evaluated = (validation * evaluations + 2 * test) * fitness.answers
+        evaluated = evaluation_samples(config, env, generations)
         steps = f"{pluralize(generations * each, 'learning step')} ({whole} × {each}). "
         steps += f"Evaluations: {count_text(evaluated)} {held_out}"
     return {"groups": f"{groups} per member and learning step", "steps": steps}
+
+
+def evaluation_samples(config: Config, env: GroupEnvironment, generations: int) -> int:
+    """Return the maximum number of samples of all evaluations and of the test."""
+    schedule, fitness = config.schedule, config.fitness
+    validation, test = schedule.questions("validation", env), schedule.questions("test", env)
+    # The untrained base and the members answer validation questions; the base and the best member are tested.
+    evaluations = 1 + config.population.size * generations if fitness.uses_validation else 0
+    return (validation * evaluations + 2 * test) * fitness.answers
 
 
 def samples_text(config: Config, samples: str) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -10,21 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import evogrpo
-from evogrpo.config.objective import without_effect
 from evogrpo.distributed import processes
-from evogrpo.envs.fingerprint import fingerprint_of
 from evogrpo.safe_parsing import dump_json, dump_yaml, load_json, read_yaml_file
 from evogrpo.storage.atomic_files import replace_file
 from evogrpo.synonyms import counterpart
 from evogrpo.training.configuration.reading import override, parse_config, parse_override
 from evogrpo.training.configuration.sections import CONFIG_FILE, CONFIG_HEAD, Config
-from evogrpo.training.configuration.user_code import check_resumable, make_sampler
+from evogrpo.training.configuration.user_code import VLLM, check_resumable, make_sampler
 from evogrpo.training.run_dir import RunDir, StoredRun, open_run
 from evogrpo.training.schedule import LIMITS, Schedule
 from evogrpo.training.task_types import PreparedRun
 from evogrpo.training.trainer import Trainer
 from evogrpo.validation import flat
-from evogrpo.warnings import warn
 
 _RESUMABLE_KEYS = ("run_dir", "model", "device", "base_parts", "sampler", "logging", "run_id")
 """Keys that may change when a run is resumed."""
@@ -63,12 +61,15 @@ def new_run_dir(name: str, requested: Path | None = None) -> Iterator[Path]:
                 path.rmdir()
 
 
-def make_trainer(prepared: PreparedRun, run_dir: RunDir | None = None, **resumed: Any) -> Trainer:
+def make_trainer(
+    prepared: PreparedRun, run_dir: RunDir | None = None, *, with_servers: bool = True, **resumed: Any
+) -> Trainer:
     """Make the trainer of a configured run.
 
     Args:
         prepared: The prepared configuration.
         run_dir: Run directory; None = no records.
+        with_servers: Connect to vLLM servers; False = only check their settings, and sample with the bank.
         resumed: Arguments of `Trainer` for a stored run, such as population and run_state; they replace those of the
             configuration.
     """
@@ -81,44 +82,33 @@ def make_trainer(prepared: PreparedRun, run_dir: RunDir | None = None, **resumed
     }
     population = resumed["population"] if "population" in resumed else prepared.population()
     if config.sampler is not None:
-        population.sample_with(make_sampler(config.sampler, population))
+        sampler = make_sampler(config.sampler, population)
+        if with_servers or config.sampler["name"] != VLLM:
+            population.sample_with(sampler)
     return Trainer(env=prepared.env, run_dir=run_dir, **{**options, **resumed, "population": population})
 
 
-def dry_run(prepared: PreparedRun) -> None:
-    """Run the checks of `start`, without writing files or loading the weights of a base model.
-
-    Raises:
-        ValueError: As `start`.
-    """
-    config = prepared.config
-    dump_json(config.to_json(), what="configuration")  # raises ValueError for values that cannot be stored
-    check_resumable(config.strategy)
-    if config.model is None:
-        make_trainer(prepared)
-        return
-    config.schedule.check_held_out(prepared.env)
-    fingerprint_of(prepared.env)
-    first = config.agent.objective.resolved(config.hyperparameters, config.search_space)
-    found = without_effect(
-        config.agent.objective,
-        [first],
-        config.search_space,
-        samples_per_step=config.schedule.samples_per_step,
-    )
-    for message in found.values():
-        warn(message)
-
-
-def start(prepared: PreparedRun, run_dir: Path) -> Trainer:
+def start(prepared: PreparedRun, run_dir: Path, *, dry_run: bool = False) -> Trainer:
     """Make the population and create the run directory.
 
+    Args:
+        prepared: The prepared configuration.
+        run_dir: Directory of the run.
+        dry_run: Make the same checks, but write nothing and connect to no vLLM server.
+
     Raises:
-        ValueError: If a value cannot be stored, the weights cannot be loaded, or the directory already holds a run.
+        ValueError: If a value cannot be stored, the weights cannot be loaded, or the directory already holds a run or
+            cannot be used.
     """
     config = prepared.config
     dump_json(config.to_json(), what="configuration")
+    check_resumable(config.strategy)
     folder = RunDir(run_dir, config.logging, config=config.to_json())
+    if dry_run:
+        folder.check_unused()
+        if run_dir.is_dir() and not os.access(run_dir, os.W_OK | os.X_OK):
+            raise ValueError(f"Files in {run_dir} cannot be written. Change its permissions, or choose another folder.")
+        return make_trainer(prepared, with_servers=False)
     trainer = make_trainer(prepared, folder)
     if processes().is_rank_zero:
         write_config(dataclasses.replace(config, run_id=folder.run_id), run_dir)

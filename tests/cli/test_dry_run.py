@@ -1,8 +1,14 @@
 """A dry run makes the same checks as the run."""
 
+import json
+import os
+import re
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertModel, T5Config, T5Model, ViTConfig, ViTModel
 
 from evogrpo.cli import main
 
@@ -77,3 +83,127 @@ def test_a_valid_dry_run_trains_and_writes_nothing(run_command, kind):
     assert (status, error) == (0, "")
     assert "nothing was trained" in output
     assert [path.name for path in Path().iterdir()] == ["strategies.py"]
+    assert re.search(r"measured +one learning step of \d members?", output)
+    assert re.search(r"time +[\d.e-]+ (s|min|h).* per learning step", output)
+
+
+# ---- damaged models
+
+
+WEIGHTS = "model.safetensors"
+
+
+def truncated(folder):
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[: len(content) // 2])
+
+
+def changed_weights(change):
+    def damage(folder):
+        weights = load_file(folder / WEIGHTS)
+        change(weights, next(name for name in weights if name.endswith("q_proj.weight")))
+        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+
+    return damage
+
+
+def remove(weights, name):
+    del weights[name]
+
+
+def reshape(weights, name):
+    weights[name] = torch.zeros(3, 3)
+
+
+def spoil(weights, name):
+    weights[name] = torch.full_like(weights[name], torch.nan)
+
+
+def no_weights(folder):
+    (folder / WEIGHTS).unlink()
+
+
+def not_safetensors(folder):
+    (folder / WEIGHTS).write_bytes(b"\0" * 100)
+
+
+def encoder(kind, config):
+    def replace_model(folder):
+        torch.manual_seed(0)
+        kind(config).save_pretrained(folder)
+
+    return replace_model
+
+
+SMALL_ENCODER = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+DAMAGE = {
+    "truncated weights": truncated,
+    "a missing tensor": changed_weights(remove),
+    "a tensor of another shape": changed_weights(reshape),
+    "NaN": changed_weights(spoil),
+    "no weights": no_weights,
+    "no safetensors": not_safetensors,
+    "BERT": encoder(BertModel, BertConfig(vocab_size=512, **SMALL_ENCODER)),
+    "T5": encoder(T5Model, T5Config(vocab_size=512, d_model=8, d_kv=8, d_ff=8, num_layers=1, num_heads=1)),
+    "ViT": encoder(ViTModel, ViTConfig(image_size=8, patch_size=4, **SMALL_ENCODER)),
+}
+
+
+def model_copy(project):
+    """Copy the model of the project to the folder `damaged`."""
+    folder = Path("damaged")
+    folder.mkdir()
+    for file in (project / "model").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_dry_run_refuses_models_that_a_run_refuses(run_command, project, kind, capsys):
+    DAMAGE[kind](model_copy(project))
+    capsys.readouterr()  # progress of writing the model
+    words = [*KINDS["language"], "model=damaged"]
+    status, _, error = run_command(*words)
+    dry_status, _, dry_error = run_command(*words, "--dry-run")
+    assert (dry_status, dry_error) == (status, error)
+    assert (status, error[:7]) == (2, "error: ")
+    assert not Path("runs").exists()
+
+
+def test_a_dry_run_refuses_a_damaged_gguf_file(run_command):
+    Path("model.gguf").write_bytes(b"GGUF" + b"\0" * 50)
+    words = [*KINDS["language"], "model=model.gguf"]
+    status, _, error = run_command(*words)
+    assert status == 2
+    assert run_command(*words, "--dry-run")[::2] == (status, error)
+
+
+def test_a_dry_run_refuses_rewards_that_fail_while_sampling(run_command):
+    Path("fails.py").write_text(
+        "calls = []\n\ndef score(completion, answer, question):\n    calls.append(completion)\n"
+        "    return 1.0 if len(calls) < 4 else 'good'\n"
+    )
+    status, _, error = run_command(*KINDS["language"], "task.reward=fails.py:score", "--dry-run")
+    assert status == 2
+    assert "score" in error
+    assert not Path("runs").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_dry_run_refuses_a_folder_that_cannot_be_written(run_command):
+    Path("closed").mkdir(mode=0o500)
+    assert run_command(*KINDS["networks"], "--run-dir", "closed", "--dry-run")[0] == 2
+
+
+def test_a_dry_run_leaves_an_existing_folder_unchanged(run_command):
+    Path("mine").mkdir()
+    assert run_command(*KINDS["networks"], "--run-dir", "mine", "--dry-run")[0] == 0
+    assert not list(Path("mine").iterdir())
+
+
+def test_a_dry_run_refuses_the_folder_of_a_run(run_command):
+    Path("mine").mkdir()
+    Path("mine/journal.jsonl").write_text(json.dumps({"event": "run"}) + "\n" + "{}\n")
+    before = Path("mine/journal.jsonl").read_bytes()
+    assert run_command(*KINDS["networks"], "--run-dir", "mine", "--dry-run")[0] == 2
+    assert Path("mine/journal.jsonl").read_bytes() == before

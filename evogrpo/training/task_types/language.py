@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from evogrpo.algorithms.grpo import GRPO
+from evogrpo.algorithms.policies.policy_set import RolloutBatch
 from evogrpo.algorithms.policies.settings import LanguageSettings
 from evogrpo.algorithms.population import Population
+from evogrpo.data import DEFAULT_POLICY
 from evogrpo.distributed import processes
 from evogrpo.envs.text.huggingface_gym import SAMPLE_COMPLETIONS, Preflight, PromptEnvironment
 from evogrpo.envs.text.reward_functions import RewardError
@@ -211,6 +213,17 @@ class PreparedLanguage:
             f"{gigabytes(memory.sampling)} (KV cache); without Python and its libraries",
         }
         return Forecast(rows=rows, memory=_memory_need(memory, device))
+
+    @property
+    def longest_sample(self) -> int:
+        """Maximum number of tokens of a completion or conversation, without its prompt."""
+        turns = self.env.open("train", range(1)).max_turns
+        return max_row_tokens(self.config.agent, turns, 0, context_of(self.outline.model))
+
+    def mean_length(self, sampled: RolloutBatch) -> float:
+        """Return the mean number of tokens of the sampled completions or conversations."""
+        rows = sampled.experience[DEFAULT_POLICY].present
+        return float(rows.sum()) / len(rows)
 
     def population(self) -> Population:
         """Load the base model and make the founders."""

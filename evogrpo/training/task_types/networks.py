@@ -12,6 +12,7 @@ import torch
 from gymnasium import spaces
 
 from evogrpo.algorithms.grpo import GRPO, MultiAgentGRPO
+from evogrpo.algorithms.policies.policy_set import RolloutBatch
 from evogrpo.algorithms.policies.settings import NETWORK_DEFAULTS, STEPWISE
 from evogrpo.algorithms.population import Population
 from evogrpo.config.search_space import NETWORK_RANGES
@@ -151,6 +152,15 @@ class PreparedNetworks:
             "observations of a learning step or an evaluation; Python and its libraries come on top",
         }
         return Forecast(rows=rows, memory=need)
+
+    @property
+    def longest_sample(self) -> int:
+        """Maximum number of steps of an episode."""
+        return self.env.max_episode_steps
+
+    def mean_length(self, sampled: RolloutBatch) -> float:
+        """Return the mean number of steps of the sampled episodes."""
+        return sum(sampled.tokens.values()) / len(sampled.member_ids)
 
     def population(self) -> Population:
         """Make the founders."""
