@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import reprlib
@@ -126,6 +127,17 @@ class _ShortRepr(reprlib.Repr):
     def repr_int(self, x: int, level: int) -> str:
         # Python refuses to write integers of thousands of digits.
         return repr(x) if x.bit_length() < 2000 else f"<integer of {x.bit_length():,} bits>"
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        # In the order of the dict; that of reprlib is sorted.
+        if x and level <= 0:
+            return "{...}"
+        parts = []
+        for key, value in itertools.islice(x.items(), self.maxdict):
+            parts.append(f"{self.repr1(key, level - 1)}: {self.repr1(value, level - 1)}")
+        if len(x) > self.maxdict:
+            parts.append("...")
+        return f"{{{', '.join(parts)}}}"
 
     def repr_instance(self, x: Any, level: int) -> str:
         try:

@@ -55,7 +55,7 @@ def test_any_value_is_shown_on_one_short_line(kind):
 
 
 def test_usual_values_are_shown_as_python_shows_them():
-    for value in (None, 1, -2.5, "a'b", (1, "x"), [[1], {"a": 2}], {"lr": 0.1}, b"x", True):
+    for value in (None, 1, -2.5, "a'b", (1, "x"), [[1], {"a": 2}], {"lr": 0.1, "clip_coef": [2]}, {}, b"x", True):
         assert shown(value) == repr(value)
     assert shown("x" * 100, 10) == f"'{'x' * 10}'… (90 more characters)"
     assert shown(RaisesAlways()) == "<RaisesAlways object>"
