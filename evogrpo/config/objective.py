@@ -220,6 +220,7 @@ class Objective:
         """
         space = HyperparameterConfig() if space is None else space
         loss_types = possible_types("loss_type", self, hyperparameters, space)
+        self._refuse_equal_losses(loss_types)
         for loss_type in loss_types:
             for advantage in possible_types("advantage", self, hyperparameters, space):
                 try:
@@ -233,6 +234,22 @@ class Objective:
         high = highest_clip_high(hyperparameters, space)
         if self.delta is not None and self.delta <= 1 + high:
             raise ValueError(f"delta must be above 1 + clip_high, got {self.delta} with clip_high up to {high}.")
+
+    def _refuse_equal_losses(self, loss_types: Sequence[str]) -> None:
+        """Raise ValueError if two of these loss types are the same loss: a mutation between them changes nothing."""
+        found: dict[tuple[str, ...], str] = {}
+        for loss_type in loss_types:
+            facts = LOSS_TYPES[loss_type]
+            # Losses of a clipped ratio differ in its unit and in their reduction only.
+            meaning: tuple[str, ...] = (loss_type,)
+            if facts.bounded:
+                meaning = (facts.ratio, self.aggregation or facts.aggregation)
+            if meaning in found:
+                raise ValueError(
+                    f"loss_type {found[meaning]!r} and {loss_type!r} are the same loss here, so it cannot evolve "
+                    "between them. Remove one of them."
+                )
+            found[meaning] = loss_type
 
     @classmethod
     def from_roll(cls, source: Mapping[str, Any] | str | Path) -> "Imported":
@@ -498,7 +515,7 @@ def without_effect(
     samples_per_step: int,
     rows_are_samples: bool = True,
 ) -> dict[str, str]:
-    """Return the evolving hyperparameters that change nothing, each with the reason and the fix.
+    """Return the hyperparameters that evolve or are set, but change nothing, each with the reason and the fix.
 
     Args:
         objective: The members' objective.
@@ -509,7 +526,7 @@ def without_effect(
             advance.
 
     Returns:
-        One message per hyperparameter, in the order of `space`; empty if all have an effect.
+        One message per hyperparameter, first those that evolve; empty if all have an effect.
     """
     losses = {loss for member in members for loss in possible_types("loss_type", objective, member, space)}
     used = {clip for loss in losses for clip in LOSS_TYPES[loss].clips}
@@ -532,4 +549,11 @@ def without_effect(
             cause = "with one optimizer step per rollout the policy is the one that sampled"
             fix = f"Raise update_epochs, or lower batch_size below samples_per_step ({samples_per_step})"
             reasons |= dict.fromkeys(names, f"{cause}. {fix}")
-    return {name: f"{name} evolves without effect: {reasons[name]}." for name in space if name in reasons}
+    # 3. Report those that evolve, and those that all members have set. A large batch size is no mistake.
+    found = {name: f"{name} evolves without effect: {reasons[name]}." for name in space if name in reasons}
+    defaults = Hyperparameters()
+    for name in (*CLIPS, "beta"):
+        is_set = all(getattr(member, name) != getattr(defaults, name) for member in members)
+        if name in reasons and name not in space and is_set:
+            found[name] = f"{name} has no effect: {reasons[name]}."
+    return found

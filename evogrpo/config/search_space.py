@@ -180,7 +180,7 @@ NETWORK_RANGES: Mapping[str, RLParameter] = {
     "batch_size": RLParameter(min=64, max=4096, scale="log"),  # transitions; RL Zoo: 8 to 512 of 8 to 2,048
     "entropy_coef": RLParameter(choices=[0.0, 0.001, 0.003, 0.01, 0.03]),  # RL Zoo: up to 0.1
     "gamma": RLParameter(min=0.9, max=1.0),  # RL Zoo: 0.9 to 0.9999
-    "loss_type": RLParameter(choices=["dapo", "bnpo", "cispo"]),  # losses per transition
+    "loss_type": RLParameter(choices=["dapo", "cispo"]),  # losses per transition
     "advantage": RLParameter(choices=["return_to_go_timestep", "return_to_go_group"]),
 }
 """Default ranges of small networks.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import MAX_SAMPLES, HyperparameterConfig, check_group_size
 from evogrpo.text import pluralize
 from evogrpo.validation import (
@@ -21,10 +22,11 @@ from evogrpo.validation import (
 )
 from evogrpo.warnings import warn
 
-if TYPE_CHECKING:  # a configuration is checked before torch and numpy are imported
+if TYPE_CHECKING:
     from evogrpo.algorithms.population import Population
     from evogrpo.envs.protocol import GroupEnvironment, Split
     from evogrpo.evolution.fitness import FitnessConfig
+    from evogrpo.evolution.strategies import Strategy  # a configuration is checked before torch and numpy are imported
 
 LIMITS = ("generations", "max_timesteps", "max_tokens", "max_seconds", "target_fitness", "test_questions")
 """Fields of `Schedule` that a resumed run may change."""
@@ -160,10 +162,20 @@ class Schedule:
             sizes.append(int(parameter.bounds[0]))
         return samples // min(sizes)
 
-    def warn_without_effect(self, population: "Population") -> None:
-        """Warn about hyperparameters that evolve without effect under this schedule and objective."""
+    def warn_without_effect(self, population: "Population", strategy: "Strategy | None" = None) -> None:
+        """Warn about settings without effect under this schedule, strategy and objective.
+
+        Args:
+            population: The members.
+            strategy: Rule of selection and mutation; None = settings that depend on it are not checked.
+        """
         from evogrpo.config.objective import without_effect
 
+        if strategy is not None:
+            first = population.agents[0].hyperparameters
+            architectures = getattr(population.members.settings, "evolve_network", None) is not None
+            warn_unused_evolution(strategy, len(population), population.space, architectures=architectures)
+            warn_first_guess(strategy, first, population.space, plays=population.plays)
         if "objective" in population.algorithm.unused_options:
             return  # an algorithm of the user may not use the objective
         found = without_effect(
@@ -175,6 +187,57 @@ class Schedule:
         )
         for message in found.values():
             warn(message)
+
+
+def warn_unused_evolution(
+    strategy: "Strategy", members: int, space: HyperparameterConfig, *, architectures: bool = False
+) -> None:
+    """Warn if a single member has a search space or a strategy: it has no competitor, so it keeps what it has.
+
+    Args:
+        strategy: Rule of selection and mutation. Those of the user, and those that change budgets, are not checked.
+        members: Number of members.
+        space: Search space.
+        architectures: Architectures may evolve.
+    """
+    from evogrpo.evolution import strategies as built_in
+
+    select = (
+        *(built_in.Tournament, built_in.Narrowing, built_in.TruncationPBT),
+        *(built_in.SelectionOnly, built_in.MutationOnly, built_in.RandomSearch),
+    )
+    if members > 1 or type(strategy) not in select:
+        return
+    unused = []
+    if space:
+        unused.append(f"the search space ({', '.join(space)})")
+    if architectures:
+        unused.append("evolve_network")
+    if strategy != built_in.Tournament():  # the default
+        unused.append(f"the strategy {type(strategy).__name__}")
+    if unused:
+        warn(f"A single member does not evolve. Without effect: {'; '.join(unused)}. Remove it, or use more members.")
+
+
+def warn_first_guess(strategy: "Strategy", first: Hyperparameters, space: HyperparameterConfig, *, plays: bool) -> None:
+    """Warn if `lr` is set beside `target_kl`, which calibrates the learning rate.
+
+    Args:
+        strategy: Rule of selection and mutation. A replay has the calibrated rate of another run as its first guess.
+        first: Hyperparameters of the first member.
+        space: Search space.
+        plays: The members are small networks.
+    """
+    from evogrpo.algorithms.policies.settings import NETWORK_DEFAULTS
+    from evogrpo.evolution.strategies import Replay
+
+    default = NETWORK_DEFAULTS["lr"] if plays else Hyperparameters().lr
+    if first.target_kl is None or first.lr == default or "lr" in space or isinstance(strategy, Replay):
+        return
+    warn(
+        f"lr={first.lr:g} is only the first guess of a search, because target_kl={first.target_kl:g} calibrates the "
+        "learning rate. Remove target_kl to train with lr, or remove lr."
+    )
 
 
 def check_run(

@@ -175,7 +175,7 @@ class Trainer:
         self._complete = False
         self._resumed = run_state is not None
         if run_state is None:
-            schedule.warn_without_effect(population)
+            schedule.warn_without_effect(population, strategy)
             if run_dir is not None:
                 check_resumable(strategy)
             # Create the directory and lock it; an error stops all ranks.

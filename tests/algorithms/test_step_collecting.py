@@ -23,7 +23,7 @@ MIXED = HyperparameterConfig(
     gamma=RLParameter(min=0.5, max=1.0),
     batch_size=RLParameter(choices=[16, 64, 256]),
     advantage=RLParameter(choices=["outcome", "return_to_go_group", "return_to_go_timestep"]),
-    loss_type=RLParameter(choices=["dapo", "cispo", "bnpo"]),
+    loss_type=RLParameter(choices=["dapo", "cispo"]),
 )
 
 

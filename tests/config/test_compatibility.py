@@ -140,3 +140,20 @@ def test_check_rejects_switches_that_a_member_cannot_use(objective, hyperparamet
 def test_check_accepts_switches_that_all_members_can_use(objective, hyperparameters, evolving):
     Objective(**objective).check(Hyperparameters(**hyperparameters), space(**evolving))
     Objective().check(Hyperparameters())
+
+
+@pytest.mark.parametrize(
+    ("objective", "choices"),
+    [
+        ({}, ["dapo", "bnpo"]),
+        ({}, ["grpo", "bnpo", "dapo"]),
+        ({"aggregation": "token-mean"}, ["grpo", "dr_grpo"]),
+        ({"aggregation": "seq-mean-token-sum"}, ["gspo", "luspo"]),
+    ],
+)
+def test_loss_types_that_are_the_same_cannot_evolve(objective, choices):
+    space = HyperparameterConfig(loss_type=RLParameter(choices=choices))
+    with pytest.raises(ValueError, match=f"'{choices[-1]}'"):
+        Objective(loss_type=choices[0], **objective).check(Hyperparameters(), space)
+    others = HyperparameterConfig(loss_type=RLParameter(choices=["grpo", "dapo", "dr_grpo", "gspo", "luspo", "cispo"]))
+    Objective().check(Hyperparameters(), others)

@@ -5,14 +5,15 @@ import warnings
 import pytest
 from rich.console import Console
 
-from evogrpo import HyperparameterConfig, RLParameter, evolve
+from evogrpo import HyperparameterConfig, Objective, RLParameter, evolve
 from evogrpo.cli.main import main
+from evogrpo.evolution.strategies import Fixed, Narrowing, RandomSearch
 from evogrpo.reporting.records import GenerationReport, StepReport, TestReport
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.display import RunDisplay
 from evogrpo.training.schedule import Schedule
 from tests.tiny_steps import QUICK, cart_pole, step_population, step_run
-from tests.tiny_training import finish, tiny_population
+from tests.tiny_training import finish, tiny_env, tiny_population
 
 
 @pytest.mark.parametrize(
@@ -52,6 +53,38 @@ def test_evolving_hyperparameters_without_effect_warn(options, space, neutral):
         warnings.simplefilter("always")
         Schedule(generations=1, samples_per_step=64).warn_without_effect(population)
     assert [str(each.message).split()[0] for each in caught if "evolves without effect" in str(each.message)] == neutral
+
+
+CLIPS_SET = {"clip_low": 0.1, "clip_high": 0.3}
+RATES = HyperparameterConfig(lr=RLParameter(min=1e-4, max=1e-3))
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "strategy", "named"),
+    [
+        (1, {"hp_config": RATES}, None, ["search space (lr)"]),
+        (1, {}, Narrowing(), ["strategy Narrowing"]),
+        (1, {"hp_config": RATES}, RandomSearch(), ["search space (lr)", "strategy RandomSearch"]),
+        (1, {"lr": 0.2, "target_kl": 0.03}, None, ["lr=0.2", "target_kl=0.03"]),
+        (2, {"clip_coef": 0.1}, None, ["clip_coef has no effect"]),
+        (2, {"beta": 0.1, "objective": Objective(reference="old")}, None, ["beta has no effect"]),
+        (2, CLIPS_SET | {"update_epochs": 2, "loss_type": "sapo"}, None, ["clip_low has no", "clip_high has no"]),
+        (2, {"hp_config": RATES}, Narrowing(), []),
+        (1, {}, None, []),
+        (1, {"lr": 1e-4, "target_kl": 0.03}, Fixed(), []),
+        (1, {"lr": 0.2}, None, []),
+        (2, {"clip_coef": 0.1, "update_epochs": 2}, None, []),
+    ],
+)
+def test_settings_without_effect_warn_once(size, options, strategy, named):
+    population = tiny_population(size, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        evolve(population, tiny_env(), generations=1, samples_per_step=8, strategy=strategy)
+    messages = [str(each.message) for each in caught if issubclass(each.category, UserWarning)]
+    text = " ".join(messages)
+    assert all(text.count(name) == 1 for name in named)
+    assert bool(messages) == bool(named)
 
 
 def test_explicit_sizes_beyond_the_held_out_questions_warn():
