@@ -18,7 +18,7 @@ from gymnasium.utils import seeding
 from gymnasium.wrappers import TimeLimit
 
 from evogrpo.randomness import generator
-from evogrpo.text import class_name, shown
+from evogrpo.text import class_name, printable, shown
 
 MakeEnv = Callable[[], Any]
 
@@ -156,13 +156,20 @@ def check_env(env: object) -> None:
             raise ValueError(f"{name}.{kind} must be a space of gymnasium.spaces, got {class_name(space)}.")
 
 
+MAX_ID = 500
+"""Maximum number of characters in the id of an environment, with its module."""
+
+
 def env_spec(env: str) -> EnvSpec:
     """Return the spec registered under an id, which may lack its version or name a module, as in `gymnasium.make`.
 
     Raises:
         gymnasium.error.Error: If there is none.
         ImportError: If the module does not exist.
+        ValueError: If the text cannot be an id.
     """
+    if len(env) > MAX_ID or printable(env) != env:
+        raise ValueError(f"env must be the id of an environment, got {shown(env)}.")
     module, _, name = env.rpartition(":")
     if module:
         importlib.import_module(module)

@@ -11,7 +11,7 @@ from typing import Any
 
 from evogrpo.chat_templates import ANSWER, QUESTION, closing_token, render_chat
 from evogrpo.text import pluralize, shown
-from evogrpo.validation import refuse_unknown
+from evogrpo.validation import plain_list, refuse_unknown
 from evogrpo.warnings import warn
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "model", "ipython", "environment", "documents")
@@ -71,10 +71,10 @@ def check_messages(messages: object, where: str) -> list[Message]:
             `tool_calls`. The message starts with `where`.
     """
     rule = f'{where} must be a non-empty list of {{"role": str, "content": str}}'
-    if hasattr(messages, "tolist"):  # data frames store lists as arrays
-        messages = messages.tolist()
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or len(messages) == 0:
+    listed = plain_list(messages)  # data frames store lists as arrays
+    if not listed:
         raise ValueError(f"{rule}, got {shown(messages, 200)}.")
+    messages = listed
     plain = []
     for message in messages:
         # Arrow tables give every message the keys of all messages, with None for missing ones.

@@ -193,7 +193,7 @@ def _registered(env: str) -> EnvSpec:
         file, _, name = env.partition(".py:")
         if re.fullmatch(r"\w+(\.\w+)*_v\d+", env):  # PettingZoo's names of modules
             raise ValueError(
-                f"{env} is an environment of several agents. Write task.parallel_env={env} (--parallel-env {env})."
+                f"{shown(env)} is an environment of several agents. Write task.parallel_env={env} (--parallel-env {env})."
             ) from error
         if name:
             advice = f" Write the name of the module without .py: {f'{file}:{name}'!r}."
@@ -201,7 +201,9 @@ def _registered(env: str) -> EnvSpec:
             advice = f" Register it in this file, and write MODULE:ID, such as '{Path(env).stem}:Name-v0'."
         else:
             advice = ""
-        raise ValueError(f"{env!r} is not a registered Gymnasium environment: {_described(error)}{advice}") from error
+        raise ValueError(
+            f"{shown(env)} is not a registered Gymnasium environment: {_described(error)}{advice}"
+        ) from error
 
 
 @settings
