@@ -63,7 +63,7 @@ def test_invalid_arguments_raise(options, rule):
         (spaces.Box(0, 9, (2,), np.int64), "[n, 2]"),
         (spaces.Box(0, 255, (8, 8, 3), np.uint8), "[n, 8, 8, 3]"),
         (spaces.Tuple([spaces.Discrete(2), spaces.Box(0, 1, (1,))]), "([n, 2] one-hot, [n, 1])"),
-        (spaces.Dict(temp=spaces.Box(0, 1, (2,)), mode=spaces.Discrete(3)), '{"mode": [n, 3] one-hot, "temp": [n, 2]}'),
+        (spaces.Dict(mode=spaces.Discrete(3), temp=spaces.Box(0, 1, (2,))), '{"mode": [n, 3] one-hot, "temp": [n, 2]}'),
         (spaces.Dict(seen=spaces.Box(0, 1, (2,)), action_mask=spaces.MultiBinary(2)), "[n, 2]"),
     ],
 )

@@ -36,7 +36,7 @@ def test_masks_of_every_form_reach_policy_and_record(form, vectorization):
 
 
 @pytest.mark.parametrize("form", ["method", "observation"])
-def test_agents_learn_and_predict_with_masks_of_every_form(form):
+def test_agents_learn_and_predict_with_masks_of_every_form(form, tmp_path):
     env = GymnasiumGroups(FORMS[form], validation_size=4, test_size=4)
     spaces_of_env = (env.observation_space, env.action_space)
     agents = GRPO.population(2, *spaces_of_env, group_size=4, normalise_observations=True, seed=3)
@@ -45,12 +45,16 @@ def test_agents_learn_and_predict_with_masks_of_every_form(form):
     best = agents.best
     assert best.observation_space == env.observation_space
     assert best.test(FORMS[form](), episodes=2) == best.test(FORMS[form](), episodes=2) <= 3
-    # The probabilities of legal actions are those of the logits, renormalised over the legal ones.
     single = FORMS[form]()
     seen, _ = single.reset(seed=1)
     masks = None if form == "observation" else single.action_masks()
     chosen = {int(best.predict(seen, action_masks=masks)[0]) for _ in range(20)}
     assert chosen <= set(np.flatnonzero(single.mask))
+    # A loaded agent has the same spaces and acts in the same way.
+    best.save_checkpoint(tmp_path / "agent")
+    loaded = GRPO.load(tmp_path / "agent")
+    assert loaded.observation_space == env.observation_space
+    assert loaded.predict(seen, None, None, True, masks)[0] == best.predict(seen, None, None, True, masks)[0]
 
 
 def test_log_probs_are_those_of_the_renormalised_categorical():
