@@ -4,6 +4,7 @@ Messages are pickles with their length before them. Requests arrive on standard 
 standard output; what the environment prints goes to standard error.
 """
 
+import importlib
 import importlib.util
 import os
 import pickle  # noqa: TID251 (messages between our own processes, never a file)
@@ -147,10 +148,16 @@ def _load(setup: dict[str, Any]) -> Any:
         assert spec is not None and spec.loader is not None  # Python files only
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
+    make = pickle.loads(setup["make"])  # noqa: S301 (as above)
+    # Modules register their environments when they are imported, and Gymnasium warns of a second registration.
+    env_id = getattr(make, "env", None)
+    registering_module = env_id.rpartition(":")[0] if isinstance(env_id, str) else ""
+    if registering_module:
+        importlib.import_module(registering_module)
     for name, registered in setup["registered"].items():
         if name not in gymnasium.registry:
             gymnasium.registry[name] = pickle.loads(registered)  # noqa: S301 (as above)
-    return pickle.loads(setup["make"])  # noqa: S301 (as above)
+    return make
 
 
 if __name__ == "__main__":
