@@ -193,7 +193,7 @@ def _registered(env: str) -> EnvSpec:
         file, _, name = env.partition(".py:")
         if re.fullmatch(r"\w+(\.\w+)*_v\d+", env):  # PettingZoo's names of modules
             raise ValueError(
-                f"{shown(env)} is an environment of several agents. Write task.parallel_env={env} (--parallel-env {env})."
+                f"{env} is an environment of several agents. Write task.parallel_env={env} (--parallel-env {env})."
             ) from error
         if name:
             advice = f" Write the name of the module without .py: {f'{file}:{name}'!r}."
