@@ -65,13 +65,14 @@ class Processes:
         interruptible: True while this rank may abandon its work alone, because a `section` informs the others.
         waiting_seconds: Time spent in exchanges, mostly waiting for other ranks.
         in_section: True inside a `section`.
-        lockstep: True if all ranks run the passes of the base model together, because each holds a part of it.
-        lockstep_error: Error inside such a pass, after which ranks cannot exchange outcomes; None = no error.
+        lockstep_error: Error inside a pass of a sharded base, after which ranks cannot exchange outcomes; None = no
+            error.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
         self.rank, self.size, self._group = rank, size, group
-        self.interruptible, self.in_section, self.lockstep = size == 1, False, False
+        self.interruptible = size == 1
+        self.in_section = False
         self.waiting_seconds = 0.0
         self.lockstep_error: BaseException | None = None
 
@@ -116,13 +117,10 @@ class Processes:
             result = work()
         return self.all_gather(result)
 
-    def agree(self, value: int, stop: Stop) -> int:
-        """Return the largest value of any rank, between passes in lockstep.
-
-        Such passes cannot be interrupted, so stop requests and failures of other ranks are raised here instead.
-        """
+    def check_stop(self, stop: Stop) -> None:
+        """Raise stop requests and failures of all ranks; passes of a sharded base cannot be interrupted themselves."""
         if self.size == 1:
-            return value
+            return
         before, failure = self.interruptible, None
         self.interruptible = True
         try:
@@ -131,24 +129,24 @@ class Processes:
             failure = error
         finally:
             self.interruptible = before
-        return self._exchange(failure, value)
+        self._exchange(failure)
 
     def raised_on_all_ranks(self, error: BaseException) -> bool:
         """Return True if an exchange of outcomes has raised this error on all ranks."""
         return _ON_ALL_RANKS in vars(error)
 
-    def _exchange(self, failure: BaseException | None, value: int = 0) -> int:
-        """Return the largest value of any rank; raise an error on all ranks if one has failed."""
+    def _exchange(self, failure: BaseException | None) -> None:
+        """Raise an error on all ranks if one has failed."""
         import torch
         import torch.distributed as dist
 
         # 1. Exchange numbers; after a failure, also texts. The lowest kind of failure counts.
         try:
-            outcomes = torch.zeros((self.size, 2), dtype=torch.int64)  # failed, value; of each rank
-            outcome = torch.tensor([failure is not None, value])
-            self.wait(lambda: dist.all_gather(list(outcomes.unbind()), outcome, group=self._group))
-            if not outcomes[:, 0].any():
-                return int(outcomes[:, 1].max())
+            failed = torch.zeros((self.size, 1), dtype=torch.int64)  # one row for each rank
+            outcome = torch.tensor([failure is not None], dtype=torch.int64)
+            self.wait(lambda: dist.all_gather(list(failed.unbind()), outcome, group=self._group))
+            if not failed.any():
+                return
             own = None
             if failure is not None:
                 own = (_kind_of(failure), self.rank, f"{class_name(failure)}: {one_line(failure)}")

@@ -22,6 +22,7 @@ from evogrpo.data import Batch, LearnReport
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.envs.text.templates import Tokenizer
 from evogrpo.evolution import Strategy
+from evogrpo.models.bank import Sampler
 from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled
 from evogrpo.models.language import bank as language_bank
 from evogrpo.models.language.causal_model import CausalModel
@@ -226,6 +227,7 @@ def tiny_run(
     options: Mapping[str, Any] | None = None,
     first_group: int | None = None,
     kind: type[GRPO] = GRPO,
+    make_sampler: Callable[[Population], Sampler] | None = None,
     **settings: Any,
 ) -> Trainer:
     """Return a small run that has not started: evolving members, several optimizer steps, different group sizes.
@@ -235,6 +237,8 @@ def tiny_run(
     population = tiny_population(size, kind, **({"hp_config": SPACE, "update_epochs": 2} | dict(options or {})))
     if first_group is not None:
         population[0].group_size = first_group
+    if make_sampler is not None:
+        population.sample_with(make_sampler(population))
     return start_run(population, env or tiny_env(), folder, **(QUICK | settings))
 
 
@@ -244,12 +248,15 @@ def resumed_run(
     env: GroupEnvironment | None = None,
     strategy: Strategy | type[Strategy] | None = None,
     model: PreTrainedModel | None = None,
+    make_sampler: Callable[[Population], Sampler] | None = None,
     **schedule: Any,
 ) -> Trainer:
     """Return a run of any kind as another process would load it: new model, new bank, new environment."""
     saved = open_run(folder, writable=True)
     kind = saved.base["kind"]
     population, run_state = saved.restore(equal_model() if kind == "language" and model is None else model)
+    if make_sampler is not None:
+        population.sample_with(make_sampler(population))
     return Trainer(
         population,
         env or {"language": tiny_env, "networks": cart_pole, "joint": team_env}[kind](),

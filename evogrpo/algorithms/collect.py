@@ -68,6 +68,7 @@ def sample_groups(
         number=number,
         stop=stop,
     )
+    members.prepare_sampling()
     ranks = members.processes
     if ranks.size == 1:
         return replace(members.sample(env, starts, request), starts=starts)
@@ -80,11 +81,7 @@ def sample_groups(
 
     # 3. Sample.
     def sample() -> RolloutBatch | None:
-        if len(rows):
-            return _moved(members.sample(env, starts, request.select(rows)), "cpu")
-        if ranks.lockstep:  # a rank without groups repeats the first one, as all ranks take part in each pass
-            members.sample(env, starts, request.select(torch.arange(int(ends[0]))))
-        return None
+        return _moved(members.sample(env, starts, request.select(rows)), "cpu") if len(rows) else None
 
     # 4. Merge the rows of all ranks, in order.
     parts = [part for part in ranks.run_section(sample) if part is not None]

@@ -48,6 +48,7 @@ def evaluate_questions(
         ValueError: If no reward applies to a completion and the environment does not exclude failures.
     """
     # 1. Evaluate all questions, or this rank's part of them.
+    members.prepare_sampling()
     ranks, shape = members.processes, (len(request.slots), len(request.questions), request.answers_per_question)
     if ranks.size == 1:
         rewards, tokens = members.evaluate(env, request)
@@ -56,8 +57,6 @@ def evaluate_questions(
         questions = parts[ranks.rank]
 
         def work() -> tuple[NDArray[np.float64], tuple[int, ...]] | None:
-            if not questions and ranks.lockstep:  # all ranks take part in each pass: repeat the first question
-                members.evaluate(env, replace(request, questions=parts[0][:1]))
             return members.evaluate(env, replace(request, questions=questions)) if questions else None
 
         # Shares are contiguous and results come in rank order, so the columns are in the order of the questions.
@@ -202,29 +201,32 @@ def evaluate_states(
     """Return the fitness of train states on the test split, and the tokens processed.
 
     Args:
-        members: Members whose policies have these states; they do not change.
+        members: Members whose policies have these states. The first slot holds them during the evaluation.
         states: Train states; None = the untrained base.
         env: Provides questions and rewards.
         questions: Positions of the questions; None = all. Those without a reward for all states are left out.
         config: Greedy or sampled answers.
         stop: See `EvaluationRequest`.
     """
-    alone, rewards, tokens = members.new_member(), [], 0
-    alone.processes = members.processes
-    for state in states:
-        if state is not None:
-            alone.banks.load_state(0, state)
-        request = EvaluationRequest(
-            split="test",
-            questions=tuple(range(env.size("test")) if questions is None else questions),
-            slots=(0,),
-            base=state is None,
-            answers=config.answers if config.sampled else None,
-            stop=stop,
-        )
-        scores, spent = evaluate_questions(alone, env, request)
-        rewards.append(scores)
-        tokens += sum(spent)
+    rewards, tokens = [], 0
+    untrained = members.new_member().banks.state(0)  # its observation statistics are those of the base, too
+    before = members.banks.state(0)
+    try:
+        for state in states:
+            members.banks.load_state(0, untrained if state is None else state)
+            request = EvaluationRequest(
+                split="test",
+                questions=tuple(range(env.size("test")) if questions is None else questions),
+                slots=(0,),
+                base=state is None,
+                answers=config.answers if config.sampled else None,
+                stop=stop,
+            )
+            scores, spent = evaluate_questions(members, env, request)
+            rewards.append(scores)
+            tokens += sum(spent)
+    finally:
+        members.banks.load_state(0, before)
     return [Fitness.from_scores(row) for row in common_scores(np.concatenate(rewards), "test").tolist()], tokens
 
 

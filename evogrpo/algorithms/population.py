@@ -248,8 +248,9 @@ class Population(NamesMissing, Sequence[Any]):
     def sample_with(self, sampler: Sampler) -> None:
         """Set an external engine that generates completions from now on.
 
-        `sampler.sync` is called with changed slots before sampling. If the engine's log-probabilities differ from the
-        trainer's, set the objective's `importance_correction`.
+        With several ranks, call this on each of them, with a sampler of its own; each samples its share of the groups.
+        `sampler.sync` is called with changed slots, on all ranks, before sampling. If the engine's log-probabilities
+        differ from the trainer's, set the objective's `importance_correction`.
 
         Raises:
             ValueError: If the members are small networks.

@@ -36,7 +36,7 @@ class Sampler(Protocol):
         """
 
     def sync(self, slots: Sequence[int]) -> None:
-        """Reload the weights of these slots. Called before sampling whenever weights have changed."""
+        """Reload the weights of these slots. Called before sampling whenever weights have changed, on all ranks."""
 
 
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]

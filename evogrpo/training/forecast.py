@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from evogrpo.distributed import processes
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment
+from evogrpo.evolution.strategies import SuccessiveHalving
 from evogrpo.models.devices import device_memory
 from evogrpo.text import count_text, pluralize
 from evogrpo.training.configuration.sections import Config
@@ -28,8 +29,10 @@ def schedule_rows(config: Config, env: GroupEnvironment, held_out: str) -> dict[
     if generations is not None:
         each, whole = schedule.steps_per_generation, pluralize(generations, "generation")
         evaluated = evaluation_samples(config, env, generations)
-        steps = f"{pluralize(generations * each, 'learning step')} ({whole} × {each}). "
-        steps += f"Evaluations: {count_text(evaluated)} {held_out}"
+        # Members that stay get the learning steps of those that are stopped.
+        least, most = ("at least ", "at most ") if isinstance(config.strategy, SuccessiveHalving) else ("", "")
+        steps = f"{least}{pluralize(generations * each, 'learning step')} ({whole} × {each}). "
+        steps += f"Evaluations: {most}{count_text(evaluated)} {held_out}"
     return {"groups": f"{groups} per member and learning step", "steps": steps}
 
 

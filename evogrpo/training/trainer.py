@@ -176,6 +176,7 @@ class Trainer:
         self._resumed = run_state is not None
         if run_state is None:
             schedule.warn_without_effect(population, strategy)
+            population.members.prepare_sampling()  # raises an error before there is a run directory
             if run_dir is not None:
                 check_resumable(strategy)
             # Create the directory and lock it; an error stops all ranks.

@@ -8,13 +8,16 @@ import torch
 from transformers import PreTrainedModel
 
 from evogrpo.algorithms.evaluation import evaluate
+from evogrpo.algorithms.population import Population
 from evogrpo.distributed import RunStop, processes
 from evogrpo.interruption import Interrupted
 from evogrpo.models.language.fsdp import layers_of, sharded_over
 from evogrpo.models.language.loading import fingerprint, load_base
 from tests.distributed.dividing import TALK
+from tests.distributed.whole_sampler import WholeSampler
 from tests.policy_banks import assert_states_agree
 from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.tiny_steps import start_run
 from tests.tiny_training import collect_alone, finish, shared_tokenizer, tiny_agent, tiny_env, tiny_population, tiny_run
 from tests.two_turns import GuessTwice
 
@@ -36,16 +39,23 @@ def compare_sharded(folder: str, *architectures: str) -> None:
         assert fingerprint(base) == fingerprint(whole)
         kept = sum(getattr(weights, "_local_tensor", weights).numel() for weights in layers_of(base).parameters())
         assert kept <= 0.6 * sum(weights.numel() for weights in layers_of(whole).parameters())
-        compare_learning_steps(base, whole, micro_batch_tokens=48)
-        compare_with_idle_ranks(base, whole)
-        stop_on_one_rank(base)
+        compare_learning_steps(base, whole, architecture, micro_batch_tokens=48)
+        compare_with_idle_ranks(base, whole, architecture)
+        stop_on_one_rank(base, architecture)
     check_refused_calls(base)
 
 
-def compare_learning_steps(base: PreTrainedModel, whole: PreTrainedModel, **more: Any) -> None:
+def sharded_population(size: int, base: PreTrainedModel, architecture: str, **options: Any) -> Population:
+    """Return members of a sharded base, whose completions another engine samples."""
+    population = tiny_population(size, actor_network=base, **options)
+    population.sample_with(WholeSampler(population, architecture))
+    return population
+
+
+def compare_learning_steps(base: PreTrainedModel, whole: PreTrainedModel, architecture: str, **more: Any) -> None:
     """Take a learning step of three members on one base, and one with an agent of another base for each member."""
     options: dict[str, Any] = {"lr": LR, "beta": 0.05, "group_size": 2, "update_epochs": 2, **more}
-    together, env, samples = tiny_population(3, actor_network=base, **options), tiny_env(), 6
+    together, env, samples = sharded_population(3, base, architecture, **options), tiny_env(), 6
     found = together.collect(env, step=0, samples_per_step=samples, block=samples // 2)
     reports = together.learn(found.experience, step=0)
     for agent in together:
@@ -59,10 +69,10 @@ def compare_learning_steps(base: PreTrainedModel, whole: PreTrainedModel, **more
         assert_states_agree(together.members.banks.state(agent.slot), agent_of_whole.members.banks.state(0), lr=LR)
 
 
-def compare_with_idle_ranks(base: PreTrainedModel, whole: PreTrainedModel) -> None:
+def compare_with_idle_ranks(base: PreTrainedModel, whole: PreTrainedModel, architecture: str) -> None:
     """Divide conversations of one group, and one question: a rank without work takes part in the passes of others."""
     options: dict[str, Any] = {"group_size": 2, **TALK}
-    together = tiny_population(1, actor_network=base, **options)
+    together = sharded_population(1, base, architecture, **options)
     agent_of_whole, env = tiny_agent(actor_network=whole, **options), GuessTwice(tokenizer=shared_tokenizer())
     found = together.collect(env, step=0, samples_per_step=2, block=1)
     alone = collect_alone(agent_of_whole, env, samples=2, block=1)
@@ -76,9 +86,9 @@ def compare_with_idle_ranks(base: PreTrainedModel, whole: PreTrainedModel) -> No
     assert answers.tolist() == same.tolist()
 
 
-def stop_on_one_rank(base: PreTrainedModel) -> None:
+def stop_on_one_rank(base: PreTrainedModel, architecture: str) -> None:
     """Request a stop of one rank before it samples, and before it learns: all ranks are interrupted, and go on."""
-    together, env = tiny_population(2, actor_network=base, micro_batch_tokens=24), tiny_env()
+    together, env = sharded_population(2, base, architecture, micro_batch_tokens=24), tiny_env()
     stop = RunStop(processes())
     found = together.collect(env, step=0, samples_per_step=8, block=2, stop=stop)
     if processes().rank == 1:
@@ -99,6 +109,10 @@ def check_refused_calls(base: PreTrainedModel) -> None:
     agent = population[processes().rank]
     with pytest.raises(ValueError, match="2 processes"):
         population.members.policy(agent.slot)(torch.ones((1, 3), dtype=torch.long))
+    with pytest.raises(ValueError, match="sampler"):
+        start_run(population, tiny_env(), None, generations=1)  # before training
+    with pytest.raises(ValueError, match="sampler"):
+        population.collect(tiny_env(), step=0, samples_per_step=4, block=1)
     with pytest.raises(ValueError, match="load_base"):
         tiny_population(2, actor_network=base, device="meta")
     with pytest.raises(ValueError, match="model object"):
@@ -113,6 +127,6 @@ def train_with_memory_error(folder: str) -> None:
         if processes().rank == 1 and torch.is_grad_enabled():
             raise torch.OutOfMemoryError("no memory left")
 
-    run = tiny_run(Path(folder) / "run", size=2, options={"actor_network": base})
+    run = tiny_run(Path(folder) / "run", size=2, options={"actor_network": base}, make_sampler=WholeSampler)
     layers_of(base)[-1].register_forward_pre_hook(run_out_of_memory)
     finish(run)

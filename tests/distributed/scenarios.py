@@ -12,15 +12,19 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from evogrpo.algorithms.grpo import MultiAgentGRPO
+from evogrpo.algorithms.population import Population
 from evogrpo.cli import main
 from evogrpo.config.objective import Objective
 from evogrpo.distributed import processes
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.evolution import FitnessConfig, SuccessiveHalving, Tournament
+from evogrpo.models.bank import Sampler
 from evogrpo.models.language.loading import load_base
+from evogrpo.models.language.vllm_sampler import VLLMSampler
 from evogrpo.models.networks.architecture import NetworkConfig
 from evogrpo.training.evolve import Run
 from evogrpo.training.trainer import Trainer
+from tests.distributed.whole_sampler import WholeSampler
 from tests.envs import joint_probes
 from tests.forking import CHARTS
 from tests.tiny_steps import QUICK, STEP_SPACE, cart_pole, start_run, step_run
@@ -44,6 +48,11 @@ def base_of(folder: Path) -> PreTrainedModel:
     return load_base(stored, parts=PARTS).model
 
 
+def sampler_of(folder: Path) -> Callable[[Population], Sampler] | None:
+    """Return a sampler for a sharded base; None = members sample themselves."""
+    return WholeSampler if "parts" in folder.parts else None
+
+
 def language(folder: Path, size: int, objective: Objective | None = None, **options: Any) -> Trainer:
     """Language models; `options` are those of members and of the schedule."""
     of_run = ("generations", "steps_per_generation", "strategy")
@@ -51,7 +60,7 @@ def language(folder: Path, size: int, objective: Objective | None = None, **opti
     options = {"beta": 0.02, "actor_network": base_of(folder), "source": "tiny", **options}
     if objective is not None:
         options["objective"] = objective
-    return tiny_run(folder, size=size, options=options, **run)
+    return tiny_run(folder, size=size, options=options, make_sampler=sampler_of(folder), **run)
 
 
 def words(folder: Path) -> Trainer:
@@ -107,6 +116,20 @@ def divergent(folder: Path) -> Trainer:
     )
 
 
+def served(folder: str, url: str) -> None:
+    """Let a vLLM server sample for language models."""
+    where = Path(folder)
+    finish(
+        tiny_run(
+            where / "run",
+            size=3,
+            options={"actor_network": base_of(where)},
+            make_sampler=lambda population: VLLMSampler(url, where / "adapters", timeout=30.0),
+            generations=2,
+        )
+    )
+
+
 def thinned(folder: Path) -> Trainer:
     """Language models that retire."""
     return language(folder, 3, strategy=SuccessiveHalving(), beta=0.0, micro_batch_tokens=48, steps_per_generation=1)
@@ -126,7 +149,7 @@ SCENARIOS: dict[str, Callable[[Path], Trainer]] = {
 def go_on(folder: Path, generations: int) -> Trainer:
     """Resume a finished run with more generations."""
     if folder.name in ("words", "pair", "thinned"):
-        return resumed_run(folder, model=base_of(folder), generations=generations)
+        return resumed_run(folder, model=base_of(folder), make_sampler=sampler_of(folder), generations=generations)
     return resumed_run(folder, generations=generations)
 
 

@@ -276,6 +276,7 @@ def test_the_plan_counts_the_answers_to_held_out_questions(fitness, evaluations,
             "task": {"env": "CartPole-v1", **held_out},
             "population": {"size": 3},
             "schedule": {"generations": 2, "steps_per_generation": 4, "samples_per_step": 16},
+            "strategy": "fixed",
             "fitness": {"by": fitness, "answers": answers, "sampled": answers > 1},
         }
     )

@@ -55,7 +55,7 @@ from evogrpo.models.language.compatibility import (
     is_quantised,
     vocabulary_of,
 )
-from evogrpo.models.language.fsdp import sharded_over
+from evogrpo.models.language.fsdp import NEEDS_SAMPLER, sharded_over
 from evogrpo.models.language.full_finetuning import choose_trained
 from evogrpo.models.language.loading import fingerprint, load_base, load_tokenizer
 from evogrpo.models.language.lora import StoredAdapter, lora_from_json, lora_to_json
@@ -226,7 +226,7 @@ class LanguagePolicySet:
     # ---- in environments
 
     def sample_with(self, sampler: Sampler) -> None:
-        """Generate completions with an external engine; all slots are marked as changed."""
+        """Generate completions with an external engine; all slots are marked as changed. Called on all ranks."""
         if isinstance(sampler, VLLMSampler):
             sampler.connect(self.bank)
         self.sampler = sampler
@@ -361,7 +361,7 @@ class LanguagePolicySet:
         )
         # 2. Sample all turns.
         rollout, conversations = sample_conversations(
-            self._synced_sampler(),
+            self.sampler,
             prompts,
             rows,
             uniforms=uniforms,
@@ -381,10 +381,25 @@ class LanguagePolicySet:
     def update_statistics(self, observed: Sequence[ObservedStatistics]) -> None:
         """Do nothing: prompts have no running statistics."""
 
-    def _synced_sampler(self) -> Sampler:
-        """Return the sampler after it has reloaded changed weights."""
+    def prepare_sampling(self) -> None:
+        """Load changed weights into the sampler. Called on all ranks before they sample.
+
+        Raises:
+            ValueError: If the base is sharded and there is no external sampler.
+        """
+        if self.bank.base.lockstep and self.sampler is self.bank:
+            raise ValueError(NEEDS_SAMPLER)
         self.sampler.sync(sorted(self.banks.changed))
         self.banks.changed.clear()
+
+    def _synced_sampler(self) -> Sampler:
+        """Return the sampler with current weights, for a call that one rank may make alone."""
+        if self.processes.size > 1 and self.sampler is not self.bank:
+            raise ValueError(
+                f"A member with an external sampler acts on its own in a single process only, got "
+                f"{self.processes.size}. Use population.collect, or a clone."
+            )
+        self.prepare_sampling()
         return self.sampler
 
     # ---- in a caller's own loop

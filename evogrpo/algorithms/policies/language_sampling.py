@@ -24,7 +24,6 @@ from evogrpo.data import (
     single_turn_conversations,
     unpadded,
 )
-from evogrpo.distributed import processes
 from evogrpo.envs.protocol import PromptBatch, Scores
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.functional.rewards import overlong_penalty
@@ -338,14 +337,8 @@ def sample_conversations(
         }
         histories = _reply(batch, states, list(waiting.values()), room)
         rows.stop.check()
-        # With a sharded base, all ranks must sample the same number of turns: they continue until none has a reply.
-        if not (processes().agree(len(histories), rows.stop) if processes().lockstep else histories):
-            break
         if not histories:
-            # This rank has no conversation left. It samples a row and drops it, as all ranks take part in each pass.
-            sampler.sample(rows.select(torch.tensor([0])), base=base)
-            active = []
-            continue
+            break
         previous_row = {row: number for number, row in enumerate(active)}  # numbers of rows in the previous rollout
         active = list(histories)
         chosen = torch.tensor(active)

@@ -240,6 +240,9 @@ class NetworkPolicySet:
         name = DEFAULT_POLICY if self._single else self.mapping.policy_of(agent)
         return self.policies[name].bank.distribution.uniforms_per_action
 
+    def prepare_sampling(self) -> None:
+        """Do nothing: networks act with their current weights."""
+
     def update_statistics(self, observed: Sequence[ObservedStatistics]) -> None:
         """Add the observations of a learning step to each policy's running statistics."""
         for by_policy in observed:

@@ -199,8 +199,6 @@ class FastDecoding:
             at: Place of the token in the storage.
         """
         (kv, rep), width = self._passes.layout.heads, self._passes.layout.width
-        if self._passes.sharded_layers is not None:
-            self._passes.sharded_layers.gather(layer.module)
         # 1. Queries, keys and values: `[kv * rep * d, n]` -> heads first, `[heads, d, n]`.
         q, k, v = self._projected(_normed(hidden, layer.before_attention), layer.projections)
         heads, v = torch.cat([q, k]).view(kv * (rep + 1), width, -1), v.view(kv, width, -1)

@@ -418,7 +418,7 @@ class AdapterBank(AdapterSampler):
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies `[n, t]` of a micro-batch's rows, in one forward pass."""
         if self.base.lockstep:
-            self.processes.agree(0, whole.stop)
+            self.processes.check_stop(whole.stop)
         whole.stop.check()
         # 1. Drop columns after the last action.
         batch = whole.select(part.run)

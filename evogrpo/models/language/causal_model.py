@@ -70,7 +70,7 @@ class CausalModel:
         context: Maximum sequence length in tokens; None = no limit.
         shares_prefix: Rows that continue one prompt share its forward pass.
         autocast: Returns the context manager of forward passes, for mixed precision.
-        lockstep: True if all ranks run each pass together, because each holds a part of the base.
+        lockstep: True if all ranks run each learning pass together, because each holds a part of the base.
     """
 
     def __init__(
@@ -393,9 +393,8 @@ class CausalModel:
             def begin(numbers: Tensor) -> Decoding:
                 return FastDecoding(passes, prefix, prompt_of[numbers], slots[numbers], room, make_hook)
 
-            # Run rows with equal tokens so far as one. On a GPU, finding them would synchronise at every token. In
-            # lockstep, passes must not depend on the tokens of a rank.
-            if self.device.type == "cpu" and not self.lockstep:
+            # Run rows with equal tokens so far as one. On a GPU, finding them would synchronise at every token.
+            if self.device.type == "cpu":
                 return shared_prefix_decoding(begin, prompt_of)
             return begin(torch.arange(len(prompt_of), device=self.device))
         return CachedDecoding(self.run, prefix, prompt_of, slots, make_hook)

@@ -23,11 +23,18 @@ T = TypeVar("T")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
+NEEDS_SAMPLER = (
+    "A sharded base model (base_parts above 1) only learns. Sample with an engine: sampler: {vllm: URL, adapters_dir: "
+    "FOLDER}, or population.sample_with."
+)
+"""Message of an error: decoding would gather all layers for every token."""
+
+
 class ShardedLayers:
     """Sharded layers of a model.
 
-    All ranks run the same passes in lockstep. A layer is gathered before its forward pass and before its backward pass,
-    and resharded afterwards. The layer that followed it last time is prefetched.
+    All ranks run the same learning passes in lockstep. A layer is gathered before its forward pass and before its
+    backward pass, and resharded afterwards. The layer that followed it last time is prefetched.
 
     Args:
         layers: Sharded layers.
@@ -216,7 +223,6 @@ def shard(model: PreTrainedModel, parts: int, device: str) -> None:
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     _SHARDED[model] = ShardedLayers(layers, parts)
-    ranks.lockstep = True
     # 3. Move everything outside the layers to the device, and all buffers.
     in_layers = {parameter for layer in layers for parameter in layer.parameters()}
     for module in model.modules():

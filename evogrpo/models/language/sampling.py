@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from evogrpo.data import UNTRUNCATED, Rollout, SamplingBatch
-from evogrpo.distributed import processes
 from evogrpo.functional.log_probs import (
     apply_repetition_penalty,
     row_tiles,
@@ -22,6 +21,7 @@ from evogrpo.models.bank import FinishedCallback, PolicyVersion
 from evogrpo.models.language.adapters import AdapterStates
 from evogrpo.models.language.causal_model import CausalModel
 from evogrpo.models.language.compatibility import check_context
+from evogrpo.models.language.fsdp import NEEDS_SAMPLER
 from evogrpo.models.language.kv_cache import Decoding
 from evogrpo.models.language.micro_batches import distinct_prefixes, lexsort
 
@@ -106,9 +106,10 @@ class AdapterSampler(AdapterStates):
             Completions in the order of `rows`, at most `rows.max_new_tokens` tokens each.
 
         Raises:
-            ValueError: If there are no rows, or a prompt is empty or exceeds the model's context.
+            ValueError: If there are no rows, a prompt is empty or exceeds the model's context.
         """
         # 1. Validate; prompt and history become one prompt.
+        assert not self.base.lockstep, NEEDS_SAMPLER
         if not len(rows):
             raise ValueError("rows must contain at least one row, got none.")
         if any(not prompt for prompt in rows.prompts):
@@ -141,16 +142,12 @@ class AdapterSampler(AdapterStates):
                 count = math.ceil(len(group) / rows_at_once(width, model.device.type))
                 # `chunk` makes waves of equal sizes, at least one.
                 waves += [(wave, caches) for wave in (torch.tensor(group).chunk(count) if group else ())]
-        # 4. Sample them. In lockstep, a rank with fewer waves than others repeats its last one.
-        with torch.no_grad(), model.working(), model.autocast(), model.in_lockstep():
+        # 4. Sample them.
+        with torch.no_grad(), model.working(), model.autocast():
             sampler, budget = _Sampler(self, policy, rows, on_finished), CACHED_TOKENS
             for wave, caches in waves:
                 budget -= len(wave) * width
                 sampler.sample(wave, caches, keep=rows.keep and budget >= 0)
-            if model.lockstep:
-                sampler.on_finished = None
-                for _ in range(processes().agree(len(waves), rows.stop) - len(waves)):
-                    sampler.sample(*waves[-1], keep=False)
             return sampler.rollout(versions)
 
 
@@ -213,7 +210,7 @@ class _Sampler:
             self._decode(decoding, wave.to(self._model.device), keep)
             return
         except torch.OutOfMemoryError:
-            if len(wave) == 1 or self._model.lockstep:
+            if len(wave) == 1:
                 raise
         # Rows already reported stay as they are; all others start again.
         del self._caches[saved:]
@@ -278,8 +275,7 @@ class _Sampler:
         """
         model, width = self._model, self._rows.max_new_tokens
         on_cpu = model.device.type == "cpu"
-        # In lockstep, a check is a collective, so it is as rare on a CPU.
-        check_every = CHECK_EVERY_ON_CPU if on_cpu and not model.lockstep else CHECK_EVERY
+        check_every = CHECK_EVERY_ON_CPU if on_cpu else CHECK_EVERY
 
         def save(local: Tensor, fed: int) -> None:
             # The last token of a row may not have been fed. Dropping it makes all rows equal.
@@ -314,15 +310,13 @@ class _Sampler:
                 new = finished[~self._reported[finished]]
                 self.on_finished(new.tolist(), self._tokens(new))
                 self._reported[new] = True
-            # In lockstep, all ranks stop together: a rank without unfinished rows runs some of its finished ones.
-            alive_anywhere = alive if last or not model.lockstep else processes().agree(alive, self._rows.stop)
-            if alive_anywhere == 0 or last:
+            if alive == 0 or last:
                 save(torch.arange(len(numbers), device=model.device), step)
                 return
             # 3. Remove finished rows. Some stay if matrix products of fewer rows would not be faster.
-            if padded_rows(max(alive, 1)) <= COMPACT_BELOW * len(numbers):
+            if padded_rows(alive) <= COMPACT_BELOW * len(numbers):
                 ended = (~live).nonzero()[:, 0]
-                staying = live.index_fill(0, ended[: padded_rows(max(alive, 1)) - alive], value=True)
+                staying = live.index_fill(0, ended[: padded_rows(alive) - alive], value=True)
                 save((~staying).nonzero()[:, 0], step)
                 rows = staying.nonzero()[:, 0]
                 decoding.keep(rows)

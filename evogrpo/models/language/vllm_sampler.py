@@ -26,7 +26,6 @@ from pydantic import BaseModel, Field, Strict, StrictInt, ValidationError
 from safetensors.torch import save_file
 
 from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs
-from evogrpo.distributed import processes
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.models.bank import FinishedCallback, SamplerError
 from evogrpo.models.language.bank import AdapterBank
@@ -106,6 +105,8 @@ class VLLMSampler:
     used. `Population.sample_with` connects the sampler and checks the servers. If VLLM_API_KEY is set, it is sent to
     these addresses only: redirects and proxies are not followed.
 
+    With several ranks, each has a sampler and requests its own completions. Rank 0 writes and loads the adapters.
+
     Args:
         url: Address of a server, such as "http://127.0.0.1:8000", or of several.
         adapters_dir: Folder for adapters. The servers must see it under the same path.
@@ -113,12 +114,10 @@ class VLLMSampler:
             within this time; one attempt may take half of it.
 
     Raises:
-        ValueError: If an argument or VLLM_API_KEY is invalid, or several processes train together.
+        ValueError: If an argument or VLLM_API_KEY is invalid.
     """
 
     def __init__(self, url: str | Sequence[str], adapters_dir: str | Path, *, timeout: float = 600.0) -> None:
-        if processes().size > 1:
-            raise ValueError(f"VLLMSampler supports one process, got {processes().size}. Start a single process.")
         seconds = float(finite_number("timeout", timeout))
         if seconds <= 0:
             raise ValueError(f"timeout must be a positive number of seconds, got {seconds}.")
@@ -128,10 +127,14 @@ class VLLMSampler:
             raise ValueError(f"url must be one address or several different ones, got {len(urls)}.")
         # A folder and names of its own: several runs may share servers and adapters_dir.
         self._id = uuid.uuid4().hex[:12]
-        self._folder = expand_user(adapters_dir, "adapters_dir").absolute() / f"evogrpo-{self._id}"
+        self._adapters_dir = expand_user(adapters_dir, "adapters_dir").absolute()
         self._bank: AdapterBank | None = None
         self._versions: dict[int, int] = {}  # by slot, the bank's change counter of the newest adapter on the server
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+
+    @property
+    def _folder(self) -> Path:
+        return self._adapters_dir / f"evogrpo-{self._id}"
 
     def connect(self, bank: AdapterBank) -> None:
         """Load the adapters of a bank's members on the servers, after checking that they serve its base model.
@@ -142,16 +145,22 @@ class VLLMSampler:
         """
         if bank.lora_config is None:
             raise ValueError(NO_FULL_WEIGHTS)
+        ranks = bank.processes
+        self._id = ranks.broadcast(self._id)  # adapters have the names that rank 0 gives them
         self._bank, self._versions = bank, dict(enumerate(bank.changes))
+        with ranks.section():
+            for server in self._servers:
+                bases = [name for name, parent in server.models(threading.Event()).items() if parent is None]
+                if not bases:
+                    raise self._refused(server, "lists no base model")
+                server.base = bases[0]
         for server in self._servers:
-            bases = [name for name, parent in server.models(threading.Event()).items() if parent is None]
-            if not bases:
-                raise self._refused(server, "lists no base model")
-            server.base = bases[0]
             self._check_log_probs(server)
-        for slot in range(bank.size):
-            self._write(slot)
-        _run([partial(self._load, slot, version) for slot, version in self._versions.items()], NEVER)
+        with ranks.section():
+            if ranks.is_rank_zero:
+                for slot in range(bank.size):
+                    self._write(slot)
+                _run([partial(self._load, slot, version) for slot, version in self._versions.items()], NEVER)
 
     def sync(self, slots: Sequence[int]) -> None:
         """Load the adapters of these slots again, if their weights have changed.
@@ -161,9 +170,12 @@ class VLLMSampler:
         """
         bank = self._connected()
         changed = [slot for slot in slots if self._versions[slot] != bank.changes[slot]]
-        for slot in changed:  # here, because a bank is not made for several threads
-            self._write(slot)
-        _run([partial(self._replace, slot, bank.changes[slot]) for slot in changed], NEVER)
+        with bank.processes.section():  # other ranks wait until rank 0 has loaded the adapters
+            if bank.processes.is_rank_zero:
+                for slot in changed:  # here, because a bank is not made for several threads
+                    self._write(slot)
+                _run([partial(self._replace, slot, bank.changes[slot]) for slot in changed], NEVER)
+        self._versions.update({slot: bank.changes[slot] for slot in changed})
 
     def sample(
         self, rows: SamplingBatch, *, base: bool = False, on_finished: FinishedCallback | None = None
@@ -240,7 +252,10 @@ class VLLMSampler:
             temperature=torch.full((PROBE_ROWS,), PROBE_TEMPERATURE),
             max_new_tokens=PROBE_TOKENS,
         )
-        rollout = self._sample(rows, [(server, None, list(range(PROBE_ROWS)))], None)
+        # All ranks score the tokens that rank 0 gets.
+        (rollout, *_) = bank.processes.run_section(
+            lambda: self._sample(rows, [(server, None, list(range(PROBE_ROWS)))], None)
+        )
         # 2. Score the same tokens.
         device = bank.base.device
         present, zeros = rollout.present.to(device), zeros.to(device)

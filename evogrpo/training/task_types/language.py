@@ -24,7 +24,7 @@ from evogrpo.models.language.compatibility import (
     context_of,
     end_ids_of,
 )
-from evogrpo.models.language.fsdp import check_sharding, shard_count
+from evogrpo.models.language.fsdp import NEEDS_SAMPLER, check_sharding, shard_count
 from evogrpo.models.language.full_finetuning import AllWeights, choose_trained
 from evogrpo.models.language.loading import (
     PACKAGES,
@@ -373,6 +373,8 @@ def prepare(config: Config) -> PreparedLanguage:
     outline = load_outline(config.model)
     check_causal_class(outline.model)
     check_sharding(outline.model, config.base_parts, device)
+    if config.sampler is None and shard_count(config.base_parts) > 1:
+        raise ValueError(NEEDS_SAMPLER)
     check_quantised(config.precision, device, shard_count(config.base_parts))
     # 2. Choose what members train.
     trained = choose_trained(outline.model, lora, outline=True)

@@ -1,0 +1,33 @@
+"""Several ranks sample from one server."""
+
+from pathlib import Path
+
+import pytest
+
+from evogrpo.storage.journal import read_journal
+from tests.distributed.launching import launch
+from tests.distributed.parting import store
+from tests.distributed.scenarios import served
+from tests.tiny_models import tiny_model
+from tests.tiny_training import shared_model
+from tests.vllm_server import VLLMServer
+
+
+@pytest.mark.parametrize("place", ["whole", "parts"])
+def test_ranks_divide_the_completions_and_rank_0_loads_the_adapters(place: str, tmp_path: Path) -> None:
+    """With a whole and with a sharded base."""
+    folder = tmp_path / place
+    store(shared_model(), tmp_path / "base")
+    server = VLLMServer(tiny_model())
+    try:
+        for status, output in launch(2, tmp_path / "logs", served, str(folder), server.url).ended(120):
+            assert status == 0, output
+    finally:
+        server.stop()
+    events = read_journal(folder / "run" / "journal.jsonl")
+    assert (events[-1]["event"], events[0]["ranks"]) == ("ended", 2)
+    names = [body["lora_name"] for body in server.posts("/v1/load_lora_adapter")]
+    assert len(set(names)) == len(names) > 3  # each version once
+    completions = sum(len(body["prompt"]) for body in server.posts("/v1/completions"))
+    probes, learning, validation, test = 2 * 8, 4 * 3 * 8, (1 + 2 * 3) * 8, 2 * 36
+    assert completions == probes + learning + validation + test
