@@ -405,11 +405,16 @@ def unknown_name_error(kind: str, name: object, valid: Iterable[str], where: Whe
     typed = one_line(name, MAX_SHOWN)
     if where is None and kind.startswith("argument"):
         where = public_place
+    match = one_edit_match(typed, names)
+    # A misspelt key of a configuration is answered without a search for its place, which imports torch.
+    misspelt = match is not None and not kind.startswith("argument") and not _is_known(typed)
     if (name_here := counterpart(typed, names)) is not None:
         answer = f": it is called {name_here!r} here"
+    elif misspelt:
+        answer = f": did you mean {match!r}?"
     elif where is not None and (elsewhere := answer_elsewhere(typed, names, where)) is not None:
         answer = f": {elsewhere}."
-    elif (match := one_edit_match(typed, names)) is not None:
+    elif match is not None:
         answer = f": did you mean {match!r}?"
     elif where is not None and (general := advice(typed, _or_here(names, where), patterns=True)) is not None:
         answer = f": {general}."
@@ -420,6 +425,12 @@ def unknown_name_error(kind: str, name: object, valid: Iterable[str], where: Whe
     else:
         answer = ""
     return ValueError(f"unknown {kind} {shown(name)}{answer}")
+
+
+def _is_known(name: str) -> bool:
+    """Return True if another library has a setting of this name."""
+    key = name.lower()
+    return any(key in others for others in (*_OTHER_NAMES.values(), *map(str.split, _ADVICE.values())))
 
 
 def answer_elsewhere(name: str, valid: Iterable[str], where: Where) -> str | None:

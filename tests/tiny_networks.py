@@ -11,7 +11,7 @@ from torch import Tensor
 
 from evogrpo.algorithms.policies.policy_set import Banks
 from evogrpo.config.objective import Objective
-from evogrpo.data import DEFAULT_POLICY, Batch, ObservationInputs
+from evogrpo.data import DEFAULT_POLICY, UNTRUNCATED, Batch, ObservationInputs, SamplingOptions
 from evogrpo.models.networks.architecture import NetworkConfig
 from evogrpo.models.networks.bank import StackedBank
 from evogrpo.randomness import generator
@@ -193,6 +193,7 @@ class Settings:
     objective: Objective
     seed: int = 0
     max_actions: int = 1
+    sampling_options: SamplingOptions = UNTRUNCATED
 
 
 @dataclass(frozen=True)

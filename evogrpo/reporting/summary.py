@@ -19,6 +19,7 @@ from evogrpo.reporting.records import (
     terms_of,
 )
 from evogrpo.storage.journal import JournalError, latest_generations, read_journal
+from evogrpo.text import expand_user
 from evogrpo.validation import Record, refuse_unknown, validate
 from evogrpo.warnings import warn
 
@@ -123,7 +124,7 @@ def read_summary(run_dir: str | Path) -> RunSummary:
     Raises:
         ValueError: If there is no journal, its start is missing, or a value is invalid.
     """
-    path = Path(run_dir) / "journal.jsonl"
+    path = expand_user(run_dir, "run_dir") / "journal.jsonl"
     events: Sequence[Mapping[str, Any]]
     try:
         events = read_journal(path)

@@ -11,7 +11,7 @@ from tests.tiny_models import tiny_model
 
 WRONG = [
     ("def score(completion, solution):\n    return 1.0\n", "completion, answer, question"),
-    ("def score(prompt, completion, answer):\n    return 1.0\n", "completion, answer, question"),
+    ("def score(state, completion, answer):\n    return 1.0\n", "completion, answer, question"),
     ("def score(completion, answer, question):\n    return 'good'\n", "'good'"),
     ("def score(completion, answer, question):\n    return answer['x']\n", "raised TypeError"),
     ("raise SystemExit\n", "SystemExit"),

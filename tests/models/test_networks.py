@@ -187,7 +187,7 @@ def test_user_module_may_have_a_parameter_without_dimensions():
         ("buffers", lambda outputs, calls: outputs + 0 * calls.add_(1)),
         ("randomness", lambda outputs, calls: outputs + torch.rand_like(outputs)),
         ("one observation", lambda outputs, calls: outputs - outputs.mean(0)),
-        (r"\[batch, 4\]", lambda outputs, calls: outputs.mean(0, keepdim=True)),
+        (r"\[n, 4\]", lambda outputs, calls: outputs.mean(0, keepdim=True)),
     ],
 )
 @pytest.mark.parametrize("space", [VECTOR, spaces.MultiBinary(3), spaces.Discrete(3, start=5)])
@@ -200,7 +200,7 @@ def test_modules_whose_rows_are_not_functions_of_one_observation_are_rejected(sp
 def test_unsuitable_modules_are_rejected():
     with pytest.raises(ValueError, match="actor_network"):
         StackedBank(VECTOR, spaces.Discrete(3), size=1, network=nn.Identity())
-    with pytest.raises(ValueError, match=r"must return \[batch, 5\]"):
+    with pytest.raises(ValueError, match=r"must return \[n, 5\]"):
         StackedBank(VECTOR, spaces.Discrete(5), size=1, network=nn.Linear(3, 4))
     with pytest.raises(ValueError, match="cannot change"):
         StackedBank(VECTOR, spaces.Discrete(4), size=1, network=nn.Linear(3, 4)).rebuild(

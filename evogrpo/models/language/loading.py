@@ -333,12 +333,12 @@ def locate_base(source: str | Path) -> str:
         ValueError: If the source has another type or is empty, or if a file, a folder or the wheel of the demo model is
             missing.
     """
-    name = str(source)
+    name = text_of(source)
     if not isinstance(source, str | Path) or not name.strip():
         raise ValueError(
             f"source must be the name or folder of a base model, such as {DEMO_MODEL!r}, got {shown(source)}."
         )
-    path = expand_user(name)
+    path = expand_user(name, "source")
     if name == DEMO_MODEL:
         return str(demo_model_folder())
     if path.suffix == ".gguf":
