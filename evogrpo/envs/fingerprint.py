@@ -108,7 +108,7 @@ def _describe(value: Any, seen: _Seen) -> Iterator[str]:
         yield f"{type(value).__qualname__}.{value.name}"
     elif isinstance(value, _PLAIN):
         # A class of the user may have a repr of its own.
-        kind: type = next(each for each in _PLAIN if isinstance(value, each))
+        kind: Any = next(each for each in _PLAIN if isinstance(value, each))
         yield kind.__repr__(value)
     elif isinstance(value, re.Pattern):
         yield repr((value.pattern, value.flags))

@@ -230,9 +230,9 @@ def evolve(
         population: The members; changed in place.
         env: Environment they act in.
         strategy: Rule of selection and mutation: a strategy, its class, or the name of a built-in one such as
-            "tournament". None = `SuccessiveHalving()` for small networks whose architecture does not evolve, otherwise
-            `Tournament()`. With a `run_dir`, a custom class must be defined in an importable module other than the
-            program itself, so that the run can be resumed.
+            "tournament". None = `SuccessiveHalving()` for several small networks whose architecture does not evolve,
+            otherwise `Tournament()`. With a `run_dir`, a custom class must be defined in an importable module other
+            than the program itself, so that the run can be resumed.
         fitness: Measure of fitness: "validation" or "rollouts", or a mapping of the settings of
             `evogrpo.evolution.FitnessConfig`. None = "validation".
         run_dir: Directory for journal, checkpoints, the best member and TensorBoard logs; None = keep no records.
@@ -267,7 +267,7 @@ def evolve(
     )
     planned = Schedule(**schedule)
     if strategy is None:
-        chosen = default_strategy(networks=population.plays, evolve_network=population.members.evolves)
+        chosen = default_strategy(len(population), networks=population.plays, evolve_network=population.members.evolves)
     else:
         chosen = chosen_strategy(strategy)
     # 2. Check the memory and the user's code. The run trains when it is iterated over.

@@ -87,6 +87,7 @@ class TestDefaultStrategy:
         [
             ({"strategy": "random_search"}, RandomSearch()),
             ({"fitness": "rollouts"}, SuccessiveHalving()),
+            ({"population": {"size": 1}}, Tournament()),
             ({"agent": {"evolve_network": {}}}, Tournament()),  # halving does not mutate
         ],
     )

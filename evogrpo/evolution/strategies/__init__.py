@@ -60,12 +60,13 @@ def strategy_from_json(
     return build_from_settings(kind, name, settings)
 
 
-def default_strategy(*, networks: bool, evolve_network: bool) -> Strategy:
+def default_strategy(members: int, *, networks: bool, evolve_network: bool) -> Strategy:
     """Return the strategy of a run that names none.
 
     Args:
+        members: Number of members.
         networks: The members are small networks, for which `SuccessiveHalving` scores highest in the study of
             docs/results.md.
         evolve_network: Architectures evolve, which needs a strategy that mutates.
     """
-    return SuccessiveHalving() if networks and not evolve_network else Tournament()
+    return SuccessiveHalving() if members > 1 and networks and not evolve_network else Tournament()

@@ -25,7 +25,7 @@ from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled, find_we
 from evogrpo.models.language.compatibility import end_ids_of, find_decoder, vocabulary_of
 from evogrpo.models.language.fsdp import shard, shard_count
 from evogrpo.synonyms import close_match, unknown_name_error
-from evogrpo.text import class_name, expand_user, shown
+from evogrpo.text import class_name, expand_user, shown, text_of
 from evogrpo.validation import names_unknown, whole_between
 
 

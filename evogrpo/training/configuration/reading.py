@@ -82,7 +82,7 @@ def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) 
     elif parsed.get("strategy") is None:
         evolve_network = getattr(parsed["agent"], "evolve_network", None)  # language models have no such setting
         parsed["strategy"] = default_strategy(
-            networks=kind.word != "language", evolve_network=evolve_network is not None
+            parsed["population"].size, networks=kind.word != "language", evolve_network=evolve_network is not None
         )
     space = parsed["search_space"] = _complete_space(parsed, auto, kind, set_values)
     # Check again: the start of an evolving hyperparameter must be in its range.
