@@ -380,8 +380,10 @@ def test_a_configuration_names_a_strategy_in_a_file(configured, tmp_path, monkey
     ):
         with pytest.raises(ValueError, match=message):
             configured(given, override)
+    (tmp_path / "module_of_clones.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
-    assert configured(given, "strategy.name=mine:Clones").to_json()["strategy"]["name"] == "mine:Clones"
+    name = "module_of_clones:Clones"
+    assert configured(given, f"strategy.name={name}").to_json()["strategy"]["name"] == name
 
 
 @pytest.mark.parametrize(
