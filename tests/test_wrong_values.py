@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from evogrpo import GRPO, HyperparameterConfig, Hyperparameters, Objective, RLParameter, Tournament, evolve
 from evogrpo.algorithms.factory import MultiAgentOptions, Options
@@ -130,6 +131,12 @@ def test_populations_refuse_invalid_values(name):
         else:
             wrapped = {**plain_options, "wrapper_cls": lambda agent: agent, "wrapper_kwargs": value}
             result_or_error(name, lambda wrapped=wrapped: GRPO.population(**wrapped))
+
+
+def test_a_network_in_the_place_of_a_wrapper_is_refused():
+    env = cart_pole()
+    with pytest.raises(ValueError, match="actor_network="):
+        GRPO.population(2, env.observation_space, env.action_space, torch.nn.Linear(4, 2))
 
 
 def test_runs_refuse_invalid_values():

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from evogrpo.algorithms.collect import check_groups, resample_groups, sample_groups
 from evogrpo.algorithms.evaluation import measure_fitness
@@ -62,8 +63,11 @@ class Population(NamesMissing, Sequence[Any]):
         self.next_index = 1 + max(agent.index for agent in self.agents)
         self._handed_out: list[Any] = list(agents)
         if wrapper_cls is not None:
-            if not callable(wrapper_cls):
-                raise ValueError(f"wrapper_cls must be a class that takes an agent, got {shown(wrapper_cls)}.")
+            if not callable(wrapper_cls) or isinstance(wrapper_cls, nn.Module):
+                raise ValueError(
+                    f"wrapper_cls must be a class that takes an agent, got {shown(wrapper_cls)}. Pass a network as "
+                    "actor_network=."
+                )
             if wrapper_kwargs is not None and not isinstance(wrapper_kwargs, Mapping):
                 raise ValueError(f"wrapper_kwargs must be a mapping of keyword arguments, got {shown(wrapper_kwargs)}.")
             self._handed_out = [wrapper_cls(agent, **(wrapper_kwargs or {})) for agent in agents]

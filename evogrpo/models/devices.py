@@ -30,7 +30,7 @@ def check_device(device: "str | torch.device") -> None:
     if device == "auto":
         raise ValueError("device 'auto' is the default. Leave device out.")
     try:
-        torch.empty(1, device=device)
+        torch.empty(1, device=device).cpu()  # a tensor on the meta device has no data
     except (RuntimeError, AssertionError, TypeError) as error:  # torch asserts that it was built with CUDA
         raise ValueError(
             f"device {shown(device, 40)} is not available. Use 'cpu', or 'cuda' if torch.cuda.is_available()."

@@ -34,7 +34,7 @@ from evogrpo.training.run_state import best_agent
 from evogrpo.training.schedule import LIMITS, Schedule
 from evogrpo.training.task_types import TASK_TYPES
 from evogrpo.training.trainer import Callback, Trainer
-from evogrpo.validation import lists_options, names_unknown, whole_between
+from evogrpo.validation import lists_options, names_unknown, plain_scalar, whole_between
 from evogrpo.warnings import warn
 
 
@@ -111,7 +111,8 @@ class Run(NamesMissing, Iterator[GenerationReport]):
             The run itself.
         """
         for _ in self:
-            if callback is not None and callback(self) is False:
+            # Comparisons of numpy or torch values give scalars that are not False itself.
+            if callback is not None and plain_scalar(callback(self)) is False:
                 self.stop("stopped by the callback")
         return self
 

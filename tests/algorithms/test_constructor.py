@@ -115,7 +115,12 @@ def test_invalid_accelerators_raise(accelerators, monkeypatch):
         tiny_agent(accelerator=accelerator)
 
 
-DEVICES = ["gpu", "cuda:99", pytest.param("cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU"))]
+DEVICES = [
+    "gpu",
+    "cuda:99",
+    "meta",
+    pytest.param("cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU")),
+]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -251,6 +251,7 @@ def test_a_manual_loop_equals_collect():
         (2, lambda masks: ~masks, "first steps of every episode"),
         (3, lambda rewards: rewards[:, :, :2], "both be"),
         (3, lambda rewards: np.full_like(rewards, np.inf), "rewards must be finite"),
+        (3, lambda rewards: np.full_like(rewards, np.nan), "rewards must be finite"),
     ],
 )
 def test_invalid_experiences_raise(number, change, rule):
@@ -261,6 +262,8 @@ def test_invalid_experiences_raise(number, change, rule):
         agent.learn(tuple(parts))
     with pytest.raises(ValueError, match="got 3 parts"):
         agent.learn(tuple(parts[:3]))
+    with pytest.raises(ValueError, match="got NoneType"):
+        agent.learn(None)
 
 
 def test_invalid_experiences_leave_observation_statistics_unchanged():
@@ -413,7 +416,9 @@ def test_a_module_keeps_its_initial_weights_and_buffers(tmp_path):
     with pytest.raises(CheckpointError, match="other weights or buffers"):
         step_agent(actor_network=Scaled(), beta=0.1).load_checkpoint(tmp_path / "agent")
     with pytest.raises(CheckpointError, match="another module"):
-        GRPO.load(tmp_path / "agent", actor_network=type("Wider", (OwnNetwork,), {})())
+        GRPO.load(tmp_path / "agent", actor_network=type("Scaled", (OwnNetwork,), {})())
+    with pytest.raises(CheckpointError, match="Scaled, got Other"):
+        GRPO.load(tmp_path / "agent", actor_network=type("Other", (Scaled,), {})())
 
 
 @pytest.mark.parametrize(

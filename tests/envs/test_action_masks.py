@@ -87,6 +87,14 @@ def test_a_batch_with_masks_equals_its_rows_alone():
     assert all(masks[row, action] for row, action in enumerate(together))
 
 
+def test_a_list_of_masks_has_one_row_per_observation():
+    agent = GRPO(spaces.Box(-1, 1, (2,)), spaces.MultiDiscrete([2, 3]))
+    rows = [(np.array([1, 0]), np.array([0, 0, 1])), (np.array([0, 1]), np.array([1, 0, 0]))]
+    assert agent.predict(np.zeros((2, 2)), action_masks=rows)[0].tolist() == [[0, 2], [1, 0]]
+    with pytest.raises(ValueError, match="action_mask must"):
+        agent.predict(np.zeros((2, 2)), action_masks=[[1, 0], [0, 0, 1]])
+
+
 class Components(probes.MaskMethod):
     """MultiDiscrete actions, whose masks are side by side."""
 

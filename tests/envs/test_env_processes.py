@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 from evogrpo.envs.control.env_process import EnvProcess, EnvProcessError, process_setup
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
@@ -158,15 +159,18 @@ def test_an_environment_that_exits_is_reported():
         play_each(env, rows=1)
 
 
-@pytest.mark.parametrize("vectorization", ["serial", "processes"])
-def test_environments_that_share_their_arrays_change_no_record(vectorization):
+@pytest.mark.parametrize(
+    ("vectorization", "shown_as"),
+    [("serial", np.asarray), ("serial", torch.from_numpy), ("serial", memoryview), ("processes", np.asarray)],
+)
+def test_environments_that_share_their_arrays_change_no_record(vectorization, shown_as):
     """All environments write each observation into the same array."""
     shared = np.zeros(2, np.float32)
 
     class Shares(Odd):
         def observe(self):
             shared[:] = (self.steps, self.episode)
-            return shared
+            return shown_as(shared)
 
         def reset(self, *, seed=None, options=None):
             self.episode = seed % 1000

@@ -142,6 +142,20 @@ def test_action_masks_are_read_from_infos_and_observations(beside):
     assert episodes.present.all()
 
 
+def test_environments_that_share_their_masks_take_no_illegal_actions():
+    """All environments write the masks of their infos into the same arrays."""
+    shared = {}
+
+    class Shares(joint_probes.Masked):
+        def masks(self):
+            for agent, info in super().masks().items():
+                shared.setdefault(agent, np.zeros(3, np.int8))[:] = info["action_mask"]
+            return {agent: {"action_mask": shared[agent]} for agent in self.agents}
+
+    episodes = play(PettingZooGroups(Shares)).episodes["shared"]
+    assert (episodes.own_rewards == 1).all()  # an illegal action costs 99
+
+
 class Turns(joint_probes.Favours):
     """Only the first agent has legal actions."""
 
@@ -253,6 +267,16 @@ class Faulty(joint_probes.Favours):
         return self.change(self, result) if self.at in (self.time, "step") else result
 
 
+def change_actions(env, result):
+    """Replace the action spaces after they have been read."""
+    env.action_space = lambda agent: Discrete(7)
+    return result
+
+
+def misname_masks(env, result):
+    return result[0], {agent: {"action_masks": np.ones(3)} for agent in result[0]}
+
+
 def revive(env, result):
     """End red_1 at the first step; return it at the second."""
     if env.time == 1:
@@ -281,6 +305,8 @@ def replacing(position, agent=None, value=None):
         (2, replacing(1, "red_1", np.nan), "reward of red_1 must be finite"),
         (2, replacing(0, "red_1", np.array([np.inf, 0, 0])), "observation of red_1 must be finite"),
         (2, lambda env, result: (result[0].pop("red_1"), result)[1], "red_1"),
+        ("reset", change_actions, "action_space must not change"),
+        ("reset", misname_masks, "'action_mask'"),
         ("reset", lambda env, result: result[0], "probe_v0"),
         ("reset", replacing(1), "probe_v0"),
         ("reset", replacing(0, value=[0, 0]), "probe_v0"),

@@ -31,6 +31,16 @@ def test_vector_environments_are_refused(make):
             GymnasiumGroups(env)
 
 
+def stable_baselines_alone():
+    vectors = pytest.importorskip("stable_baselines3.common.vec_env")
+    return vectors.DummyVecEnv([lambda: gymnasium.make("CartPole-v1")])
+
+
+def test_a_vector_of_one_environment_is_named_as_such():
+    with pytest.raises(ValueError, match="num_envs"):
+        GymnasiumGroups(stable_baselines_alone)
+
+
 class Batched(ConstantReward):
     num_envs = 8
 
@@ -76,6 +86,32 @@ def test_other_objects_are_refused(env, message):
         play_each(GymnasiumGroups(env))
 
 
+class Grows(Odd):
+    """Offers other actions after a reset or a step than its constructor says."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at = at
+
+    def reset(self, *, seed=None, options=None):
+        result = super().reset(seed=seed)
+        if self.at == "reset":
+            self.action_space = spaces.Discrete(4)
+        return result
+
+    def step(self, action):
+        if self.at == "step":
+            self.action_space = spaces.Discrete(2 + self.steps)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("at", ["reset", "step"])
+@pytest.mark.parametrize("wrap", [lambda env: env, lambda env: TimeLimit(env, 5)])
+def test_action_spaces_that_change_are_refused(at, wrap):
+    with pytest.raises(ValueError, match="action_space must not change"):
+        GymnasiumGroups(lambda: wrap(Grows(at)))
+
+
 class Unseeded(Odd):
     def reset(self):
         return super().reset()
@@ -86,6 +122,7 @@ FORMS = [
     {"step": lambda *_: None},
     {"reset": lambda o, i: o},
     {"reset": lambda o, i: (o, None)},
+    {"reset": lambda o, i: np.zeros(2, np.float32)},
 ]
 
 
@@ -111,6 +148,8 @@ ANY_SPACE = "Box, Discrete, MultiDiscrete, MultiBinary, or a Dict.* got "
         ({"actions": spaces.Box(0, 9, (2,), np.int64)}, "floating-point Box"),
         ({"reset": lambda o, i: (np.full(2, np.nan, np.float32), i)}, "observation must be finite"),
         ({"reset": lambda o, i: (o, {"action_mask": np.array([0.0, -np.inf])})}, r"action_mask.* got \[0.0, -inf\]"),
+        ({"reset": lambda o, i: (o, {"action_masks": np.ones(2)})}, "Rename the entry to 'action_mask'"),
+        ({"space": spaces.Dict(a=spaces.Discrete(2), action_masks=spaces.MultiBinary(2))}, "Rename the entry"),
         ({"reward": 10**400}, "reward must"),
         ({"reward": 1j}, "reward must"),
         ({"reward": np.zeros(2)}, "reward must"),

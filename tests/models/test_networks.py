@@ -187,6 +187,7 @@ def test_user_module_may_have_a_parameter_without_dimensions():
         ("buffers", lambda outputs, calls: outputs + 0 * calls.add_(1)),
         ("randomness", lambda outputs, calls: outputs + torch.rand_like(outputs)),
         ("one observation", lambda outputs, calls: outputs - outputs.mean(0)),
+        ("one observation", lambda outputs, calls: outputs - outputs.mean(0) * (len(outputs) > 8)),
         (r"\[n, 4\]", lambda outputs, calls: outputs.mean(0, keepdim=True)),
     ],
 )

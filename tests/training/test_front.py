@@ -151,12 +151,13 @@ def test_a_run_that_has_not_begun_can_learn(tmp_path):
     assert again.trainer.run_state.timesteps == run.result.timesteps >= 100
 
 
-def test_a_callback_sees_every_generation_and_may_stop():
+@pytest.mark.parametrize("kind", [bool, np.bool_, torch.tensor])
+def test_a_callback_sees_every_generation_and_may_stop(kind):
     seen = []
 
     def callback(run):
         seen.append(run.trainer.run_state.generation)
-        return len(seen) < 2
+        return kind(len(seen) < 2)
 
     run = train("CartPole-v1", generations=5, callback=callback, **SMALL)
     assert seen == [1, 2]

@@ -31,6 +31,7 @@ from evogrpo.models.networks.bank import StackedBank, to_tensors
 from evogrpo.models.networks.networks import ModuleNetwork, split
 from evogrpo.spaces import flatten, leaf_spaces, preprocess_observation, unflatten
 from evogrpo.text import class_name, shown
+from evogrpo.validation import FLOAT32_LIMIT
 
 StepExperiences = tuple[Any, ...]
 """(observations `[starts, g, t, ...]`, actions `[starts, g, t, ...]` as `get_action` returned them, action masks
@@ -353,10 +354,11 @@ def as_step_batch(
         ValueError: If the parts do not fit together or do not fit the spaces.
     """
     # 1. Check masks and rewards.
-    if len(experiences) not in (4, 5):
+    if not isinstance(experiences, tuple | list) or len(experiences) not in (4, 5):
+        got = f"{len(experiences)} parts" if isinstance(experiences, tuple | list) else class_name(experiences)
         raise ValueError(
             "experiences must be (observations, actions, action_masks, rewards), and fifth the masks that get_action "
-            f"was given, if any; got {len(experiences)} parts."
+            f"was given, if any; got {got}."
         )
     observations, actions, masks, rewards, *further = experiences
     present, earned = np.asarray(masks, dtype=np.bool_), np.asarray(rewards, dtype=np.float64)
@@ -365,6 +367,8 @@ def as_step_batch(
             "action_masks and rewards must both be [starts, group_size, steps] with groups of at least 2, got "
             f"{present.shape} and {earned.shape}."
         )
+    if not (np.abs(earned[present]) <= FLOAT32_LIMIT).all():
+        raise ValueError("rewards must be finite numbers that float32 holds where action_masks is True.")
     if not present.any(2).all() or (np.diff(present.astype(np.int8), axis=2) > 0).any():
         raise ValueError("action_masks must be True for the first steps of every episode, at least one, then False.")
     # 2. Check actions; discrete ones are numbered from 0.

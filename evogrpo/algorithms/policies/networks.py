@@ -452,9 +452,11 @@ class NetworkPolicySet:
             ValueError: If the user's own module is needed and missing.
         """
         # 1. Read the spaces.
-        if record["module"] is not None and actor_network is None:
+        given = None if actor_network is None else type(actor_network).__qualname__
+        if record["module"] is not None and given != record["module"]:
             raise ValueError(
-                f"The checkpoint's members have your own class {record['module']}. Pass one as actor_network=."
+                f"The checkpoint's members have your own class {record['module']}, got {given}. Pass one as "
+                "actor_network=."
             )
         observation_spaces, action_spaces = (
             {agent: space_from_json(space, stored_bytes) for agent, space in record[name]}
@@ -485,7 +487,8 @@ def _rows_of(action_mask: Any, count: int) -> list[Any]:
     """Return one mask per row of a batch; a tuple has the components of a MultiDiscrete space."""
     if isinstance(action_mask, tuple):
         return list(zip(*action_mask, strict=True))
-    rows = list(np.asarray(action_mask))
+    # Rows of a list may be tuples of components of unequal lengths.
+    rows = action_mask if isinstance(action_mask, list) else list(np.asarray(action_mask))
     if len(rows) != count:
         raise ValueError(f"action_mask must have one row per observation, got {len(rows)} for {count}.")
     return rows

@@ -11,11 +11,19 @@ from numpy.typing import NDArray
 
 from evogrpo.data import Actor
 from evogrpo.envs.control.conversion import can_act, legal_actions, own_copy, scalars, to_environment
-from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies, prefix_of
+from evogrpo.envs.control.policy_mapping import AgentSpaces, PolicyMapping, map_policies, prefix_of
 from evogrpo.envs.control.random_play import check_determinism
 from evogrpo.envs.control.rollout import EpisodeRequest, Episodes
 from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, SeededGroups, declared_limit, make_example
-from evogrpo.envs.control.single_env import ACTION_MASK, EndForkedChildren
+from evogrpo.envs.control.single_env import (
+    ACTION_MASK,
+    RESET_RESULTS,
+    STEP_RESULTS,
+    EndForkedChildren,
+    check_mask_name,
+    check_same_actions,
+    checked_results,
+)
 from evogrpo.envs.control.vector_env import PolicyInput, SerialVectorEnv, VectorEnv, VectorStep
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import TEST_SIZE, VALIDATION_SIZE, Split
@@ -41,24 +49,17 @@ class JointStep:
 
     Attributes:
         observations: Observations of the agents that are active next.
-        infos: Infos of the same agents; empty if the environment gave none.
+        masks: Action masks of the same agents, from their observation or info; None = no mask.
         rewards: Rewards of all agents that the environment named in this step.
         terminated: Agents that reached a terminal state in this step.
         truncated: Agents that were truncated in this step.
     """
 
     observations: Mapping[str, Any]
-    infos: Mapping[str, Mapping[str, Any]]
+    masks: Mapping[str, Any]
     rewards: Mapping[str, float] = field(default_factory=dict)
     terminated: frozenset[str] = frozenset()
     truncated: frozenset[str] = frozenset()
-
-    def mask(self, agent: str) -> Any:
-        """Return an agent's action mask from its observation or info; None if there is none."""
-        observation = self.observations[agent]
-        if isinstance(observation, Mapping) and ACTION_MASK in observation:
-            return observation[ACTION_MASK]
-        return self.infos[agent].get(ACTION_MASK)
 
 
 class JointEnv:
@@ -67,13 +68,14 @@ class JointEnv:
     Args:
         env: The environment.
         max_episode_steps: Steps after which all active agents are truncated.
+        action_spaces: Action spaces of the agents known in advance, which a reset must not change.
 
     Attributes:
         env: As given.
     """
 
-    def __init__(self, env: "ParallelEnv[Any, Any, Any]", max_episode_steps: int) -> None:
-        self.env, self._limit = env, max_episode_steps
+    def __init__(self, env: "ParallelEnv[Any, Any, Any]", max_episode_steps: int, action_spaces: AgentSpaces) -> None:
+        self.env, self._limit, self._action_spaces = env, max_episode_steps, action_spaces
         self._ids: dict[str, Any] = {}
         self._ended: set[str] = set()
         self._steps = 0
@@ -81,8 +83,11 @@ class JointEnv:
     def reset(self, seed: int) -> JointStep:
         """Start an episode."""
         with EndForkedChildren():
-            observations, infos = self.env.reset(seed=seed)
+            observations, infos = checked_results(self.env.reset(seed=seed), RESET_RESULTS)
         self._ids, self._ended, self._steps = {str(agent): agent for agent in self.env.agents}, set(), 0
+        for name, agent in self._ids.items():
+            if name in self._action_spaces:
+                check_same_actions(self._action_spaces[name], self.env.action_space(agent), "reset")
         return self._latest(observations, infos)
 
     def step(self, actions: Mapping[str, Any]) -> JointStep:
@@ -105,7 +110,8 @@ class JointEnv:
                 all_actions[agent] = plain_action(to_environment(space, blank)[0])
         # 2. Step the environment.
         with EndForkedChildren():
-            observations, rewards, terminations, truncations, infos = self.env.step(dict(all_actions))
+            outcome = checked_results(self.env.step(dict(all_actions)), STEP_RESULTS)
+        observations, rewards, terminations, truncations, infos = outcome
         without_reward = [str(agent) for agent in all_actions if agent not in rewards]
         if without_reward:
             raise ValueError(f"{self.env.unwrapped} must give a reward to all agents that acted: {without_reward}")
@@ -142,11 +148,19 @@ class JointEnv:
         self.env.close()
 
     def _latest(self, observations: AgentValues, infos: AgentValues, **results: Any) -> JointStep:
-        return JointStep(
-            observations={name: own_copy(observations[agent]) for name, agent in self._ids.items()},
-            infos={name: infos.get(agent) or {} for name, agent in self._ids.items()},
-            **results,
-        )
+        # Copies, as an environment may write the results of its next call, or of another environment, into the same
+        # arrays.
+        copies = {name: own_copy(observations[agent]) for name, agent in self._ids.items()}
+        masks: dict[str, Any] = {}
+        for name, agent in self._ids.items():
+            observation = copies[name]
+            if isinstance(observation, Mapping) and ACTION_MASK in observation:
+                masks[name] = observation[ACTION_MASK]
+                continue
+            info = infos.get(agent) or {}
+            check_mask_name(info)
+            masks[name] = own_copy(info.get(ACTION_MASK))
+        return JointStep(observations=copies, masks=masks, **results)
 
 
 def plain_action(action: Any) -> Any:
@@ -176,7 +190,7 @@ class JointVectorEnv(SerialVectorEnv):
         self._acting = {}
         for position, (_, latest) in enumerate(self._running):
             for agent in latest.observations:
-                if can_act(latest.mask(agent)):
+                if can_act(latest.masks[agent]):
                     self._acting.setdefault(mapping.policy_of(agent), []).append((position, agent))
         result = {}
         for policy, acting in self._acting.items():
@@ -185,7 +199,7 @@ class JointVectorEnv(SerialVectorEnv):
             observations = [spec.split_mask(latest.observations[agent])[0] for latest, agent in pairs]
             result[policy] = PolicyInput(
                 observations=spec.stack(observations, agents),
-                action_masks=legal_actions(spec.action_space, [latest.mask(agent) for latest, agent in pairs]),
+                action_masks=legal_actions(spec.action_space, [latest.masks[agent] for latest, agent in pairs]),
                 positions=np.array([position for position, _ in acting], dtype=np.int64),
                 agents=agents,
             )
@@ -233,7 +247,7 @@ class JointGymEnv(gymnasium.Env[AgentDict, AgentDict]):
         observation_space: gymnasium.spaces.Dict,
         action_space: gymnasium.spaces.Dict,
     ) -> None:
-        self._env = JointEnv(env, max_episode_steps)
+        self._env = JointEnv(env, max_episode_steps, action_space.spaces)
         self.observation_space, self.action_space = observation_space, action_space
         self.metadata = dict(getattr(env, "metadata", {}))
         self.render_mode = getattr(env, "render_mode", None)
@@ -259,7 +273,7 @@ class JointGymEnv(gymnasium.Env[AgentDict, AgentDict]):
         self._env.env.close()
 
     def _inputs(self, latest: JointStep) -> tuple[AgentDict, AgentDict]:
-        acting = {agent: mask for agent in latest.observations if can_act(mask := latest.mask(agent))}
+        acting = {agent: mask for agent in latest.observations if can_act(mask := latest.masks[agent])}
         masks = {agent: mask for agent, mask in acting.items() if mask is not None}
         infos = {ACTION_MASK: masks, AGENT_REWARDS: latest.rewards}
         return {agent: latest.observations[agent] for agent in acting}, infos
@@ -471,7 +485,9 @@ class PettingZooGroups(SeededGroups):
         return self._joint_env(self.recreate_env)
 
     def _joint_env(self, recreate_env: bool) -> JointVectorEnv:
-        return JointVectorEnv(lambda: JointEnv(self._create(), self._enforced_limit), recreate_env=recreate_env)
+        return JointVectorEnv(
+            lambda: JointEnv(self._create(), self._enforced_limit, self.action_spaces), recreate_env=recreate_env
+        )
 
     def _create(self, **env_kwargs: Any) -> "ParallelEnv[Any, Any, Any]":
         from pettingzoo import ParallelEnv

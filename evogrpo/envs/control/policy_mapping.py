@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from evogrpo.data import DEFAULT_POLICY
 from evogrpo.envs.control.conversion import Leaves, stack
-from evogrpo.envs.control.single_env import ACTION_MASK
+from evogrpo.envs.control.single_env import ACTION_MASK, check_mask_name
 from evogrpo.spaces import check_action_space, flatten, leaf_spaces
 from evogrpo.text import shown
 
@@ -45,7 +45,12 @@ class PolicySpec:
     @cached_property
     def has_mask(self) -> bool:
         """True if observations contain the action mask: a Dict with the key "action_mask" among others."""
-        return isinstance(self.env_space, spaces.Dict) and ACTION_MASK in self.env_space.spaces
+        if not isinstance(self.env_space, spaces.Dict):
+            return False
+        if ACTION_MASK in self.env_space.spaces:
+            return True
+        check_mask_name(self.env_space.spaces)
+        return False
 
     @cached_property
     def agent_space(self) -> spaces.Space[Any]:

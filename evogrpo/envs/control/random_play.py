@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from evogrpo.envs.control.conversion import mask_sizes, to_environment
 from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.envs.control.rollout import check_finite, check_finite_rewards
+from evogrpo.envs.control.single_env import RESET_RESULTS, STEP_RESULTS
 from evogrpo.envs.control.vector_env import VectorEnv, VectorStep
 from evogrpo.randomness import generator
 from evogrpo.text import class_name, shown
@@ -136,9 +137,11 @@ def check_determinism(
     try:
         difference, noisy = _compare_replays(make, mapping, chosen, interleaved)
     except (TypeError, ValueError, AttributeError, LookupError) as error:
+        # Wrappers unpack the results before they are checked here.
+        malformed = not isinstance(error, ValueError) or "unpack" in str(error)
+        forms = f" {RESET_RESULTS}, {STEP_RESULTS}." if malformed else ""
         raise ValueError(
-            f"{name} failed in a few steps of random play: {class_name(error)}: {str(error).removesuffix('.')}. "
-            "reset must return (observation, info), step (observation, reward, terminated, truncated, info)."
+            f"{name} failed in a few steps of random play: {class_name(error)}: {str(error).removesuffix('.')}.{forms}"
         ) from error
     if difference is None:
         return chosen, noisy

@@ -5,7 +5,7 @@ Nothing here imports torch, so that the processes of environments start fast.
 
 import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -60,13 +60,57 @@ class EndForkedChildren:
 
 
 def call_env(env: "gymnasium.Env[Any, Any]", method: Method, value: Any) -> EnvResult:
-    """Reset an environment with a seed, or step it with an action."""
+    """Reset an environment with a seed, or step it with an action.
+
+    Raises:
+        ValueError: If the results have another form than Gymnasium's, or the action space changes.
+    """
+    action_space = env.action_space
     with EndForkedChildren():
         if method == "reset":
-            observation, info = env.reset(seed=value)
-            return observation, None, None, None, mask_of(env, info)
-        observation, reward, terminated, truncated, info = env.step(value)
-        return observation, reward, terminated, truncated, mask_of(env, info, (terminated, truncated))
+            observation, info = checked_results(env.reset(seed=value), RESET_RESULTS)
+            found: EnvResult = (observation, None, None, None, mask_of(env, info))
+        else:
+            observation, reward, terminated, truncated, info = checked_results(env.step(value), STEP_RESULTS)
+            found = (observation, reward, terminated, truncated, mask_of(env, info, (terminated, truncated)))
+    check_same_actions(action_space, env.action_space, method)
+    return found
+
+
+RESET_RESULTS = "reset must return (observation, info)"
+STEP_RESULTS = "step must return (observation, reward, terminated, truncated, info)"
+
+
+def checked_results(returned: Any, form: str) -> tuple[Any, ...]:
+    """Return the results of a reset or step; raise ValueError unless they are a tuple of this form, with a dict last.
+
+    Args:
+        returned: Results as the environment gave them.
+        form: Names of the results.
+    """
+    count = form.count(",") + 1
+    # An array of two numbers could be unpacked as if it were an observation and an info.
+    if not isinstance(returned, tuple | list) or len(returned) != count:
+        got = f"{len(returned)} values" if isinstance(returned, tuple | list) else shown(returned)
+        raise ValueError(f"{form}, got {got}.")
+    if not isinstance(returned[-1], Mapping):
+        raise ValueError(f"{form} with a dict last, got {shown(returned[-1])}.")
+    return tuple(returned)
+
+
+def check_same_actions(declared: object, current: object, method: Method) -> None:
+    """Raise ValueError if a reset or step has changed an action space: the policy was built for the first one."""
+    if current is not declared and current != declared:
+        raise ValueError(
+            f"action_space must not change, but {method} changed it from {shown(declared)} to {shown(current)}. Set "
+            "it in the constructor, and return an action_mask if some actions are not legal."
+        )
+
+
+def check_mask_name(keys: Iterable[Any]) -> None:
+    """Raise ValueError if an info or a Dict observation has a mask under the name of the method."""
+    if MASK_METHOD in keys:
+        raise ValueError(f"{MASK_METHOD!r} is the name of a method. Rename the entry to {ACTION_MASK!r}.")
 
 
 def mask_of(env: "gymnasium.Env[Any, Any]", info: Mapping[str, Any], ends: Sequence[Any] = ()) -> Any:
@@ -78,11 +122,14 @@ def mask_of(env: "gymnasium.Env[Any, Any]", info: Mapping[str, Any], ends: Seque
         ends: Flags of this step. Some environments have no legal action after their end, so the method is not called.
 
     Raises:
-        ValueError: If `action_masks` is no method.
+        ValueError: If `action_masks` is no method, or an entry of the info.
     """
     mask = info.get(ACTION_MASK)
-    if mask is not None or not env.has_wrapper_attr(MASK_METHOD):
+    if mask is not None:
         return mask
+    if not env.has_wrapper_attr(MASK_METHOD):
+        check_mask_name(info)
+        return None
     if any(np.asarray(flag, dtype=object).any() for flag in ends):
         return None
     method = env.get_wrapper_attr(MASK_METHOD)
@@ -144,7 +191,8 @@ def time_limit(env: "gymnasium.Env[Any, Any]") -> int | None:
 def check_env(env: object) -> None:
     """Raise ValueError unless the object is a single environment with spaces."""
     name = type(env).__name__
-    if getattr(env, "num_envs", 1) != 1:
+    is_vector = hasattr(env, "num_envs") and not isinstance(env, gymnasium.Env)
+    if is_vector or getattr(env, "num_envs", 1) != 1:
         raise ValueError(f"env must create a single environment, got a vector of several ({name}). Set num_envs.")
     if not isinstance(env, gymnasium.Env):
         raise ValueError(
