@@ -66,9 +66,12 @@ def evaluate_questions(
     # 2. Average over the answers to each question.
     missing = int((~np.isfinite(rewards)).sum())
     if missing and not (isinstance(env, PromptEnvironment) and env.on_reward_error == "exclude"):
+        fix = "Return a number for every held-out question"
+        if missing < rewards.size:
+            fix += ", or set on_reward_error='exclude'"
         raise ValueError(
             f"{missing} of {rewards.size} {request.split} completions have no reward, but fitness needs one for "
-            "each. Return a number for every held-out question, or set on_reward_error='exclude'."
+            f"each. {fix}."
         )
     rewards = rewards.reshape(shape)
     scored = np.isfinite(rewards)

@@ -1,7 +1,7 @@
 """Fitness of the members in a run, choice of the best one, and warnings about missing learning signals."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -231,12 +231,17 @@ class LearningSignalCheck:
     Args:
         steps: Learning steps of the whole run, if known: a shorter run is checked as a whole.
         taken: Learning steps taken already. A resumed run is past its first steps and is not checked.
+        filters: Settings of the objective that leave samples out of the loss.
+        hint: Further sentence of the warning about equal rewards.
     """
 
-    def __init__(self, steps: int | None, *, taken: int = 0) -> None:
+    def __init__(self, steps: int | None, *, taken: int = 0, filters: Sequence[str] = (), hint: str = "") -> None:
         self._all = min(CHECKED_STEPS, steps or CHECKED_STEPS)
         self._left = 0 if taken else self._all
         self._any_reward = False
+        self._filters, self._hint = tuple(filters), hint
+        self._rewards_differ = False
+        self._all_truncated = True  # samples of steps in which rewards differ
 
     def update(self, learned: Mapping[int, LearnReport]) -> None:
         """Check the reports of a learning step; warn after the last checked step if all advantages were 0."""
@@ -247,6 +252,10 @@ class LearningSignalCheck:
             self._left = 0
             return
         self._any_reward |= any("reward" in report.metrics for report in reports)
+        for report in reports:
+            if report.metrics.get("frac_reward_zero_std", 1.0) < 1:
+                self._rewards_differ = True
+                self._all_truncated &= report.metrics.get("completions/clipped_ratio") == 1
         self._left -= 1
         if self._left:
             return
@@ -254,5 +263,13 @@ class LearningSignalCheck:
         if not self._any_reward:
             warn(f"{began}: no reward applied to any sample. Return numbers instead of None.")
             return
+        if self._rewards_differ and self._filters:
+            reason = f"{' and '.join(self._filters)} left all samples with different rewards out of the loss"
+            fix = "Check its value."
+            if self._all_truncated and "mask_truncated" in self._filters:
+                fix = "All were truncated: raise max_output_tokens, or max_episode_steps of an environment."
+            warn(f"{began}: {reason}. {fix}")
+            return
         equal = "all rewards within each group were equal"
-        warn(f"{began}: {equal}. Use partial credit, an easier task, or a larger group_size.")
+        fix = f"Use partial credit, an easier task, or a larger group_size. {self._hint}".strip()
+        warn(f"{began}: {equal}. {fix}")

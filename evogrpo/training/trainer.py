@@ -13,6 +13,7 @@ from evogrpo.data import LearnReport
 from evogrpo.distributed import RunStop
 from evogrpo.envs.fingerprint import fingerprint_of
 from evogrpo.envs.protocol import GroupEnvironment, SupportsDate, SupportsProgress
+from evogrpo.envs.text.huggingface_gym import PromptEnvironment
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.strategies import Strategy
@@ -168,7 +169,14 @@ class Trainer:
         self._greedy_gap = GreedyGapCheck()
         generations = schedule.generations
         steps = generations and generations * schedule.steps_per_generation
-        self._learning_signal = LearningSignalCheck(steps, taken=self.run_state.step)
+        objective = population.members.settings.objective
+        filters = ("mask_truncated", "min_group_reward", "max_group_reward")
+        self._learning_signal = LearningSignalCheck(
+            steps,
+            taken=self.run_state.step,
+            filters=[name for name in filters if getattr(objective, name) not in (None, False)],
+            hint=env.completion_form() if isinstance(env, PromptEnvironment) else "",
+        )
         self._set_budgets(None, None)
         # 3. State of the loop itself.
         self._ended: str | None = None

@@ -1,6 +1,7 @@
 """Acting, learning, saving, cloning, mutation and texts with the meaning of AgileRL's methods, experiences."""
 
 import math
+from dataclasses import replace
 
 import gymnasium
 import numpy as np
@@ -9,18 +10,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evogrpo import GRPO, Population
+from evogrpo import GRPO, Objective, Population
 from evogrpo.algorithms.grpo import NetworkGroup
 from evogrpo.algorithms.policies.language_sampling import as_batch, as_completions
+from evogrpo.algorithms.policies.settings import STEPWISE
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import Rollout
 from evogrpo.evolution import Mutation
 from tests.rounding import LOG_PROB
 from tests.tiny_models import EOS, PAD, tiny_model
-from tests.tiny_steps import step_agent
+from tests.tiny_steps import played, step_agent
 from tests.tiny_training import (
     SPACE,
     equal_states,
+    graded,
     learn_fixed_batch,
     peft_twin,
     random_agent,
@@ -28,6 +31,7 @@ from tests.tiny_training import (
     randomise_adapter,
     shared_model,
     shared_tokenizer,
+    state_of,
     tiny_agent,
     tiny_env,
     tiny_population,
@@ -119,6 +123,29 @@ def test_a_manual_loop_learns():
         earned.append(float(rewards.mean()))
     assert np.mean(earned[-3:]) > np.mean(earned[:3]) + 0.2
     assert agent.test(env) > before + 0.2
+
+
+def test_a_manual_loop_masks_truncated_completions():
+    changed = []
+    for shortest in (24, 0):  # with 24, all completions are truncated
+        lengths = {"min_output_tokens": shortest, "max_output_tokens": 24}
+        agent = tiny_agent(group_size=8, objective=Objective(mask_truncated=True), **lengths)
+        ids, masks = agent.get_action(tiny_env(data_batch_size=2).reset()[0])
+        before = state_of(agent)
+        report = agent.learn((ids, masks, graded(ids)))
+        changed.append(not torch.equal(before["adapter"], state_of(agent)["adapter"]))
+        assert (report.metrics["completions/clipped_ratio"] == 1) == (shortest == 24)
+    assert changed == [False, True]
+
+
+@pytest.mark.parametrize("settings", [{"dynamic_sampling": 2}, {"overlong_buffer": 2}])
+def test_a_manual_loop_refuses_settings_that_act_while_collecting(settings):
+    agent = tiny_agent(objective=Objective(**settings))
+    with pytest.raises(ValueError, match=f"{next(iter(settings))} .*learn"):
+        learn_fixed_batch(agent)
+    agent = step_agent(group_size=4, objective=replace(STEPWISE, mask_truncated=True))
+    with pytest.raises(ValueError, match=r"mask_truncated .*learn"):
+        agent.learn(played(agent))
 
 
 def test_save_and_load_round_trip(agent, tmp_path):

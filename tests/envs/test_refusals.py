@@ -166,8 +166,9 @@ ANY_SPACE = "Box, Discrete, MultiDiscrete, MultiBinary, or a Dict.* got "
     ],
 )
 def test_spaces_observations_and_rewards_are_checked_before_training(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as caught:
         GymnasiumGroups(Odd, env_kwargs=options)
+    assert "reset must return" not in str(caught.value)  # the form of the results is right
 
 
 LARGE = spaces.Box(-np.inf, np.inf, (2,), np.float64)

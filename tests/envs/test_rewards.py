@@ -114,6 +114,16 @@ def test_functions_with_wrong_parameters_are_refused(plain_tokenizer, form, para
         HuggingFaceGym(rows, None, plain_tokenizer, **{name: defined(parameters)})
 
 
+def test_the_dataset_without_a_column_is_named(plain_tokenizer):
+    rows = [{**row, "solution": "7"} for row in PROMPTS]
+
+    def accuracy(completions, solution, **columns):
+        return [0.0 for _ in completions]
+
+    with pytest.raises(ValueError, match=r"solution.*test_dataset"):
+        HuggingFaceGym(rows, PROMPTS, plain_tokenizer, reward_funcs=accuracy)
+
+
 def test_columns_may_have_any_text_as_name(plain_tokenizer):
     def make(column):
         return HuggingFaceGym([{**row, column: 1} for row in PROMPTS], None, plain_tokenizer, reward_funcs=constant)

@@ -1,20 +1,22 @@
 """Warning about rewards without a learning signal."""
 
+import re
 import warnings
 
 import pytest
 
-from evogrpo import evolve, resume
-from tests.tiny_training import shared_model, tiny_env, tiny_population
+from evogrpo import HuggingFaceGym, Objective, evolve, resume
+from evogrpo.envs.text.reward_functions import RewardError
+from tests.tiny_training import QUESTIONS, shared_model, shared_tokenizer, tiny_env, tiny_population
 
 BRIEF = {"generations": 2, "steps_per_generation": 2, "samples_per_step": 8, "validation_questions": 2}
 BRIEF |= {"test_questions": 0}
 
 
-def run(env, **schedule):
+def run(env, population=None, **schedule):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in evolve(tiny_population(2), env, **(BRIEF | schedule)):
+        for _ in evolve(population or tiny_population(2), env, **(BRIEF | schedule)):
             pass
     return [str(each.message) for each in caught if "No learning signal" in str(each.message)], caught
 
@@ -54,3 +56,37 @@ def test_a_resumed_run_does_not_warn(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(list(again)) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"mask_truncated": True}, "mask_truncated left .* raise max_output_tokens"),
+        ({"min_group_reward": 50.0}, "min_group_reward left"),
+        ({"max_group_reward": -50.0}, "max_group_reward left"),
+    ],
+)
+def test_samples_left_out_of_the_loss_are_the_reason_given(settings, reason):
+    # No completion may end before the maximum length, so all are truncated.
+    lengths = {"min_output_tokens": 3, "max_output_tokens": 3}
+    population = tiny_population(1, objective=Objective(**settings), **lengths)
+    (message,), _ = run(tiny_env(), population)
+    assert re.search(reason, message)
+    assert "equal" not in message
+
+
+def test_rewards_that_read_messages_as_text_are_told_their_form():
+    def contains(completions, answer, **columns):
+        return [float(right in completion) for completion, right in zip(completions, answer, strict=True)]
+
+    rows = [{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in QUESTIONS]
+    env = HuggingFaceGym(rows, None, shared_tokenizer(), reward_funcs=contains, validation_size=4, test_size=4)
+    (message,), _ = run(env, tiny_population(1), generations=1)
+    assert "lists of messages" in message
+
+    def length(completions, **columns):
+        return [len(completion.strip()) for completion in completions]
+
+    env = HuggingFaceGym(rows, None, shared_tokenizer(), reward_funcs=length, validation_size=4, test_size=4)
+    with pytest.raises(RewardError, match="lists of messages"):
+        run(env, tiny_population(1))

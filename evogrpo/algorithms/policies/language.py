@@ -36,7 +36,7 @@ from evogrpo.algorithms.policies.policy_set import (
     space_from_json,
     space_to_json,
 )
-from evogrpo.algorithms.policies.settings import LanguageSettings
+from evogrpo.algorithms.policies.settings import LanguageSettings, check_own_loop
 from evogrpo.chat_templates import end_of_turn_ids
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import DEFAULT_POLICY, Conversation, Experience, Rollout, SamplingBatch, unpadded
@@ -474,10 +474,19 @@ class LanguagePolicySet:
 
     def experience(self, learner: Learner, experiences: Experiences) -> tuple[Experience, tuple[()]]:
         """Convert `(completion_ids, action_masks, rewards)` to a batch; the second value is for small networks."""
+        # 1. Convert and check the tokens.
+        check_own_loop(self.settings.objective, ("dynamic_sampling", "overlong_buffer"))
         hyperparameters, shortest = learner.hyperparameters, self.settings.min_output_tokens
         batch = as_batch(experiences, learner.slot, hyperparameters, shortest, self.device)
         tokens = [int(batch.actions.max()), int(batch.actions.min())]
         check_token_ids(self.bank.base.model, tokens, "completion_ids")
+        # 2. A completion whose last token does not end it was truncated.
+        last = batch.present.sum(1, keepdim=True).clamp(min=1) - 1
+        ended = torch.isin(batch.actions.gather(1, last), self.bank.end_ids.to(self.device))
+        mask = batch.action_mask
+        if self.settings.objective.mask_truncated:
+            mask = mask & ended
+        batch = replace(batch, action_mask=mask, truncated=~ended[:, 0])
         return {DEFAULT_POLICY: batch}, ()
 
     # ---- the network

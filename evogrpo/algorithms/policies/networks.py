@@ -26,7 +26,7 @@ from evogrpo.algorithms.policies.policy_set import (
     space_to_json,
     state_key,
 )
-from evogrpo.algorithms.policies.settings import JointSettings, NetworkSettings
+from evogrpo.algorithms.policies.settings import JointSettings, NetworkSettings, check_own_loop
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import DEFAULT_POLICY, Batch, Experience
 from evogrpo.distributed import Processes
@@ -368,6 +368,7 @@ class NetworkPolicySet:
             return experiences, ()
         if not self._single:
             raise ValueError(f"learn needs the experience of collect(...), got {class_name(experiences)}.")
+        check_own_loop(self.settings.objective, ("dynamic_sampling", "mask_truncated"))
         if isinstance(experiences, tuple | list) and len(experiences) == 4:
             # The masks are part of the observations.
             observations, own_masks = self.mapping.specs[DEFAULT_POLICY].split_mask(experiences[0])

@@ -52,6 +52,20 @@ def check_action_objective(objective: Objective) -> None:
         )
 
 
+def check_own_loop(objective: Objective, names: Iterable[str]) -> None:
+    """Refuse settings that act while samples are collected: `learn` cannot apply them to samples of a user's own loop.
+
+    Raises:
+        ValueError: If one of the settings is on.
+    """
+    for name in names:
+        if getattr(objective, name):
+            raise ValueError(
+                f"{name} has no effect in learn(), because it acts while samples are collected. Leave it out and apply "
+                "it in your loop, or train with evogrpo.evolve(...)."
+            )
+
+
 def check_hyperparameters(
     settings: "NetworkSettings | LanguageSettings",
     hyperparameters: Hyperparameters,

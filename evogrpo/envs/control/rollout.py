@@ -512,5 +512,5 @@ def check_finite_rewards(step: VectorStep, seeds: NDArray[np.int64], t: NDArray[
 def _not_finite(kind: str, value: Any, agent: str, seed: int, t: int) -> ValueError:
     return ValueError(
         f"{kind}{f' of {agent}' if agent else ''} must be finite and at most {FLOAT32_LIMIT:g} in size, "
-        f"got {value} after {t} steps from reset(seed={seed})"
+        f"got {value} after {t} steps from reset(seed={seed})."
     )

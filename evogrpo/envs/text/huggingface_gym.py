@@ -178,9 +178,10 @@ class PromptEnvironment:
             split: self._prepare(table, f"{split}_dataset") for split, table in tables.items() if table is not None
         }
         for split, table in datasets.items():
-            present = check_table(table, self._columns, f"{split}_dataset")
+            where = f"{split}_dataset"
+            present = check_table(table, self._columns, where)
             for reward in rewards:
-                reward.check([*present, *self.extra_arguments], in_process=self._runner.in_process)
+                reward.check([*present, *self.extra_arguments], where, in_process=self._runner.in_process)
         for split, size in sizes.items():
             if size is not None and split in datasets:
                 raise ValueError(f"{split}_size requires that {split}_dataset is not set, got both.")
@@ -265,6 +266,13 @@ class PromptEnvironment:
         """Set the training progress, for reward functions that take the `trainer_state`."""
         self._progress = (step, total_steps)
 
+    def completion_form(self) -> str:
+        """Return a sentence for reward functions in TRL's form that get messages; empty if they get texts."""
+        batched = any(reward.batched for reward in self._rewards)
+        if not batched or isinstance(self._datasets["train"][0]["prompt"], str):
+            return ""
+        return 'Completions are lists of messages, as the prompts are: the text is completion[-1]["content"].'
+
     def preflight(self) -> Preflight:
         """Test reward functions, reply functions and environments on sample completions of the first training prompt.
 
@@ -287,6 +295,10 @@ class PromptEnvironment:
         except Exception as error:  # noqa: BLE001 (user code may raise anything)
             reason = error if isinstance(error, RewardError) else f"{class_name(error)}: {one_line(error)}"
             message = f"Your functions are tested on sample completions before training: {reason}"
+            # The function may take messages for text.
+            form = self.completion_form()
+            if form and isinstance(error.__cause__, AttributeError | LookupError | TypeError):
+                message = f"{message.removesuffix('.')}. {form}"
             raise RewardError(message) from error.__cause__ or error
         for reward in self._rewards if self.on_reward_error == "raise" else ():
             if not reward.batched and np.isnan(scores.components[reward.name]).all():

@@ -376,7 +376,7 @@ class Reward:
         except (TypeError, ValueError):
             return None
 
-    def sources(self, columns: Collection[str]) -> Mapping[str, str] | None:
+    def sources(self, columns: Collection[str], where: str = "the dataset") -> Mapping[str, str] | None:
         """Return where the arguments of a function in AgileRL's form come from.
 
         A parameter gets the argument or the column of its name. One without a default may also have the name of an
@@ -384,6 +384,7 @@ class Reward:
 
         Args:
             columns: Columns of the dataset.
+            where: Name of the dataset in messages.
 
         Returns:
             "completion" or a column for each argument that is passed by name; None if all are passed by position.
@@ -418,7 +419,7 @@ class Reward:
             raise ValueError(f"{message} Pass a function of several completions as reward_funcs (form: trl).")
         missing = [name for name in self._required() if name not in found]
         if missing:
-            message += f" There is no column {missing[0]!r}{_similar(missing[0], columns)}."
+            message += f" There is no column {missing[0]!r}{_similar(missing[0], columns)} of {where}."
         raise ValueError(f"{message} Rename its parameters, or add columns.")
 
     def _required(self) -> list[str]:
@@ -451,18 +452,19 @@ class Reward:
             return False
         return True
 
-    def check(self, columns: Collection[str], *, in_process: bool) -> None:
+    def check(self, columns: Collection[str], where: str, *, in_process: bool) -> None:
         """Check that the parameters of the function are available.
 
         Args:
             columns: Columns of the dataset.
+            where: Name of the dataset in messages.
             in_process: True if the function runs in this process.
 
         Raises:
             ValueError: If a required parameter is not available.
         """
         if not self.batched:
-            self.sources(columns)
+            self.sources(columns, where)
             return
         others = TRAINER_ARGUMENTS if in_process else TRAINER_ARGUMENTS[:1]  # worker processes cannot log
         passed = [column for column in columns if column not in REPLACED_COLUMNS]
@@ -476,7 +478,7 @@ class Reward:
         if any(ARGUMENT_OF.get(name) == "completion" for name in missing):
             raise ValueError(f"{message} Pass a function of one completion as reward_fn (form: agilerl).")
         if missing:
-            message += f" There is no argument {missing[0]!r}{_similar(missing[0], passed)}."
+            message += f" There is no argument {missing[0]!r}{_similar(missing[0], passed)} of {where}."
         arguments = ", ".join((*TRL_ARGUMENTS, *others, *sorted(passed)))
         raise ValueError(f"{message} It is called by name with {arguments}. Rename its parameters, or add a column.")
 
