@@ -225,6 +225,29 @@ CHECKED_STEPS = 3
 """Number of first learning steps that are checked for a learning signal."""
 
 
+SAMPLER_MISMATCH = 0.2
+"""Mean |trainer - sampler| log-probability, in nats, above which a run warns; rounding in bfloat16 is far below."""
+
+
+class SamplerCheck:
+    """Warning, once a run, for samplers that do not sample from the members' current policies."""
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    def update(self, learned: Mapping[int, LearnReport]) -> None:
+        """Check the reports of a learning step."""
+        name = "sampling/sampling_logp_difference/mean"
+        largest = max((report.metrics.get(name, 0.0) for report in learned.values()), default=0.0)
+        if self._warned or largest <= SAMPLER_MISMATCH:
+            return
+        self._warned = True
+        warn(
+            f"The sampler's log-probabilities differ from the trainer's by {largest:.2g} nats per token. Its weights "
+            "may be old (Sampler.sync), or its model, precision or temperature another."
+        )
+
+
 class LearningSignalCheck:
     """Warning for runs whose first learning steps have no learning signal.
 

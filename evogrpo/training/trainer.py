@@ -34,6 +34,7 @@ from evogrpo.training.configuration.user_code import check_resumable, check_stra
 from evogrpo.training.evaluation import (
     GreedyGapCheck,
     LearningSignalCheck,
+    SamplerCheck,
     estimate,
     first_step_baseline,
     measure,
@@ -169,6 +170,7 @@ class Trainer:
         self._greedy_gap = GreedyGapCheck()
         generations = schedule.generations
         steps = generations and generations * schedule.steps_per_generation
+        self._sampler_check = SamplerCheck()
         objective = population.members.settings.objective
         filters = ("mask_truncated", "min_group_reward", "max_group_reward")
         self._learning_signal = LearningSignalCheck(
@@ -367,6 +369,7 @@ class Trainer:
                 lr, passes = member.metrics["calibrated_lr"], member.metrics["step_passes"]
                 self._event("calibrated", step=report.step, slot=slot, index=member.index, lr=lr, passes=passes)
         self._learning_signal.update(learned)
+        self._sampler_check.update(learned)
         return report
 
     def _end_generation(self) -> GenerationReport:

@@ -18,6 +18,11 @@ FORGETFUL = (  # omits assistant messages before the last question
     "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.role[0] + m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<a>{% endif %}"
 )
+THINKING = (  # removes the thoughts of earlier turns, as Qwen3 does
+    "{% for m in messages %}{{ m.role[0] }}"
+    "{{ m.content if loop.last or m.role == 'user' else m.content.split('</think>')[-1] }}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
 ROWS = [{"prompt": [{"role": "user", "content": f"guess {n}"}], "digit": n % 10} for n in range(30)]
 
 
@@ -87,6 +92,11 @@ def test_templates_without_end_markers_work():
     batch, conversation = converse(env, "x")
     text = env.tokenizer.decode([*batch.prompts[0], *conversation.tokens])
     assert text == f"<u>{batch.questions[0]}<eos><a>x<u>no: x is not it\nafter 2<eos><a>"
+
+
+def test_templates_that_remove_earlier_thoughts_are_warned_of():
+    with pytest.warns(UserWarning, match="<think>"):
+        gym(THINKING)
 
 
 def test_template_options_apply_to_every_turn():

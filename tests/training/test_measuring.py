@@ -1,5 +1,6 @@
 """Fitness by greedy and sampled evaluation, and by training rewards; costs and resumption."""
 
+import warnings
 from dataclasses import replace
 
 import gymnasium
@@ -18,9 +19,9 @@ from evogrpo.training.evolve import Run
 from evogrpo.training.forecast import schedule_rows
 from evogrpo.training.run_dir import generation_curves
 from tests.envs import joint_probes
-from tests.tiny_steps import cart_pole, step_population, step_run
+from tests.tiny_steps import cart_pole, start_run, step_population, step_run
 from tests.tiny_teams import team_env, team_population
-from tests.tiny_training import finish, random_population, tiny_env, tiny_population
+from tests.tiny_training import finish, random_population, randomise_adapter, tiny_env, tiny_population
 
 
 def language():
@@ -88,6 +89,26 @@ def test_tokens_of_evaluations_count_prompts_once():
     _, tokens = evaluate_questions(members, env, questions)
     lengths = rollouts[0].present.sum(1).reshape(2, 6).sum(1).tolist()
     assert list(tokens) == [length + sum(map(len, opened.prompts)) for length in lengths]
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_a_sampler_with_other_weights_is_warned_of_once(old):
+    population = random_population(1)
+    other = random_population(1)
+    randomise_adapter(other[0], seed=int(old))  # seed 0 gives the weights of `population`
+
+    class Engine:
+        def sample(self, rows, *, base=False, on_finished=None):
+            return replace(other.members.sampler.sample(rows, base=base), exact=False)
+
+        def sync(self, slots):
+            pass
+
+    population.members.sample_with(Engine())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        finish(start_run(population, tiny_env(), None, generations=1, steps_per_generation=2, samples_per_step=8))
+    assert sum("Sampler.sync" in str(each.message) for each in caught) == old
 
 
 class Choice(gymnasium.Env):

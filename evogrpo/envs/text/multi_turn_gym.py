@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
-from evogrpo.chat_templates import ANSWER
+from evogrpo.chat_templates import ANSWER, QUESTION
 from evogrpo.data import Conversation
 from evogrpo.envs.fingerprint import code_hash
 from evogrpo.envs.protocol import Split
@@ -19,9 +19,18 @@ from evogrpo.envs.text.reward_functions import (
     own_copy,
     own_row,
 )
-from evogrpo.envs.text.templates import Message, Options, Tokenizer, check_messages, reply_tokens, row_options
+from evogrpo.envs.text.templates import (
+    Message,
+    Options,
+    Tokenizer,
+    check_messages,
+    render_reply,
+    reply_tokens,
+    row_options,
+)
 from evogrpo.text import escaped_prints, shown
 from evogrpo.validation import lists_options, names_unknown, whole_between
+from evogrpo.warnings import warn
 
 Reply = Callable[[Mapping[str, Any], list[Message]], str | None]
 """(dataset row, conversation so far) -> next user message, or None to end the conversation."""
@@ -139,6 +148,16 @@ class MultiTurnGym(PromptEnvironment):
         tokens = reply_tokens(ANSWER, [message], self.tokenizer, self._options, ())
         if message["content"] not in self.tokenizer.decode(tokens):
             raise ValueError("The tokenizer's chat_template must render replies of the user. Set one that does.")
+        # Sampled tokens stay as they are, but other programs render earlier turns with the template.
+        thoughts = {"role": "assistant", "content": "<think>\nWhy?\n</think>\n\nSo."}
+        try:
+            render_reply([QUESTION, thoughts], [message], self.tokenizer, self._options)
+        except ValueError:
+            warn(
+                "The chat template removes <think> blocks of earlier turns, but training keeps them. Other programs "
+                "will show the model other prompts. Set a template that keeps them; TRL has some "
+                "(get_training_chat_template)."
+            )
 
     def fingerprint(self) -> dict[str, str]:
         """Return hashes of the questions, prompts, reward functions and reply; see `SupportsFingerprint`."""
