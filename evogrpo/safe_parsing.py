@@ -199,7 +199,7 @@ def load_json(text: bytes | str) -> Any:
             parse_constant=_refuse_constant,
             parse_float=_finite_float,
             parse_int=_bounded_int,
-            object_pairs_hook=_unique_keys,
+            object_pairs_hook=unique_keys,
         )
     except RecursionError as error:
         raise ValueError("the JSON is nested too deeply") from error
@@ -247,8 +247,11 @@ def _bounded_int(text: str) -> int:
     return int(text)
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapping = dict(pairs)
-    if len(mapping) != len(pairs):
-        raise ValueError("an object repeats a key")
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs of a JSON object as a mapping; raise ValueError if a key is repeated."""
+    mapping: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in mapping:
+            raise ValueError(f"an object has the key {shown(key)} twice")
+        mapping[key] = value
     return mapping

@@ -462,6 +462,7 @@ IDS, MASK = torch.tensor([[8, 9, 20], [8, 9, 21]]), torch.tensor([[0, 1], [0, 1]
         (([IDS], [torch.zeros(2, 2).bool()], [[0.0, 1.0]]), "action_masks"),
         (([torch.tensor([[8, 9, 20], [8, 7, 21]])], [MASK], [[0.0, 1.0]]), "begin with the same prompt"),
         (([IDS[:1]], [MASK[:1]], [[0.0]]), "at least 2 completions"),
+        (([IDS.float()], [MASK], [[0.0, 1.0]]), "completion_ids.*float32"),
         (([IDS + 60], [MASK], [[0.0, 1.0]]), "completion_ids must be in the vocabulary"),
         (([IDS], [MASK], [[0.0, math.inf]]), "rewards"),
     ],

@@ -5,6 +5,7 @@ import json
 import random
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -500,6 +501,15 @@ def undocumented(number: int) -> int:
     return number
 
 
+def add(amount: int) -> int:
+    """Return a number; it has the name of a method of `Counter`.
+
+    Args:
+        amount: The number.
+    """
+    return amount
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -508,6 +518,10 @@ def undocumented(number: int) -> int:
         ({"environment_factory": "Counter"}, "environment_factory"),
         ({"environment_factory": object}, "reset"),
         ({"tools": [undocumented]}, "undocumented"),
+        ({"tools": [add]}, "tools .*'add'"),
+        ({"tools": [add, add], "environment_factory": None, "reward_funcs": max}, "tools .*'add'"),
+        ({"tools": [partial(add, amount=1)]}, "tools .*partial"),
+        ({"tools": add}, "tools .*add"),
         ({"environment_factory": Other}, "reward_funcs"),
         ({"template": FORGETFUL}, "chat_template must leave earlier turns"),
         ({"template": NO_TOOLS}, "does not render tool"),
@@ -527,6 +541,24 @@ def undocumented(number: int) -> int:
 def test_invalid_arguments_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         gym(**options)
+
+
+def test_static_and_class_methods_are_tools():
+    class Methods(Counter):
+        @staticmethod
+        def fixed() -> str:
+            """Return a text."""
+            return "static"
+
+        @classmethod
+        def shared(cls) -> str:
+            """Return the name of the class."""
+            return cls.__name__
+
+    batch = gym(environment_factory=Methods).open("train", [0])
+    for name, result in (("fixed", "static"), ("shared", "Methods")):
+        conversation = converse(batch, call(name), "<eos>")
+        assert f"={result}" in batch.tokenizer.decode(conversation.replies[0])
 
 
 def test_random_observations_are_refused():

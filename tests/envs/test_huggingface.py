@@ -217,6 +217,7 @@ def test_template_options_of_a_row_override_those_of_the_environment():
         ({"validation_size": 30}, "validation_size .* 30"),
         ({"conversation_template": user("{prompt}")}, "conversation_template 'prompt'"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"enable_thinking": "false"}}, "enable_thinking"),
         *(({"chat_template_kwargs": {name: 1}}, f"chat_template_kwargs .*{name}") for name in ("tokenize", "messages")),
         ({"train": None}, "train_dataset"),
         ({"test": [{"question": "a"}]}, "test_dataset .*columns"),
@@ -249,6 +250,13 @@ def test_invalid_arguments_are_refused(tokenizer, options, message):
 def test_invalid_rows_are_refused(tokenizer, row, message):
     with pytest.raises(ValueError, match=message):
         agilerl(tokenizer, [*QA, {"question": "1?", "answer": "1", "level": 0, **row}])
+
+
+@pytest.mark.parametrize("write", [json.dumps, str, lambda messages: json.dumps(messages, indent=1)])
+def test_messages_written_as_text_are_refused(tokenizer, write):
+    rows = [{"prompt": write(user(f"{n}?"))} for n in range(12)]
+    with pytest.raises(ValueError, match=r"Row 0 .*prompt"):
+        HuggingFaceGym(rows, None, tokenizer, reward_funcs=zero)
 
 
 @pytest.mark.parametrize(

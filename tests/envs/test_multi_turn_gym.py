@@ -165,11 +165,18 @@ def test_rewards_at_a_reply_belong_to_the_last_sampled_token():
     np.testing.assert_array_equal(steps, expected)
 
 
+async def late(row, messages):
+    return "again"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"max_turns": 1}, "max_turns .* 1"),
         ({"reply": "no"}, "reply"),
+        ({"reply": lambda messages, row: "again"}, "reply .*messages, row"),
+        ({"reply": lambda messages: "again"}, "reply .*messages"),
+        ({"reply": late}, "reply .*async"),
         ({"template": None}, "Row 0 "),
         ({"template": FORGETFUL}, "chat_template"),
     ],
@@ -180,7 +187,8 @@ def test_invalid_arguments_are_refused(options, message):
 
 
 @pytest.mark.parametrize(
-    "reply", [lambda row: "again", lambda row, messages: 7, lambda row, messages: row["missing"], lambda *_: ["a"]]
+    "reply",
+    [lambda row, messages: "\ud800", lambda row, messages: 7, lambda row, messages: row["missing"], lambda *_: ["a"]],
 )
 def test_preflight_refuses_failing_replies(reply):
     with pytest.raises(ValueError, match="reply"):

@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import re
+import warnings
 from fractions import Fraction
 
 import numpy as np
@@ -309,6 +310,16 @@ def test_all_results_and_exceptions_are_handled(make, message):
     with pytest.warns(UserWarning, match="1 of 1 completions excluded"):
         assert np.isnan(score_agilerl(odd, "exclude").rewards).all()
     json.loads(encoded(make()))  # results of worker processes are serialisable
+
+
+def test_coroutines_of_plain_functions_are_refused():
+    async def late():
+        return 1.0
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Python: the coroutine was never awaited
+        with pytest.raises(RewardError, match="async"):
+            score_agilerl(lambda completion, answer, question: late())
 
 
 # ---- functions

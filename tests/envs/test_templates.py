@@ -1,11 +1,14 @@
 """Conversation templates, rendering and tokenization."""
 
+import time
 import warnings
+from datetime import datetime
 
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from evogrpo.envs.text.templates import check_template, fill_template, render, tokenize
+from evogrpo.chat_templates import render_chat
+from evogrpo.envs.text.templates import check_template, dated_template, fill_template, render, tokenize
 from tests.envs.conftest import CHAT, build
 
 ASK = [{"role": "system", "content": "Think."}, {"role": "user", "content": "{question}"}]
@@ -94,6 +97,7 @@ def test_templates_that_leave_out_a_message_are_refused(template, messages, name
         (CHAT, [said("user", "a<eos><a>b")], {}, "special token"),
         (CHAT, [said("user", name="Bob")], {}, "name"),
         (CHAT, [said("user")], {"enable_thinkng": False}, "enable_thinkng"),
+        (CHAT, [said("user")], {"add_generation": False}, "add_generation"),  # a part of a name in the template
         (CHAT, [said("user", "caf\u00e9")], {}, "tokenizer"),
     ],
 )
@@ -120,6 +124,20 @@ def test_unchanged_prompts_are_not_warned_of(template, messages):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tokenize([(messages, {})], build(template), "rows")
+
+
+def test_dates_are_fixed_without_slow_templates():
+    date = datetime(2001, 2, 3, 4, 5, 6)
+    formats = ("%d %b %Y", "%A, %-d %B", "%Y-%m-%dT%H:%M:%S", "no date")
+    inserted = "".join(f"{{{{ strftime_now('{each}') }}}}|" for each in formats)
+    dated = dated_template("\n" + inserted + "{{ messages[0].content }}", date)
+    begun = time.thread_time()
+    text = render_chat(build(dated), HI)
+    assert text == "\n" + "".join(f"{date.strftime(each)}|" for each in formats) + "hi"
+    assert time.thread_time() - begun < 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tokenize([(HI, {"chat_template": dated})], build(CHAT), "rows")
 
 
 def test_texts_have_one_beginning_and_no_end():

@@ -113,6 +113,7 @@ def test_rows_are_read_from_common_files(name, text, tmp_path):
     [
         ("a.json", '{"data": [{"question": "1"}]}', "data"),
         ("a.json", '[{"question": "1"},]', "JSON"),
+        ("a.jsonl", '{"question": "1", "question": "2"}', "question"),
         ("a.jsonl.gz", "", "Unpack"),
         ("folder", None, "hub"),
         ("gsm8k", "", "hub"),
@@ -135,6 +136,7 @@ def test_other_files_are_refused_with_a_remedy(name, text, match, tmp_path):
         (("question ", "answer"), "'question ' to 'question'"),
         (("messages",), "messages to prompt"),
         (("first", "second"), "first line"),
+        (("prompt", "reward_model"), "reward_funcs"),
     ],
 )
 def test_columns_of_other_datasets_are_named(columns, match):

@@ -151,6 +151,8 @@ def as_batch(
     rows: list[tuple[Tensor, Tensor]] = []
     for number, (ids, counted) in enumerate(zip(completion_ids, action_masks, strict=True)):
         mask = counted.bool()
+        if ids.is_floating_point():
+            raise ValueError(f"completion_ids[{number}] must be token ids, which are integers, got {ids.dtype}.")
         if ids.dim() != 2 or mask.shape != (ids.shape[0], ids.shape[1] - 1) or len(ids) != rewards.shape[1]:
             raise ValueError(
                 f"completion_ids[{number}] must be [{rewards.shape[1]}, P + C] and action_masks[{number}] one "

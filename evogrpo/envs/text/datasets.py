@@ -121,6 +121,8 @@ def _how_to_name(missing: Sequence[str], present: Sequence[Any], columns: Sequen
     names = [str(given) for given in present if given not in columns]
     for column in missing:
         known = next((given for given in names if counterpart(given, [column])), None) or close_match(column, names)
+        if known is None and "prompt" in present:
+            return "With a column prompt, use reward_funcs (form: trl): they get all other columns."
         if known is None:
             return "The first line of a CSV file must name them."
         renamed.append(f"{shown(known, 40)} to {column!r}")

@@ -449,6 +449,25 @@ def _reward_value(value: Any, conversation: Conversation) -> Any:
     return StepRewards(values, [max(0, int(end) - 1) for end in lengths[::2][: len(value)]])
 
 
+def _named_tools(tools: Any) -> dict[str, Tool]:
+    """Return tools by name.
+
+    Raises:
+        ValueError: If they are not a list of functions with different names.
+    """
+    if not isinstance(tools, Sequence) or isinstance(tools, str):
+        raise ValueError(f"tools must be a list of functions, got {shown(tools, 200)}.")
+    named: dict[str, Tool] = {}
+    for tool in tools:
+        name = getattr(tool, "__name__", None)
+        if not callable(tool) or name is None:  # a partial function has no name and no docstring of its own
+            raise ValueError(f"tools must be functions that were defined with def, got {shown(tool, 200)}.")
+        if name in named:
+            raise ValueError(f"tools must have different names, got {name!r} twice. Rename one.")
+        named[name] = tool
+    return named
+
+
 async def _own_reward(completions: Sequence[Any]) -> list[float | None]:
     """Stand for the reward of an environment, whose value `EnvironmentBatch.score` passes on itself."""
     raise AssertionError
@@ -534,12 +553,10 @@ class EnvironmentGym(PromptEnvironment):
         factories: Any = environment_factory if self._several else {None: environment_factory}
         if environment_factory is None:
             factories = {}
-        for factory in (*factories.values(), *tools):
+        for factory in factories.values():
             if not callable(factory):
-                raise ValueError(
-                    f"environment_factory and tools must be classes or functions, got {shown(factory, 200)}."
-                )
-        self._tools = {tool.__name__: tool for tool in tools}
+                raise ValueError(f"environment_factory must be a class or a function, got {shown(factory, 200)}.")
+        self._tools = _named_tools(tools)
         if not factories and not self._tools:
             raise ValueError("environment_factory or tools must be given. Without tools use HuggingFaceGym.")
         # 2. Create one environment of each factory, to read its tools and whether it has `get_reward`.
@@ -560,6 +577,12 @@ class EnvironmentGym(PromptEnvironment):
             if not callable(getattr(environment, "reset", None)):
                 raise ValueError(f"An environment must have a method reset, got {shown(environment, 200)}.")
             methods = [getattr(environment, each) for each in tool_methods(environment)]
+            for each in tool_methods(environment):
+                if each in self._tools:
+                    raise ValueError(
+                        f"tools must not have the name of a method of {type(environment).__name__}, got {each!r}. "
+                        "Rename one."
+                    )
             self._schemas[name] = [tool_schema(tool) for tool in (*self._tools.values(), *methods)]
             if hasattr(environment, "get_reward"):
                 self._own_rewards[name] = type(environment).__name__

@@ -50,6 +50,7 @@ from evogrpo.envs.text.templates import (
     dated_template,
     fill_template,
     inserts_date,
+    is_written_messages,
     numbered,
     row_options,
     tokenize,
@@ -353,6 +354,11 @@ class PromptEnvironment:
             if self._columns == ("prompt",):
                 if not isinstance(question, str):
                     prompt = check_messages(question, f"{row_name}: prompt")
+                elif is_written_messages(question):
+                    raise ValueError(
+                        f"{row_name} has messages that are written as text as prompt: {shown(question, 80)}. Read them "
+                        "with json.loads, so that they get the chat template."
+                    )
             elif self._template is not None:
                 prompt = fill_template(self._template, question, row["answer"])
             # 3. Its template options.

@@ -1,5 +1,6 @@
 """MultiTurnGym: prompts of a dataset with multi-turn conversations, where a user function replies."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Unpack
@@ -15,6 +16,7 @@ from evogrpo.envs.text.reward_functions import (
     RewardFunc,
     as_messages,
     call_sync,
+    is_async,
     make_rewards,
     own_copy,
     own_row,
@@ -70,6 +72,10 @@ class MultiTurnBatch(SingleTurnBatch):
                 continue
             if not isinstance(text, str):
                 raise ValueError(f"reply must return text, or None to end the conversation, got {shown(text, 200)}.")
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"reply must return valid text, got an incomplete character ({error}).") from error
             options, completion = {**self.options, **row_options(row)}, conversation.completions[-1]
             message = {"role": "user", "content": text}
             tokens = reply_tokens(ANSWER, [message], self.tokenizer, options, completion)
@@ -86,6 +92,26 @@ class MultiTurnBatch(SingleTurnBatch):
                 raise ValueError("replies of conversations must come from `respond` of the same batch.")
             texts.append(text)
         return texts
+
+
+def _check_reply(reply: object) -> None:
+    """Raise ValueError if `reply` is not a plain function that takes a row and messages, in this order."""
+    rule = "reply must be a function of (row, messages)"
+    if not callable(reply):
+        raise ValueError(f"{rule}, got {shown(reply, 200)}.")
+    if is_async(reply):
+        raise ValueError(f"{rule} without async, got {shown(reply, 200)}. Use asyncio.run inside it.")
+    try:
+        signature = inspect.signature(reply)
+    except (TypeError, ValueError):  # some functions in C have none
+        return
+    try:
+        signature.bind({}, [])
+    except TypeError as error:
+        raise ValueError(f"{rule}, got {signature}.") from error
+    names = list(signature.parameters)
+    if names[:1] == ["messages"] or names[1:2] == ["row"]:
+        raise ValueError(f"{rule} in this order, got {signature}. Swap its parameters.")
 
 
 class MultiTurnGym(PromptEnvironment):
@@ -137,8 +163,7 @@ class MultiTurnGym(PromptEnvironment):
         **options: Unpack[PromptOptions],
     ) -> None:
         max_turns = whole_between("max_turns", max_turns, 2)
-        if not callable(reply):
-            raise ValueError(f"reply must be a function of a row and messages, got {shown(reply, 200)}.")
+        _check_reply(reply)
         rewards = make_rewards(None, reward_funcs, reward_weights)
         self._reply, self._max_turns = reply, max_turns
         self._reply_code = code_hash(reply)  # before its first call

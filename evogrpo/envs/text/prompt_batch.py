@@ -1,5 +1,6 @@
 """Batches of dataset prompts, and the rewards of their completions: calls of all functions, checks, weighted sums."""
 
+import inspect
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -447,6 +448,7 @@ def _results(job: Job, future: "Future[Results]") -> list[Any]:
 def _checked_value(name: str, value: Any, inputs: RewardInputs, row: int) -> tuple[float, StepRewards | None]:
     """Return one reward as a float, NaN for None, and its step rewards; raise RewardError if it is invalid."""
     text = inputs.texts[row]
+    _check_awaited(name, value)
     if isinstance(value, BaseException):
         raise _reward_error(name, value, text)
     if value is None:
@@ -471,11 +473,20 @@ def _checked_value(name: str, value: Any, inputs: RewardInputs, row: int) -> tup
 
 def _checked_list(name: str, values: Any, count: int) -> list[Any]:
     """Return the result of a call for several completions as a list of the right length."""
+    _check_awaited(name, values)
     items = plain_list(values)
     if items is None or len(items) != count:
         received = shown(values) if items is None else f"{len(items)} values"
         raise RewardError(f"Reward function {name!r} must return a list of {count} rewards, got {received}.")
     return items
+
+
+def _check_awaited(name: str, value: Any) -> None:
+    """Raise RewardError for a coroutine: only functions that are declared as async are awaited."""
+    if inspect.isawaitable(value):
+        raise RewardError(
+            f"Reward function {name!r} returned a coroutine. Declare it with `async def`, and `await` what it calls."
+        )
 
 
 def _reward_error(name: str, error: BaseException, text: str, note: str = "") -> RewardError:

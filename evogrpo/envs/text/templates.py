@@ -88,6 +88,11 @@ def check_messages(messages: object, where: str) -> list[Message]:
     return plain
 
 
+def is_written_messages(text: str) -> bool:
+    """Return True for a list of messages that was written as text: as JSON, as in CSV files, or as Python prints it."""
+    return re.match(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""", text) is not None
+
+
 def special_tokens(tokenizer: Tokenizer) -> list[str]:
     """Return the special tokens of a tokenizer, which it finds in any text."""
     tokens = set(getattr(tokenizer, "all_special_tokens", ()))
@@ -237,6 +242,10 @@ def check_options(options: object, where: str) -> Options:
     reserved = sorted(RESERVED_OPTIONS & options.keys())
     if reserved:
         raise ValueError(f"{where} must not contain {', '.join(reserved)}, which the environment sets. Remove it.")
+    for name, value in options.items():
+        # A template takes any text as true, "false" too.
+        if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+            raise ValueError(f"{where}: {name} must be True or False, got the text {value!r}.")
     return options
 
 
@@ -248,12 +257,18 @@ def inserts_date(template: object) -> bool:
 def dated_template(template: str, date: datetime) -> str:
     """Return a chat template in which `strftime_now` formats this date instead of the current one."""
     # transformers passes no functions to templates, so the function is a macro that replaces each directive.
-    filters = ""
+    # A loop compiles in milliseconds; a chain of filters, one inside the other, takes seconds.
+    pairs = []
     for directive in _DATE_DIRECTIVES:
         with suppress(ValueError):  # one that this system does not have
-            filters += f" | replace('{directive}', '{date.strftime(directive)}')"
+            pairs.append((directive, date.strftime(directive)))
     # The empty text keeps a newline at the start of the template, which would be removed after a block.
-    return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}{{{{ '' }}}}{template}"
+    return (
+        "{% macro strftime_now(format) %}{% set ns = namespace(text=format) %}"
+        f"{{% for directive, value in {pairs} %}}"
+        "{% set ns.text = ns.text | replace(directive, value) %}{% endfor %}{{ ns.text }}{% endmacro %}"
+        f"{{{{ '' }}}}{template}"
+    )
 
 
 def tokenize(prompts: Sequence[tuple[Prompt, Options]], tokenizer: Tokenizer, where: str) -> list["array[int]"]:
@@ -304,9 +319,14 @@ def tokenize(prompts: Sequence[tuple[Prompt, Options]], tokenizer: Tokenizer, wh
             tokenized.append(array("i", ids))
     # 3. Warn of changes, and of arguments of the template that have no effect.
     changes.warn()
-    names = {name for _, options in prompts for name, value in options.items() if value is not None}
-    template = "" if kind is str else str(tokenizer.chat_template)
-    unused = sorted(name for name in names if name not in template)
+    names: set[str] = set()
+    templates: set[str] = set()
+    for _, options in prompts:
+        names.update(name for name, value in options.items() if value is not None)
+        if kind is not str:
+            templates.add(str(options.get("chat_template") or tokenizer.chat_template))
+    words = set(re.findall(r"\w+", " ".join(templates)))
+    unused = sorted(names - words - {"chat_template"})
     if unused:
         used_by = "text prompts do not use" if kind is str else "the chat template does not contain"
         warn(f"{TEMPLATE_OPTIONS} of {where}: {used_by} {', '.join(unused)}. Check the name, or remove it.")

@@ -36,7 +36,9 @@ UNKNOWN_TOOL = "unknown"
 
 def tool_methods(environment: object) -> list[str]:
     """Return the names of the methods of an environment that are tools: all public ones except `NOT_TOOLS`."""
-    names = [name for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction)]
+    members = inspect.getmembers(type(environment))
+    # Class methods are methods of the class itself.
+    names = [name for name, member in members if inspect.isfunction(member) or inspect.ismethod(member)]
     return [name for name in names if not name.startswith("_") and name not in NOT_TOOLS]
 
 

@@ -359,6 +359,10 @@ def check_padding(
             "load it in another dtype."
         )
     if not all(close(*rows) for rows in zip(shifted[0], whole[0], strict=True)):
+        # Attention may turn NaN into numbers.
+        for name, parameter in model.named_parameters():
+            if not parameter.isfinite().all():
+                raise ValueError(f"{name} of {class_name(model)} has NaN or infinite weights. Load another copy.")
         raise ValueError(
             f"Padding on the left changes the hidden states of {class_name(model)}. "
             f"{'Use another architecture.' if explicit_positions else 'Set calc_position_embeddings=True.'}"

@@ -25,7 +25,7 @@ from evogrpo.envs.text.tasks import TASKS
 from evogrpo.envs.text.templates import Tokenizer, numbered
 from evogrpo.envs.text.verifier_pool import check_worker_limits
 from evogrpo.extras import require
-from evogrpo.safe_parsing import read_regular
+from evogrpo.safe_parsing import read_regular, unique_keys
 from evogrpo.synonyms import close_match
 from evogrpo.text import class_name, one_line, pluralize, shown
 from evogrpo.training.configuration.sections import DATASET_SUFFIXES
@@ -599,8 +599,8 @@ def _is_object(text: str) -> bool:
 
 def _parse_json(text: str, source: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:  # invalid JSON, huge integers, or deep nesting
+        return json.loads(text, object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:  # invalid JSON, repeated keys, huge integers, or deep nesting
         raise ValueError(f"{source} is not valid JSON: {error}") from error
 
 
