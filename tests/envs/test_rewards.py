@@ -312,6 +312,24 @@ def test_all_results_and_exceptions_are_handled(make, message):
     json.loads(encoded(make()))  # results of worker processes are serialisable
 
 
+@pytest.mark.parametrize(
+    ("change", "setting"),
+    [
+        (lambda: torch.set_grad_enabled(False), torch.is_grad_enabled),
+        (lambda: torch.set_default_dtype(torch.float64), torch.get_default_dtype),
+        (lambda: torch.set_default_device("meta"), torch.get_default_device),
+    ],
+)
+def test_functions_do_not_change_settings_of_torch(change, setting):
+    def reward(completion, answer, question):
+        change()
+        return 1.0
+
+    before = setting()
+    assert score_agilerl(reward).rewards.tolist() == [1.0]
+    assert setting() == before
+
+
 def test_coroutines_of_plain_functions_are_refused():
     async def late():
         return 1.0

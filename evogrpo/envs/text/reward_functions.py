@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, get_args
@@ -68,18 +68,41 @@ def is_async(function: Function) -> bool:
 
 
 def call_sync(function: Function, call: Call) -> Any:
-    """Return the result of a call, or the exception that it raised; end processes that the function forked off."""
+    """Return the result of a call, or the exception that it raised; end processes that the function forked off.
+
+    Settings of torch for the whole program, such as those for a reward model, are undone: the run has its own.
+    """
     args, keywords = call
     process = os.getpid()
-    try:
-        result = function(*args, **keywords)
-    except BaseException as error:  # noqa: BLE001 (user code may raise anything)
-        result = error
+    with _torch_settings_kept():
+        try:
+            result = function(*args, **keywords)
+        except BaseException as error:  # noqa: BLE001 (user code may raise anything)
+            result = error
     if os.getpid() != process:
         end_fork(result)
     if isinstance(result, KeyboardInterrupt | Interrupted):
         raise result
     return result
+
+
+@contextlib.contextmanager
+def _torch_settings_kept() -> Iterator[None]:
+    """Restore torch's gradient mode, default dtype and default device at the end."""
+    torch = sys.modules.get("torch")
+    if torch is None:  # worker processes import it only if a function does
+        yield
+        return
+    enabled = torch.is_grad_enabled()
+    dtype = torch.get_default_dtype()
+    device = torch.get_default_device()
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(enabled)
+        torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:  # setting a device slows down all operations
+            torch.set_default_device(None if device.type == "cpu" else device)
 
 
 async def call_async(function: Function, calls: Sequence[Call], timeout: float | None) -> Results:
