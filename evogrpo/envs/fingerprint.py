@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from importlib.util import resolve_name
+from numbers import Number
 from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
@@ -35,7 +36,7 @@ from evogrpo.envs.source_code import (
 from evogrpo.text import class_name
 from evogrpo.warnings import warn
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN = (Number, str, bytes, type(None))
 _DECORATED = (
     *(FunctionType, staticmethod, classmethod, property),
     *(functools.cached_property, type(functools.lru_cache(len))),
@@ -213,8 +214,11 @@ def _constant_attributes(kind: type) -> set[str]:
 
 
 def _describe_argument(name: str, value: Any, seen: _Seen) -> Iterator[str]:
-    """Describe the value of an argument, if it is a constant, a function, a class or an object of user code."""
-    if _is_plain(value) or callable(value) or is_user_code(type(value).__module__):
+    """Describe an argument that is a constant, a function, a class, an object of user code, or a tuple of these."""
+    if isinstance(value, tuple) and not _is_plain(value):
+        for number, item in enumerate(value):
+            yield from _describe_argument(f"{name}[{number}]", item, seen)
+    elif _is_plain(value) or callable(value) or is_user_code(type(value).__module__):
         yield name
         yield from _describe(value, seen)
 

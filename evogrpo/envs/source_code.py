@@ -7,7 +7,7 @@ import ast
 import linecache
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType
@@ -247,24 +247,53 @@ def arguments(function: FunctionNode) -> set[str]:
 
 @lru_cache(maxsize=1024)
 def constants(function: FunctionNode) -> frozenset[str]:
-    """Return the variables of a function that depend on its arguments alone, and are bound once.
+    """Return the variables of a function that depend on its arguments alone.
 
-    These are arguments, and variables that are computed from them without calls of other functions.
+    These are arguments, and variables that are computed from them without calls of other functions. A variable may be
+    assigned several times outside loops, such as an argument whose default is replaced.
     """
     # 1. Names that inner functions bind again.
     rebound: set[str] = set()
     for node in ast.walk(function):
         if isinstance(node, ast.Nonlocal):
             rebound.update(node.names)
-    # 2. Arguments, then variables that are assigned once.
+    # 2. Arguments. If one is bound again by something else, variables computed from it do not count either.
     bound = bindings(function)
-    found = arguments(function) - bound.keys() - rebound
+    body = function.body if isinstance(function.body, list) else []
+    straight = frozenset(_straight(body, arguments(function)))
+    found = arguments(function) - rebound
+    removed = True
+    while removed:
+        kept = {name for name in found if _all_constant(bound.get(name, ()), found, straight)}
+        removed = len(kept) < len(found)
+        found = kept
+    # 3. Other variables.
     for name, statements in bound.items():
-        value = getattr(statements[0], "value", None)
-        assigned_once = len(statements) == 1 and isinstance(statements[0], ast.Assign | ast.AnnAssign)
-        if assigned_once and name not in rebound | arguments(function) and is_constant(value, found):
+        if name in rebound | arguments(function):
+            continue
+        possible = straight if len(statements) > 1 else frozenset(statements)
+        if _all_constant(statements, found, possible):
             found.add(name)
     return frozenset(found)
+
+
+def _straight(body: Iterable[ast.AST], names: Set[str]) -> Iterator[ast.AST]:
+    """Yield the statements outside blocks, and those in `if` blocks whose condition depends on these names alone."""
+    for statement in body:
+        yield statement
+        if isinstance(statement, ast.If) and is_constant(statement.test, names):
+            yield from _straight(statement.body, names)
+            yield from _straight(statement.orelse, names)
+
+
+def _all_constant(statements: Iterable[ast.AST], names: Set[str], possible: Set[ast.AST]) -> bool:
+    """Return True if all statements are assignments of values that depend on these names alone."""
+    for statement in statements:
+        if statement not in possible or not isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            return False
+        if not is_constant(statement.value, names):
+            return False
+    return True
 
 
 def is_constant(expression: ast.AST | None, names: Iterable[str]) -> bool:

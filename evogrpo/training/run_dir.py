@@ -6,6 +6,7 @@ exports. A kill between them loses nothing: the next process goes back to the ne
 
 import hashlib
 import json
+import os
 import uuid
 from collections import ChainMap
 from collections.abc import Collection, Mapping, Sequence
@@ -526,7 +527,7 @@ def _open(folder: Path, *, writable: bool = False, members_only: bool = False) -
     # 2. Take the newest checkpoint that can be used.
     journal: bytes | None = None
     if not members_only:
-        journal = read_bytes(folder / JOURNAL) if (folder / JOURNAL).is_file() else b""
+        journal = read_bytes(folder / JOURNAL) if os.path.lexists(folder / JOURNAL) else b""
     skipped: list[CheckpointError] = []
     for generation in stored_generations(folder):
         try:

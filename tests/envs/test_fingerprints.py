@@ -158,6 +158,7 @@ def longer(text):
 """
 CHANGING = """
 import dataclasses
+from fractions import Fraction
 import functools
 import os
 import time
@@ -230,10 +231,20 @@ class Record:
         self.calls += 1
         return self.limit
 
+class Either:
+    def __init__(self, *functions, weight=None):
+        if weight is None:
+            weight = 0.5
+        self.functions = functions
+        self.weight = weight
+    def __call__(self, completion, answer, question):
+        return self.weight * max(each(completion, answer, question) for each in self.functions)
+
 JUDGE = Judge(2.0)
 REWARDS = [
     JUDGE, JUDGE.grade, weighted(3.0), reward, local(5.0), functools.partial(JUDGE, question="q"),
     lambda completion, answer, question: JUDGE(completion, answer, question), Record(7.0),
+    Either(reward), Either(weighted(9.0)), Either(Record(1.0), weight=Fraction(1, 3)),
 ]
 """
 HASHES = """
@@ -265,11 +276,13 @@ def test_values_that_change_in_a_run_or_between_processes_do_not_count(tmp_path)
     [
         ("Judge(2.0)", "Judge(2.5)", [0, 1, 5, 6]),
         ("weighted(3.0)", "weighted(3.5)", [2]),
-        ("THRESHOLD = 0.5", "THRESHOLD = 0.6", [3]),
-        ("LIMIT = 4", "LIMIT = 5", [0, 1, 3, 5, 6]),
-        ("2 * weight", "3 * weight", [2]),
+        ("THRESHOLD = 0.5", "THRESHOLD = 0.6", [3, 8]),
+        ("LIMIT = 4", "LIMIT = 5", [0, 1, 3, 5, 6, 8]),
+        ("2 * weight", "3 * weight", [2, 9]),
         ("local(5.0)", "local(6.0)", [4]),
         ("Record(7.0)", "Record(8.0)", [7]),
+        ("weighted(9.0)", "weighted(9.5)", [9]),
+        ("Fraction(1, 3)", "Fraction(1, 4)", [10]),
         ('question="q"', 'question="other"', [5]),
     ],
 )

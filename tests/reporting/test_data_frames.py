@@ -2,7 +2,7 @@
 
 import pytest
 
-from evogrpo import read_run
+from evogrpo import best_hyperparameters, read_run
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.reporting.data_frames import COLUMNS
 from evogrpo.storage.journal import latest_generations, read_journal
@@ -119,3 +119,16 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
         read_run(tmp_path)
     with pytest.raises(ValueError, match="start of the run"):
         read_run(written(tmp_path / "run", STEP))
+
+
+@pytest.mark.parametrize("path", [7, b"run", "\0", "a" * 10_000])
+@pytest.mark.parametrize("read", [read_run, best_hyperparameters])
+def test_values_that_are_no_path_are_refused(read, path):
+    with pytest.raises(ValueError, match="run_dir"):
+        read(path)
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    written(tmp_path / "run", RUN, STEP)
+    assert len(read_run("~/run").steps) == 1

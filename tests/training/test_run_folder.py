@@ -20,7 +20,7 @@ from evogrpo.storage.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
-from evogrpo.storage.journal import read_journal
+from evogrpo.storage.journal import JournalError, read_journal
 from evogrpo.storage.lock import LOCK
 from evogrpo.training.run_dir import JournalChangedError, open_run
 from tests.tiny_steps import cart_pole, step_population, step_run
@@ -127,6 +127,14 @@ def test_files_that_another_program_changes_in_a_run_are_written_again(change, t
     assert [event["generation"] for event in read_journal(folder / "journal.jsonl") if "plan" in event] == [1, 2, 3]
     GRPO.load(folder / "best")
     assert len(list(resume(folder, cart_pole(), generations=4))) == 1
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_journal_that_is_no_file_is_refused_as_such(copy, make):
+    (copy / "journal.jsonl").unlink()
+    make(copy / "journal.jsonl")
+    with pytest.raises(JournalError, match="regular file"):
+        open_run(copy, writable=True)
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "completions", "tensorboard"])
