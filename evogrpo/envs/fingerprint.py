@@ -108,9 +108,9 @@ def _describe(value: Any, seen: _Seen) -> Iterator[str]:
     if isinstance(value, Enum):
         yield f"{type(value).__qualname__}.{value.name}"
     elif isinstance(value, _PLAIN):
-        # A class of the user may have a repr of its own.
-        kind: Any = next(each for each in _PLAIN if isinstance(value, each))
-        yield kind.__repr__(value)
+        # A user's subclass may have a repr of its own.
+        kind: Any = next((each for each in (bool, int, float, complex, str, bytes) if isinstance(value, each)), None)
+        yield repr(value) if kind is None else kind.__repr__(value)
     elif isinstance(value, re.Pattern):
         yield repr((value.pattern, value.flags))
     elif isinstance(value, tuple | frozenset):
