@@ -298,7 +298,7 @@ _CALLS: Mapping[str, str] = {
 
 _OTHER_NAMES = {name: tuple(others.split()) for name, others in _SYNONYMS.items()}
 _HOLDERS = (
-    *("evolve", "GRPO", "GRPO.population", "HuggingFaceGym", "GymnasiumGroups", "Objective", "Optimizer"),
+    *("evolve", "GRPO.population", "GRPO", "HuggingFaceGym", "GymnasiumGroups", "Objective", "Optimizer"),
     *("load_base", "train", "MultiAgentGRPO", "MultiTurnGym", "EnvironmentGym", "PettingZooGroups"),
     *("NetworkConfig", "ArchitectureLimits", "FitnessConfig", "TruncationPBT", "SuccessiveHalving"),
 )

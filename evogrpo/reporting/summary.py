@@ -140,7 +140,10 @@ def read_summary(run_dir: str | Path) -> RunSummary:
             f"{path} does not contain the start of the run: it was stopped too early, or lines were removed. Restore "
             f"it from a copy, or start another run.{hint}"
         )
-    return summarise(events)
+    try:
+        return summarise(events)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:

@@ -4,6 +4,7 @@ Written in this order: events of the journal, then a checkpoint that names the l
 exports. A kill between them loses nothing: the next process goes back to the newest checkpoint.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -325,6 +326,9 @@ class RunDir:
         number = run_state.generation + (1 if run_state.step_in_generation else 0)
         folder = generation_folder(self.path, number)
         refuse_links(folder)
+        if folder.parent.exists() and not folder.parent.is_dir():
+            reason = "A file is in the place of this folder. Move it away, then resume the run"
+            raise OSError(errno.ENOTDIR, reason, str(folder.parent))
         try:
             write_checkpoint(folder, all_tensors, dump(record), replace=True)
         except OSError as error:

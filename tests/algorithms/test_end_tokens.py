@@ -77,6 +77,22 @@ def test_rows_of_hand_written_loops_end_with_the_turn():
     assert values["completions"] == [[character, character]] * len(prompts)
 
 
+def test_hand_written_loops_reward_the_tokens_that_are_learned():
+    """Also those after the tokenizer's EOS, if the agent has end tokens of its own."""
+    gym = env()
+    options = tiny_options(**OPTIONS, eos_token_ids=5)
+    agent = GRPO(gym.observation_space, gym.action_space, actor_network=base(), **options)
+    prompts, _ = gym.reset()
+    ids, masks = agent.get_action(prompts)
+    *_, values = gym.step(ids)
+    passed_the_end = 0
+    for prompt, rows, counted, texts in zip(prompts, ids, masks, values["completions"], strict=True):
+        learned = completions([rows], [counted], prompt=prompt["input_ids"].shape[1])
+        assert texts == [gym.tokenizer.decode(row, skip_special_tokens=True) for row in learned]
+        passed_the_end += sum(EOS in row[:-1] for row in learned)
+    assert passed_the_end
+
+
 def test_generated_texts_end_with_the_turn_of_the_tokenizer():
     tokenizer = closing_tokenizer()
     agent = GRPO(actor_network=base(), **tiny_options(**OPTIONS))

@@ -630,13 +630,10 @@ class HuggingFaceGym(PromptEnvironment):
         return [{"input_ids": prompt, "attention_mask": torch.ones_like(prompt)} for prompt in ids]
 
     def _completion(self, row: list[int], prompt: Sequence[int]) -> list[int]:
-        """Return the tokens after the prompt, up to the first that ends a turn or without trailing padding."""
+        """Return the tokens after the prompt without trailing padding: those that the agent learns from."""
         if row[: len(prompt)] != list(prompt):
             raise ValueError("Rows of completion_ids must start with their prompt. Keep the order of the prompts.")
         completion = row[len(prompt) :]
-        for place, token in enumerate(completion):
-            if token in self.action_space.end_ids:
-                return completion[: place + 1]
         while completion and completion[-1] == self.tokenizer.pad_token_id:
             completion.pop()
         return completion
