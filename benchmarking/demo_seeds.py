@@ -38,7 +38,8 @@ def row(seed: int, fixed: bool, folder: Path) -> str:
     replaced = sum(1 for member in births.values() if member["parent"] is not None)
     line = [ancestor.index for ancestor in ancestors(summary, best_member(summary.generations))]
     mutations = sum(len(births[index]["changes"]) for index in line if index in births)
-    before, after = test["before"], test["after"]
+    before = test["before"]
+    after = test["after"]
     gain = after["fitness"] - before["fitness"]
     return (
         f"| {seed} | {'fixed' if fixed else 'evolved'} | {before['fitness']:.3f} ± {before['standard_error']:.3f} "

@@ -28,7 +28,9 @@ from evogrpo.envs.text.tasks import TASKS
 from evogrpo.evolution.strategies import Fixed
 
 PRECISIONS = ("float32", "bfloat16")
-SAMPLES, VALIDATION, TEST = 64, 128, 256
+SAMPLES = 64
+VALIDATION = 128
+TEST = 256
 
 
 def run(task: str, seed: int, precision: str, generations: int, steps: int) -> dict[str, Any]:

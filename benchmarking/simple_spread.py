@@ -42,7 +42,9 @@ ENV_KWARGS = {"N": 3, "local_ratio": 0.5, "max_cycles": 25, "continuous_actions"
 GRPO_SETTINGS = {"lr": 3e-3, "group_size": 8, "update_epochs": 4, "batch_size": 1024, "gamma": 0.95}
 GRPO_EPISODES = 64  # joint episodes per learning step
 PPO_SETTINGS = {"lr": 5e-3, "gamma": 0.95, "lam": 0.95, "clip": 0.2, "epochs": 4, "minibatches": 4, "entropy": 0.01}
-PPO_ENVS, PPO_STEPS = 32, 50  # joint environments side by side, and steps of each per update
+# joint environments side by side, and steps of each per update
+PPO_ENVS = 32
+PPO_STEPS = 50
 TEST_STARTS = 128
 
 
@@ -71,10 +73,12 @@ class ActorCritic(nn.Module):
             return linear
 
         def network(outputs: int, gain: float) -> nn.Sequential:
-            first, second = layer(inputs, 64, 2**0.5), layer(64, 64, 2**0.5)
+            first = layer(inputs, 64, 2**0.5)
+            second = layer(64, 64, 2**0.5)
             return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), layer(64, outputs, gain))
 
-        self.policy, self.critic = network(actions, 0.01), network(1, 1.0)
+        self.policy = network(actions, 0.01)
+        self.critic = network(1, 1.0)
 
     @torch.no_grad()
     def act(self, observations: NDArray[np.float32], member_ids: object, **options: Any) -> SampledActions:
@@ -115,7 +119,9 @@ def measure(actor: Any, env: PettingZooGroups, seed: int) -> dict[str, float]:
 
 def train_grpo(seed: int, joint_steps: int) -> tuple[Any, PettingZooGroups, int]:
     """Train one member of MultiAgentGRPO under team credit."""
-    env, spent, step = make_env(seed), 0, 0
+    env = make_env(seed)
+    spent = 0
+    step = 0
     population = MultiAgentGRPO.population(
         1, env.observation_spaces, env.action_spaces, policies="shared", agent_ids=True, seed=seed, **GRPO_SETTINGS
     )
@@ -123,7 +129,8 @@ def train_grpo(seed: int, joint_steps: int) -> tuple[Any, PettingZooGroups, int]
     while spent + per_step <= joint_steps:
         collected = population.collect(env, step=step, samples_per_step=GRPO_EPISODES, block=GRPO_EPISODES // 8)
         population.learn(collected.experience, step=step)
-        spent, step = spent + per_step, step + 1
+        spent = spent + per_step
+        step = step + 1
     return population.members.banks["shared"], env, spent
 
 
@@ -138,7 +145,8 @@ class PPORollouts:
     def __init__(self, env: PettingZooGroups, credit: str) -> None:
         self._envs = [simple_spread_v3.parallel_env(**ENV_KWARGS) for _ in range(PPO_ENVS)]
         self._seeds: Iterator[int] = (env.reset_seed("train", start) for start in range(env.size("train")))
-        self._agents, self._team = env.agents, credit == "team"
+        self._agents = env.agents
+        self._team = credit == "team"
         self._flags = np.eye(len(env.agents), dtype=np.float32)
         self.seen = np.concatenate([self._shown(each.reset(seed=next(self._seeds))[0]) for each in self._envs])
 
@@ -147,7 +155,9 @@ class PPORollouts:
 
     def step(self, actions: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Step all environments; return rewards and episode ends (1 or 0), per agent of every environment."""
-        rewards, over, shown = [], [], []
+        rewards = []
+        over = []
+        shown = []
         for env, chosen in zip(self._envs, actions.reshape(PPO_ENVS, -1), strict=True):
             seen, earned, *_ = env.step(dict(zip(self._agents, chosen.tolist(), strict=True)))
             agent_rewards = np.array([earned[agent] for agent in self._agents], dtype=np.float32)
@@ -160,11 +170,14 @@ class PPORollouts:
 
 def train_ppo(seed: int, joint_steps: int, credit: str) -> tuple[ActorCritic, PettingZooGroups, int]:
     """Train independent PPO with common weights, as CleanRL's ppo.py does."""
-    env, p = make_env(seed), PPO_SETTINGS
+    env = make_env(seed)
+    p = PPO_SETTINGS
     rollouts = PPORollouts(env, credit)
     model = ActorCritic(rollouts.seen.shape[1], 5, seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=p["lr"], eps=1e-5)
-    rng, updates, agents = generator(seed, "ppo"), joint_steps // (PPO_ENVS * PPO_STEPS), len(rollouts.seen)
+    rng = generator(seed, "ppo")
+    updates = joint_steps // (PPO_ENVS * PPO_STEPS)
+    agents = len(rollouts.seen)
     for update in range(updates):
         optimizer.param_groups[0]["lr"] = p["lr"] * (1 - update / updates)
         columns: dict[str, list[Tensor]] = {
@@ -194,7 +207,9 @@ def train_ppo(seed: int, joint_steps: int, credit: str) -> tuple[ActorCritic, Pe
 
 def gae(table: Mapping[str, Tensor], next_values: Tensor) -> Tensor:
     """Return generalised advantage estimates `[t, agents]` (Schulman et al. 2016)."""
-    discount, result, carried = PPO_SETTINGS["gamma"], torch.zeros_like(table["value"]), torch.zeros_like(next_values)
+    discount = PPO_SETTINGS["gamma"]
+    result = torch.zeros_like(table["value"])
+    carried = torch.zeros_like(next_values)
     for t in reversed(range(len(result))):
         alive = 1 - table["over"][t]
         delta = table["reward"][t] + discount * next_values * alive - table["value"][t]
@@ -222,7 +237,9 @@ def run(method: str, seed: int, joint_steps: int, credit: str) -> dict[str, Any]
     elif method == "ppo":
         actor, env, spent = train_ppo(seed, joint_steps, credit)
     else:
-        actor, env, spent = Random(), make_env(seed), 0
+        actor = Random()
+        env = make_env(seed)
+        spent = 0
     seconds = time.perf_counter() - began
     return {"joint_steps": spent, "seconds": seconds, **measure(actor, env, seed)}
 

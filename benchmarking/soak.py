@@ -33,7 +33,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/soak.json"))
     chosen = parser.parse_args()
     torch.set_num_threads(1)  # forked processes inherit it
-    began, number = time.monotonic(), 0
+    began = time.monotonic()
+    number = 0
     with tempfile.TemporaryDirectory(prefix="evogrpo-soak-") as folder:
         soak = Soak(Path(folder))
         kinds = [chosen.only] if chosen.only else list(TRIALS)

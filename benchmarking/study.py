@@ -278,7 +278,8 @@ def run_one(name: str, unknown: str, arm_name: str, seed: int, share: float) -> 
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    task, arm = TASKS[name], ARMS[arm_name]
+    task = TASKS[name]
+    arm = ARMS[arm_name]
     task = replace(task, budget=int(share * task.budget))
     space = space_of(task, unknown if unknown != "nothing" else "lr")
     if arm_name == "optuna":
@@ -288,11 +289,13 @@ def run_one(name: str, unknown: str, arm_name: str, seed: int, share: float) -> 
         if arm.first in KNOWN:
             first = (task.tuned or {}) if arm.first == "tuned" else {}
         env, run = make_run(name, task, arm, space, first, seed, task.budget)
-        began, early = time.process_time(), None
+        began = time.process_time()
+        early = None
         for _ in run:
             if time.process_time() - began <= share * task.seconds:
                 early = run.trainer.run_state.best
-        seconds, state = time.process_time() - began, run.trainer.run_state
+        seconds = time.process_time() - began
+        state = run.trainer.run_state
         scores = test_scores(run, env, state.best)
         found = {
             "score": float(np.mean(scores)),
@@ -316,7 +319,8 @@ def with_optuna(name: str, task: Task, space: HyperparameterConfig, seed: int) -
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    longest, distributions = task.budget // 4, {}
+    longest = task.budget // 4
+    distributions = {}
     for key, parameter in space.items():
         low, high = parameter.bounds
         log = parameter.scale == "log"
@@ -331,7 +335,10 @@ def with_optuna(name: str, task: Task, space: HyperparameterConfig, seed: int) -
     )
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed), pruner=pruner)
     arm = replace(ARMS["calibrated"], first="default" if "lr" in space else "drawn")  # a proposed lr is not adapted
-    began, used, evaluations, trials = time.process_time(), 0, 0, 0
+    began = time.process_time()
+    used = 0
+    evaluations = 0
+    trials = 0
     best: tuple[float, Any, Any, dict[str, Any]] | None = None
     early = best
     while used < task.budget:
@@ -347,7 +354,8 @@ def with_optuna(name: str, task: Task, space: HyperparameterConfig, seed: int) -
             if trial.should_prune():
                 pruned = True
                 break
-        used, state = used + spent(run, task), run.trainer.run_state
+        used = used + spent(run, task)
+        state = run.trainer.run_state
         evaluations += state.evaluation_tokens
         value = -np.inf if state.best is None else state.best.fitness.mean
         if state.best is not None and (best is None or value > best[0]):

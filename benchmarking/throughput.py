@@ -69,7 +69,8 @@ def ways(cores: int) -> list[Way]:
 
 def train(members: int, learning_steps: int, seed: int) -> int:
     """Train members without validation or selection; return the environment steps."""
-    env, steps = GymnasiumGroups("CartPole-v1", seed=seed), 0
+    env = GymnasiumGroups("CartPole-v1", seed=seed)
+    steps = 0
     population = GRPO.population(
         members, env.observation_space, env.action_space, network=NetworkConfig(hidden=(64,)), seed=seed,
         **HYPERPARAMETERS,

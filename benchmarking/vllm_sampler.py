@@ -31,7 +31,8 @@ from evogrpo.models.language.vllm_sampler import vllm_command
 from evogrpo.testing.samplers import as_batch, different_members, make_rows, tiny_llama
 from tests.vllm_server import RealServer, VLLMServer
 
-MEMBERS, URL = 4, "http://127.0.0.1:8041"
+MEMBERS = 4
+URL = "http://127.0.0.1:8041"
 LORA = LoraConfig(r=16, target_modules="all-linear")
 
 

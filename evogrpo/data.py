@@ -442,7 +442,8 @@ class TokenInputs:
 
     def select(self, rows: Tensor) -> "TokenInputs":
         """Return the inputs of rows by index; all prompts stay."""
-        ids, temperature = select_rows(self.prompt_ids, rows), select_rows(self.temperature, rows)
+        ids = select_rows(self.prompt_ids, rows)
+        temperature = select_rows(self.temperature, rows)
         return replace(self, prompt_ids=ids, temperature=temperature)
 
     def concatenate(self, other: "TokenInputs", width: int) -> "TokenInputs":

@@ -70,7 +70,9 @@ class Processes:
     """
 
     def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
-        self.rank, self.size, self._group = rank, size, group
+        self.rank = rank
+        self.size = size
+        self._group = group
         self.interruptible = size == 1
         self.in_section = False
         self.waiting_seconds = 0.0
@@ -98,7 +100,8 @@ class Processes:
             yield
             return
         # 1. Local work. An error is kept until the exchange, unless all ranks have it already or none can exchange.
-        outer, failure = self.in_section, None
+        outer = self.in_section
+        failure = None
         try:
             self.interruptible = self.in_section = True
             yield
@@ -107,7 +110,8 @@ class Processes:
                 raise
             failure = error
         finally:
-            self.interruptible, self.in_section = False, outer
+            self.interruptible = False
+            self.in_section = outer
         # 2. Exchange outcomes; all ranks raise if one failed.
         self._exchange(failure)
 
@@ -121,7 +125,8 @@ class Processes:
         """Raise stop requests and failures of all ranks; passes of a sharded base cannot be interrupted themselves."""
         if self.size == 1:
             return
-        before, failure = self.interruptible, None
+        before = self.interruptible
+        failure = None
         self.interruptible = True
         try:
             stop.check()

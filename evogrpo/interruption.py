@@ -56,7 +56,8 @@ class Stop:
         self.listener: Callable[[ProgressUpdate], None] | None = None
         self._may_interrupt = may_interrupt
         # While another thread holds the lock, the main thread cannot leave an `interruptible` block.
-        self._interruptible, self._exit_lock = False, threading.Lock()
+        self._interruptible = False
+        self._exit_lock = threading.Lock()
 
     def request(self, reason: str, number: int | None = None) -> None:
         """Request a stop; only the first request counts.
@@ -66,7 +67,8 @@ class Stop:
             number: Number of the signal, if one caused it.
         """
         if self.reason is None:
-            self.reason, self.signal = reason, number
+            self.reason = reason
+            self.signal = number
 
     def check(self) -> None:
         """Raise `Interrupted` if a stop was requested. Takes less than a microsecond without a request."""
@@ -107,7 +109,10 @@ class ProgressCounter:
     def __init__(
         self, listener: Callable[[ProgressUpdate], None] | None, activity: Activity, count: int, noun: str
     ) -> None:
-        self._listener, self._activity, self._count, self._noun = listener, activity, count, noun
+        self._listener = listener
+        self._activity = activity
+        self._count = count
+        self._noun = noun
         self._done = 0.0
         self.set(0.0)
 
@@ -155,7 +160,8 @@ def stopping_on_signals(stop: Stop, announce: Callable[[], None] = lambda: None)
         KeyboardInterrupt: At a Ctrl-C after the first signal.
     """
     received: list[int] = []
-    interrupting, over = threading.Event(), threading.Event()
+    interrupting = threading.Event()
+    over = threading.Event()
 
     def handle(number: int, _: FrameType | None) -> None:
         if interrupting.is_set():  # this signal comes from `_interrupt_user_code`

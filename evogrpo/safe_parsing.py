@@ -12,7 +12,9 @@ import yaml
 
 from evogrpo.text import class_name, one_line, shown
 
-MAX_VALUES, MAX_DEPTH, MAX_DIGITS = 100_000, 100, 300
+MAX_VALUES = 100_000
+MAX_DEPTH = 100
+MAX_DIGITS = 300
 MAX_CHARACTERS = 20_000_000
 """Maximum length of all texts of a YAML file together, counting those of aliases each time."""
 
@@ -36,7 +38,8 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        self._depth, self._sizes = 0, dict[int, int]()
+        self._depth = 0
+        self._sizes = dict[int, int]()
         self._lengths: dict[int, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:

@@ -260,23 +260,31 @@ def describe(
     for keys, details in found:
         if any(len(keys) < len(other) and keys == other[: len(keys)] for other, _ in found):
             continue
-        path, value, name = dotted(keys), f", got {shown(details['input'])}", details["type"]
-        context, depth = details.get("ctx", {}), 1 if where else 0  # `where` is not part of the model's schema
+        path = dotted(keys)
+        value = f", got {shown(details['input'])}"
+        name = details["type"]
+        # `where` is not part of the model's schema
+        context = details.get("ctx", {})
+        depth = 1 if where else 0
         if name in _UNKNOWN_KEY:
-            section, key = dotted(keys[:-1]), str(keys[-1])
+            section = dotted(keys[:-1])
+            key = str(keys[-1])
             valid = _valid_keys(_schema(model), keys[depth:-1])
             intended = misplaced(key, section, valid) if misplaced else None
             place_of = partial(misplaced, section=section, valid=()) if misplaced else None
             rule = str(unknown_name_error(f"key in {section}" if section else kind, key, valid, place_of))
             path, value, rule = "", "", rule if intended is None else f"Unknown key {path!r}. Use {intended!r}."
         elif name == "missing":
-            rule, value = "must be given", ""
+            rule = "must be given"
+            value = ""
         elif name in ("value_error", "assertion_error"):  # raised by a validator, with its own message
-            rule, value = str(context["error"]), ""
+            rule = str(context["error"])
+            value = ""
             path = f"{path}:" if path and not rule.startswith("must ") else path
         elif name == "literal_error":
             names = re.findall(r"'([^']*)'", context["expected"])
-            rule, typed = f"must be one of {', '.join(names)}", one_line(details["input"], MAX_SHOWN)
+            rule = f"must be one of {', '.join(names)}"
+            typed = one_line(details["input"], MAX_SHOWN)
             match = counterpart(typed, names) or close_match(typed, names)
             value += f": did you mean {match!r}?" if match else ""
         elif name in ("dataclass_type", "model_type"):
@@ -470,7 +478,8 @@ def lists_options(names: Iterable[str], *records: Callable[..., Any], **others: 
     defaults |= others
 
     def decorate(function: F) -> F:
-        signature, kind = inspect.signature(function), inspect.Parameter.KEYWORD_ONLY
+        signature = inspect.signature(function)
+        kind = inspect.Parameter.KEYWORD_ONLY
         parameters = [
             parameter
             for parameter in signature.parameters.values()

@@ -18,11 +18,13 @@ def warn(message: str, *, category: type[Warning] = UserWarning, rank_zero_only:
     if rank_zero_only and not is_rank_zero():
         return
     # Point at the caller of the outermost frame of this library; frames of torch may lie between its frames.
-    stacklevel, level = 1, 1
+    stacklevel = 1
+    level = 1
     frame: FrameType | None = sys._getframe(0)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         if module.startswith("evogrpo.") and not module.startswith("evogrpo.cli"):
             stacklevel = level + 1
-        level, frame = level + 1, frame.f_back
+        level = level + 1
+        frame = frame.f_back
     warnings.warn(message, category, stacklevel=stacklevel)

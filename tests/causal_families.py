@@ -63,7 +63,9 @@ LATENT = {"num_key_value_heads": 4}  # latent attention has as many keys as quer
 HYBRID = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 SHARED = {"num_hidden_layers": 4, "layer_types": ["mamba", "hybrid", "mamba", "hybrid"]}
 DELTA = LATENT | HYBRID | {"mlp_layer_types": ["dense", "sparse"]}
-TIMES, SCALED, CAPPED = {"logit_scale": 0.3}, {"logits_scaling": 3.0}, {"final_logit_softcapping": 5.0}
+TIMES = {"logit_scale": 0.3}
+SCALED = {"logits_scaling": 3.0}
+CAPPED = {"final_logit_softcapping": 5.0}
 # Additional settings of single architectures; transforms of the logits are not neutral.
 SPECIAL: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note_text"), LATENT),

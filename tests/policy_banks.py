@@ -35,7 +35,8 @@ def assert_gradients_agree(one: Tensor, other: Tensor, *, steps: int = 1, label:
     """
     assert one.shape == other.shape, label
     assert torch.equal(one.isfinite(), other.isfinite()), label
-    error, size = float((one.double() - other.double()).norm()), float(other.double().norm())
+    error = float((one.double() - other.double()).norm())
+    size = float(other.double().norm())
     bound = GRADIENT_ERROR * min(max(steps, 1), MOMENT_STEPS)
     assert error <= bound * size, f"{label} differ by {error / (size or 1.0):.1e} of their norm, more than {bound:.1e}"
 
@@ -199,7 +200,8 @@ class PolicyBankTestCase(ABC):
         assert bool((entropies[batch.action_mask] != 0).all())
         together = (bank.log_probs(batch), bank.reference_log_probs(batch), entropies)
         for slot in range(SIZE):
-            rows, single_bank = self.alone(batch, slot), self.bank_of(bank.state(slot))
+            rows = self.alone(batch, slot)
+            single_bank = self.bank_of(bank.state(slot))
             alone = (single_bank.log_probs(rows), single_bank.reference_log_probs(rows), single_bank.entropies(rows))
             for all_members, one in zip(together, alone, strict=True):
                 torch.testing.assert_close(all_members[batch.member_ids == slot], one, rtol=1e-4, atol=1e-4)
@@ -232,7 +234,8 @@ class PolicyBankTestCase(ABC):
 
     @pytest.mark.parametrize("changed_slot", [0, SIZE - 1])
     def test_nan_of_one_member_never_reaches_another(self, changed_slot: int) -> None:
-        clean, dirty = self.make_bank(SIZE), self.make_bank(SIZE)
+        clean = self.make_bank(SIZE)
+        dirty = self.make_bank(SIZE)
         state = dirty.state(changed_slot)
         nan = {name: torch.full_like(v, torch.nan) if v.is_floating_point() else v for name, v in state.items()}
         dirty.load_state(changed_slot, nan)
@@ -250,7 +253,8 @@ class PolicyBankTestCase(ABC):
         assert same_state(dirty.state(changed_slot), nan)
 
     def test_rewards_and_hyperparameters_of_one_member_never_change_another(self) -> None:
-        one, other = self.make_bank(SIZE), self.make_bank(SIZE)
+        one = self.make_bank(SIZE)
+        other = self.make_bank(SIZE)
         batch = self.act(one, range(SIZE))
         changed = replace(batch, rewards=torch.where(batch.member_ids == 1, -3.0 * batch.rewards, batch.rewards))
         wild = (HYPERPARAMETERS[0], Hyperparameters(lr=0.5, max_grad_norm=1e-3), HYPERPARAMETERS[2])
@@ -264,7 +268,8 @@ class PolicyBankTestCase(ABC):
         assert not same_state(one.state(1), other.state(1))
 
     def test_a_loss_that_is_not_finite_fails_its_member_only(self) -> None:
-        one, other = self.make_bank(SIZE), self.make_bank(SIZE)
+        one = self.make_bank(SIZE)
+        other = self.make_bank(SIZE)
         batch = self.act(one, range(SIZE))
         before = other.state(1)
         good = self.loss(batch)
@@ -287,7 +292,8 @@ class PolicyBankTestCase(ABC):
 
     def test_a_member_without_hyperparameters_is_unchanged(self) -> None:
         bank = self.make_bank(SIZE)
-        before, batch = bank.state(1), self.act(bank, range(SIZE))
+        before = bank.state(1)
+        batch = self.act(bank, range(SIZE))
         reports = bank.update(batch, self.loss(batch), {0: HYPERPARAMETERS[0], 2: HYPERPARAMETERS[2]}).reports
         assert sorted(reports) == [0, 2]
         assert same_state(bank.state(1), before)
@@ -307,12 +313,14 @@ class PolicyBankTestCase(ABC):
     # ---- rows
 
     def test_the_order_of_rows_does_not_matter(self) -> None:
-        bank, shuffled = self.make_bank(SIZE), self.make_bank(SIZE)
+        bank = self.make_bank(SIZE)
+        shuffled = self.make_bank(SIZE)
         batch = self.act(bank, range(SIZE))
         order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
         mixed = batch.select(order)
         torch.testing.assert_close(bank.log_probs(mixed), bank.log_probs(batch)[order], rtol=1e-4, atol=1e-4)
-        reports, again = self.learn(bank, batch), self.learn(shuffled, mixed)
+        reports = self.learn(bank, batch)
+        again = self.learn(shuffled, mixed)
         for slot in range(SIZE):
             assert reports[slot].grad_norm == pytest.approx(again[slot].grad_norm, rel=1e-3)
             assert_states_agree(bank.state(slot), shuffled.state(slot), lr=HYPERPARAMETERS[slot].lr)
@@ -369,7 +377,8 @@ class PolicyBankTestCase(ABC):
     def test_the_reference_is_the_members_own_or_the_base(self) -> None:
         bank = self.make_bank(SIZE)
         batch = self.act(bank, range(SIZE))
-        base, before = bank.log_probs(batch, base=True), bank.reference_log_probs(batch)
+        base = bank.log_probs(batch, base=True)
+        before = bank.reference_log_probs(batch)
         if not self.own_reference:
             with pytest.raises(ValueError, match="reference"):
                 bank.mix_reference(0, 0.5)
@@ -378,11 +387,13 @@ class PolicyBankTestCase(ABC):
             return
         for slot in (0, 1):
             bank.mix_reference(slot, 1.0)
-        kept, rows_by_slot = bank.log_probs(batch), [batch.member_ids == slot for slot in range(SIZE)]
+        kept = bank.log_probs(batch)
+        rows_by_slot = [batch.member_ids == slot for slot in range(SIZE)]
         self.learn(bank, batch)
         bank.mix_reference(0, 0.5)
         bank.mix_reference(1, 1.0)
-        moved, now = bank.reference_log_probs(batch), bank.log_probs(batch)
+        moved = bank.reference_log_probs(batch)
+        now = bank.log_probs(batch)
         torch.testing.assert_close(moved[rows_by_slot[1]], now[rows_by_slot[1]], rtol=1e-5, atol=1e-5)
         assert torch.equal(moved[rows_by_slot[2]], before[rows_by_slot[2]])
         for end in (kept, now):  # half-way between them
@@ -442,7 +453,8 @@ class PolicyBankTestCase(ABC):
 
     def test_train_states_are_copies(self) -> None:
         bank = self.make_bank(SIZE)
-        state, before = bank.state(0), bank.state(0)
+        state = bank.state(0)
+        before = bank.state(0)
         assert tuple(state) == bank.state_keys
         for name in bank.state_keys:
             state[name].zero_()
@@ -456,7 +468,8 @@ class PolicyBankTestCase(ABC):
     def test_an_invalid_train_state_raises_and_changes_nothing(self) -> None:
         bank = self.make_bank(SIZE)
         self.learn(bank, self.act(bank, range(SIZE)))
-        before, state = self.states(bank), self.make_bank(SIZE).state(2)
+        before = self.states(bank)
+        state = self.make_bank(SIZE).state(2)
         invalid = [state | {"extra": torch.zeros(1)}]
         for name, values in state.items():
             invalid.append({other: tensor for other, tensor in state.items() if other != name})

@@ -6,7 +6,8 @@ from evogrpo import chat_templates
 from evogrpo.chat_templates import QUESTION, end_of_turn_ids, render_chat
 from tests.envs.conftest import CHAT, SPECIAL, build
 
-EOS, U = SPECIAL.index("<eos>"), SPECIAL.index("<u>")
+EOS = SPECIAL.index("<eos>")
+U = SPECIAL.index("<u>")
 TURNS = "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}"
 OPEN = "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 LAST = "{% if loop.last and not add_generation_prompt %}<eos>{% else %}<u>{% endif %}"

@@ -45,7 +45,8 @@ INVALID_SPACES = """
 class TestHyperparameters:
     @pytest.mark.parametrize("declared", [HyperparameterOptions, HyperparameterAttributes])
     def test_arguments_and_attributes_of_agents_have_the_types_of_the_fields(self, declared):
-        hints, fields = get_type_hints(declared), get_type_hints(Hyperparameters)
+        hints = get_type_hints(declared)
+        fields = get_type_hints(Hyperparameters)
         auto = {"lr": float | Literal["auto"]} if declared is HyperparameterOptions else {}  # calibrated
         assert hints == fields | auto
         assert list(hints) == list(fields)

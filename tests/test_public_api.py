@@ -56,7 +56,8 @@ def public_api() -> Iterator[str]:
 
 
 def test_public_names_and_signatures_are_as_recorded():
-    recorded, actual = SNAPSHOT.read_text(encoding="utf-8").splitlines(), list(public_api())
+    recorded = SNAPSHOT.read_text(encoding="utf-8").splitlines()
+    actual = list(public_api())
     difference = "\n".join(difflib.unified_diff(recorded, actual, "recorded", "actual", n=1, lineterm=""))
     assert not difference, f"The public API changed. If it is meant, run: python tests/test_public_api.py\n{difference}"
 

@@ -16,7 +16,8 @@ NUMBERS = st.integers(0, 2**40)
 
 @given(NUMBERS, st.text("aé漢\n\0"), st.lists(NUMBERS, max_size=4))
 def test_equal_names_give_equal_streams(seed, purpose, numbers):
-    one, other = generator(seed, purpose, *numbers), generator(seed, purpose, *numbers)
+    one = generator(seed, purpose, *numbers)
+    other = generator(seed, purpose, *numbers)
     assert one is not other
     assert np.array_equal(one.random(5), other.random(5))
 

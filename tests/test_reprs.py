@@ -17,7 +17,8 @@ def every_object(population, env):
     collected = population.collect(env, step=0, samples_per_step=8, block=2)
     learned = population.learn(collected.experience, step=0)
     run = evolve(population, env, generations=1, steps_per_generation=1, samples_per_step=8)
-    steps, generations = [], []
+    steps = []
+    generations = []
     for report in run.trainer.reports():
         (generations if hasattr(report, "members") else steps).append(report)
     batches = list(collected.experience.values())

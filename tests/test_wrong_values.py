@@ -140,7 +140,8 @@ def test_a_network_in_the_place_of_a_wrapper_is_refused():
 
 
 def test_runs_refuse_invalid_values():
-    population, env = tiny_population(2), tiny_env()
+    population = tiny_population(2)
+    env = tiny_env()
     base = {"generations": 1, "steps_per_generation": 1, "samples_per_step": 8, "validation_questions": 2}
     assert evolve(population, env, **base) is not None
     for name in [*Schedule.__dataclass_fields__, "run_dir", "keep_checkpoints", "completions"]:

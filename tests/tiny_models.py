@@ -20,7 +20,8 @@ from transformers import (
 )
 
 VOCABULARY = 64
-PAD, EOS = 0, 1
+PAD = 0
+EOS = 1
 CHARACTERS = "0123456789+-*/=?.,:abcdefghijklmnopqrstuvwxyzABCDEFGH \n"
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}"

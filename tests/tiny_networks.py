@@ -25,8 +25,11 @@ MIXED = spaces.Dict(
         "speed": spaces.Box(-1, 1, (2,), np.float64),
     }
 )
-GROUP_SIZES, TEMPERATURES = (2, 3, 4), (1.0, 0.7, 1.3)  # of the members, in turn
-STARTS, STEPS = 3, 5
+# of the members, in turn
+GROUP_SIZES = (2, 3, 4)
+TEMPERATURES = (1.0, 0.7, 1.3)
+STARTS = 3
+STEPS = 5
 
 
 class Branching(torch.nn.Module):
@@ -154,7 +157,8 @@ def acted_batch(
     if case.masked:
         counts = getattr(case.actions, "nvec", np.array([getattr(case.actions, "n", 0)])).ravel()
         masks = np.concatenate([np.stack([rng.permutation(n) for rng in rngs]) < n - 1 for n in counts], axis=1)
-    n, slots = len(work), np.array([slot for slot, *_ in work])
+    n = len(work)
+    slots = np.array([slot for slot, *_ in work])
     temperature = np.array([TEMPERATURES[member % 3] for _, member, *_ in work], dtype=np.float32)
     acted = bank.act(
         seen,

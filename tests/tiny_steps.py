@@ -84,8 +84,10 @@ def played(agent: GRPO, starts: int = 2, size: int = 4, steps: int = 20) -> tupl
     import numpy as np
 
     shape = (starts, size, steps)
-    observations, actions = np.zeros((*shape, 4), np.float32), np.zeros(shape, np.int64)
-    masks, rewards = np.zeros(shape, bool), np.zeros(shape)
+    observations = np.zeros((*shape, 4), np.float32)
+    actions = np.zeros(shape, np.int64)
+    masks = np.zeros(shape, bool)
+    rewards = np.zeros(shape)
     for start in range(starts):
         for replica in range(size):
             env = gymnasium.make("CartPole-v1", max_episode_steps=steps)
@@ -105,7 +107,8 @@ class OwnNetwork(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)
+        self.first = torch.nn.Linear(4, 8)
+        self.second = torch.nn.Linear(8, 2)
 
     def forward(self, observations: torch.Tensor) -> torch.Tensor:
         return self.second(torch.tanh(self.first(observations)))

@@ -98,7 +98,8 @@ def tiny_env(**options: Any) -> HuggingFaceGym:
     defaults: dict[str, Any] = {"reward_fn": variety, "data_batch_size": 3, "validation_size": 8}
     if "reward_funcs" in options:
         del defaults["reward_fn"]
-    train, test = QUESTIONS[:64], QUESTIONS[64:]
+    train = QUESTIONS[:64]
+    test = QUESTIONS[64:]
     if "reward_funcs" in options:
         train, test = ([{"prompt": row["question"], "answer": row["answer"]} for row in rows] for rows in (train, test))
     return HuggingFaceGym(train, test, shared_tokenizer(), **(defaults | options))

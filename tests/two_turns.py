@@ -91,7 +91,8 @@ class Boxes:
         )
 
     def _hint(self, conversation: Conversation) -> list[int] | None:
-        guessed, digit = guess(self._text(conversation.completions[-1])), self.digits[conversation.start]
+        guessed = guess(self._text(conversation.completions[-1]))
+        digit = self.digits[conversation.start]
         if len(conversation.completions) == self.max_turns or guessed == digit:
             return None
         return self._ids(HINTS[guessed is None or guessed < digit])

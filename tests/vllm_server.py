@@ -63,8 +63,11 @@ class VLLMServer:
         sees_files: bool = True,
         lora_config: LoraConfig = RANK_3,
     ) -> None:
-        self.model, self.max_lora_rank = model, max_lora_rank
-        self.processed, self.runtime_updates, self.sees_files = processed, runtime_updates, sees_files
+        self.model = model
+        self.max_lora_rank = max_lora_rank
+        self.processed = processed
+        self.runtime_updates = runtime_updates
+        self.sees_files = sees_files
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.fault: Fault | None = None
         self.delay = 0.0
@@ -72,7 +75,8 @@ class VLLMServer:
         self._banks: dict[str, AdapterBank] = {}
         # Other banks are made like this one, which saves them the checks of the model.
         self._base = AdapterBank(model, size=1, pad_token_id=0, eos_token_ids=[1], lora_config=lora_config)
-        self._lock, self._port = threading.Lock(), 0
+        self._lock = threading.Lock()
+        self._port = 0
         self.start()
 
     @property
@@ -82,7 +86,8 @@ class VLLMServer:
     def start(self) -> None:
         """Serve, without adapters; after `stop` on the same port."""
         server = self
-        self.adapters, self._banks = {}, {}
+        self.adapters = {}
+        self._banks = {}
 
         class Handler(BaseHTTPRequestHandler):
             def log_message(self, *args: Any) -> None:
@@ -106,7 +111,8 @@ class VLLMServer:
                 self.wfile.write(content)
 
         class Server(ThreadingHTTPServer):
-            allow_reuse_address, daemon_threads = True, True
+            allow_reuse_address = True
+            daemon_threads = True
 
             def handle_error(self, *args: Any) -> None:
                 pass  # the client has closed the connection
@@ -295,7 +301,8 @@ class RealServer:
             self._process = subprocess.Popen(
                 self._words, env=self._environment, start_new_session=True, stdout=output, stderr=subprocess.STDOUT
             )
-            self.group, deadline = self._process.pid, time.monotonic() + 1200
+            self.group = self._process.pid
+            deadline = time.monotonic() + 1200
             while self._process.poll() is None and time.monotonic() < deadline:
                 try:
                     with urllib.request.urlopen(f"{self.url}/health", timeout=5):

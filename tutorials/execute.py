@@ -82,7 +82,8 @@ def execute(source: Path, *, short: bool) -> Any:
 
 def problems(notebook: Any) -> list[str]:
     """Return the reasons why an executed notebook must not be published."""
-    found, figures = [], 0
+    found = []
+    figures = 0
     for number, cell in enumerate(notebook.cells):
         if cell.cell_type == "code" and cell.execution_count is None:
             found.append(f"cell {number} was not executed")
@@ -121,7 +122,8 @@ def copy_words(source: Path) -> None:
         SystemExit: If cells were added or removed, or their code has changed.
     """
     path = source.with_suffix(".ipynb")
-    edited, stored = jupytext.read(source), nbformat.read(path, as_version=4)
+    edited = jupytext.read(source)
+    stored = nbformat.read(path, as_version=4)
     old, new = (
         [
             c.cell_type == "code" and syntax_tree(c.source)

@@ -62,7 +62,8 @@ class Job:
         parser.add_argument("--out", type=Path, required=True)
         given = vars(parser.parse_args())
         torch.set_num_threads(1)
-        task, scale = TASKS[given["task"]], given.pop("scale")
+        task = TASKS[given["task"]]
+        scale = given.pop("scale")
         task = replace(task, steps=int(task.steps * scale), seconds=task.seconds * scale)
         return cls(**given | {"task": task})
 
@@ -87,7 +88,8 @@ class Recorder:
         self._versions = {name: version(name) for name in packages}
         self._column = CLOCKS[job.clock]
         self.curve: list[tuple[int, float, float, float]] = []
-        self._next_steps, self._next_seconds = job.task.steps / 50, FIRST_EVALUATION
+        self._next_steps = job.task.steps / 50
+        self._next_seconds = FIRST_EVALUATION
         self._wall = self._processor = 0.0
         # torch imports its compiler with the first optimizer; imports are not timed.
         torch.optim.Adam([torch.zeros(1, requires_grad=True)])
@@ -103,7 +105,8 @@ class Recorder:
         """
         self._wall += time.perf_counter() - self._since[0]
         self._processor += time.process_time() - self._since[1]
-        task, seconds = self._job.task, (self._wall, self._processor)[self._column - 1]
+        task = self._job.task
+        seconds = (self._wall, self._processor)[self._column - 1]
         spent = steps >= task.steps and seconds >= task.seconds
         due = steps >= self._next_steps or seconds >= self._next_seconds
         crossed = self._crosses(0, task.steps, steps) or self._crosses(self._column, task.seconds, seconds)
@@ -121,7 +124,8 @@ class Recorder:
     def _mean_return(self, act: Act) -> float:
         """Play all evaluation episodes in parallel, each to its end."""
         seen = [env.reset(seed=EVALUATION_SEED + number)[0] for number, env in enumerate(self._envs)]
-        returns, running = np.zeros(len(self._envs)), list(range(len(self._envs)))
+        returns = np.zeros(len(self._envs))
+        running = list(range(len(self._envs)))
         while running:
             actions = act(np.stack([seen[number] for number in running]))
             still = []

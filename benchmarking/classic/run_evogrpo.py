@@ -14,7 +14,8 @@ from evogrpo.envs.control.rollout import Episodes
 
 SIZES = {"grpo": 1, "grpo-8": 8}
 NETWORK = NetworkConfig(hidden=(64,))
-VALIDATION_STARTS, STEPS_PER_GENERATION = 32, 5
+VALIDATION_STARTS = 32
+STEPS_PER_GENERATION = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +141,8 @@ def train_population(env: CountedGroups, population: Population, samples: int, r
 def main() -> None:
     job = Job.from_arguments(__doc__)
     recorder = Recorder(job, "torch", "gymnasium")
-    recipe, size = RECIPES[job.task.name], SIZES[job.contestant]
+    recipe = RECIPES[job.task.name]
+    size = SIZES[job.contestant]
     env = CountedGroups(job.task.name, validation_size=VALIDATION_STARTS, seed=job.seed)
     population = make_population(size, env, recipe, job.seed)
     (train_alone if size == 1 else train_population)(env, population, recipe.samples_per_step, recorder)

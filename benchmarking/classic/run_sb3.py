@@ -81,7 +81,8 @@ class Offer(BaseCallback):
 
     def __init__(self, recorder: Recorder, act: Callable[[np.ndarray], np.ndarray]) -> None:
         super().__init__()
-        self._recorder, self._act = recorder, act
+        self._recorder = recorder
+        self._act = act
 
     def _on_rollout_start(self) -> None:
         self._recorder.offer(self.num_timesteps, self._act)
@@ -93,7 +94,8 @@ class Offer(BaseCallback):
 def main() -> None:
     job = Job.from_arguments(__doc__)
     recorder = Recorder(job, "stable_baselines3", "torch", "gymnasium")
-    name, settings = job.task.name, {key: scheduled(value) for key, value in ZOO[job.task.name].items()}
+    name = job.task.name
+    settings = {key: scheduled(value) for key, value in ZOO[job.task.name].items()}
     env = make_vec_env(name, n_envs=settings.pop("n_envs"), seed=job.seed * 1000)
     normaliser = VecNormalize(env, gamma=settings["gamma"]) if settings.pop("normalize", False) else None
     model = PPO("MlpPolicy", normaliser or env, seed=job.seed, device="cpu", **settings)

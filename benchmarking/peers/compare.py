@@ -280,7 +280,8 @@ def main() -> None:
         return
     base_model = (arguments.model or demo_model()).absolute()
     rows = [(name, precision) for name in arguments.systems for precision in arguments.precisions]
-    out, texts = arguments.out.absolute(), {}
+    out = arguments.out.absolute()
+    texts = {}
     results: dict[str, Any] = {}
     for setting in arguments.settings:
         bench = Bench(

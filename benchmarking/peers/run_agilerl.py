@@ -71,7 +71,8 @@ def learning_step(agent: GRPO, tokenizer: PreTrainedTokenizerBase) -> None:
     else:
         rows = {key: tensor.repeat_interleave(workload.GROUP_SIZE, dim=0) for key, tensor in prompts.items()}
         action = agent.get_action([rows], training=True, repeat_prompts=False)
-    token_ids, action_masks = action[0], action[1]
+    token_ids = action[0]
+    action_masks = action[1]
     workload.check_tokens(
         "a step", int(sum(mask.sum() for mask in action_masks)), workload.SAMPLES_PER_STEP * work.completion_tokens
     )

@@ -32,7 +32,8 @@ def forged(record: dict[str, Any], rng: np.random.Generator) -> tuple[Any, str]:
     copy = json.loads(json.dumps(record))
     known = list(key_paths(copy))
     path = known[int(rng.integers(len(known)))]
-    parent, key = copy, path[-1]
+    parent = copy
+    key = path[-1]
     for step in path[:-1]:
         parent = parent[step]
     act = ("set", "set", "set", "removed", "doubled", "wrapped")[int(rng.integers(6))]

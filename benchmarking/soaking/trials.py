@@ -40,7 +40,10 @@ class Soak:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.counts, self.failures, self.slowest_stop = folder, Counter[str](), list[str](), 0.0
+        self.folder = folder
+        self.counts = Counter[str]()
+        self.failures = list[str]()
+        self.slowest_stop = 0.0
         self.finished = {seed: folder / f"finished-{seed}" for seed in range(world.SEEDS)}
         self._outcomes = dict[int, tuple[object, ...]]()
         for seed, run_dir in self.finished.items():

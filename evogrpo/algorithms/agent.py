@@ -71,7 +71,8 @@ class Agent(NamesMissing, HyperparameterAttributes):
         self._evaluated_network = "actor"  # see `register_network_group`
 
     def __repr__(self) -> str:
-        defaults, record = Hyperparameters().to_json(), self.hyperparameters.to_json()
+        defaults = Hyperparameters().to_json()
+        record = self.hyperparameters.to_json()
         names = [name for name in record if name in ("lr", "clip_coef", "group_size") or record[name] != defaults[name]]
         values = ", ".join(f"{name}={record[name]}" for name in names)
         fitness = "" if self.fitness is None else f", fitness={self.fitness.mean:.3g}"

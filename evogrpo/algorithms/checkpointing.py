@@ -162,7 +162,8 @@ def read_agent(agent: "Agent", path: str | Path) -> None:
                     f"{path} has {name} {record.shared[name]}, but the agent that loads it has {expected[name]}. "
                     f"Load it with {class_name(agent)}.load."
                 )
-        shared, stored_shared = members.shared_tensors(), split_shared(tensors)[0]
+        shared = members.shared_tensors()
+        stored_shared = split_shared(tensors)[0]
         if shared.keys() != stored_shared.keys() or any(
             not torch.equal(tensor, stored_shared[name]) for name, tensor in shared.items()
         ):
@@ -233,7 +234,8 @@ def restore_population(
             }
             _restore(agent, member, state)
             if lineage is None:
-                agent.parent, agent.born = None, 0
+                agent.parent = None
+                agent.born = 0
             agents.append(agent)
         population = Population(agents, members, lineage=lineage)
         # 3. Check that members and lineage agree, and that the next index is unused.
@@ -247,7 +249,8 @@ def restore_population(
 
 def split_shared(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the tensors of a checkpoint that all members share, see `PolicySet.shared_tensors`, and all others."""
-    shared, others = {}, {}
+    shared = {}
+    others = {}
     for name, tensor in tensors.items():
         if name.startswith(CONSTANT):
             shared[name.removeprefix(CONSTANT)] = tensor
@@ -274,7 +277,8 @@ def _open(
     # 1. Read the kind, the search space and the tensors that all members share.
     if record["kind"] not in AGENT_CLASSES:
         raise unknown_name_error(f"kind of agent in {folder}:", record["kind"], AGENT_CLASSES)
-    constants, config = split_shared(tensors)[0], record["hp_config"]
+    constants = split_shared(tensors)[0]
+    config = record["hp_config"]
     # 2. Load the initial weights and buffers of a user's module into a copy, so that the module itself is not changed.
     if constants and isinstance(actor_network, nn.Module) and not is_language_model(actor_network):
         actor_network = deepcopy(actor_network)
@@ -316,7 +320,9 @@ def _stored(agent: "Agent") -> StoredMember:
 
 def _restore(agent: "Agent", member: StoredMember, tensors: Mapping[str, Tensor]) -> None:
     """Restore a saved agent into this one; on errors nothing changes."""
-    earlier, agent.hyperparameters = agent.hyperparameters, member.hyperparameters  # refused if they are invalid here
+    # refused if they are invalid here
+    earlier = agent.hyperparameters
+    agent.hyperparameters = member.hyperparameters
     try:
         agent.load_state(tensors)
     except ValueError:

@@ -152,8 +152,10 @@ def resample_groups(
                 order[_rows_of(batch, slot, old)] = len(order) + _rows_of(new_batch, slot, new)
         # 3. Select these rows of both; groups and members stay, and costs add up. Rounds follow each other, so their
         #    scoring times are added; `merge_rollouts` takes the longest, as ranks score at the same time.
-        both, rows = merge_rollouts([sampled, drawn]), order.tolist()
-        scores, longer = both.scores, max(sampled, drawn, key=lambda each: len(each.starts))
+        both = merge_rollouts([sampled, drawn])
+        rows = order.tolist()
+        scores = both.scores
+        longer = max(sampled, drawn, key=lambda each: len(each.starts))
         sampled = replace(
             both,
             experience={policy: replace(both.experience[policy].select(order), group_ids=batch.group_ids)},
@@ -225,7 +227,8 @@ def merge_rollouts(parts: Sequence[RolloutBatch]) -> RolloutBatch:
             merged = merged.concatenate(replace(batch, group_ids=batch.group_ids + shift))
         experience[policy] = merged
     # 2. Join rewards and texts.
-    scores, first = [part.scores for part in parts], parts[0].scores
+    scores = [part.scores for part in parts]
+    first = parts[0].scores
     weights = [len(each.rewards) for each in scores]
     all_scores = replace(
         first,

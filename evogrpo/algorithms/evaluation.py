@@ -49,7 +49,8 @@ def evaluate_questions(
     """
     # 1. Evaluate all questions, or this rank's part of them.
     members.prepare_sampling()
-    ranks, shape = members.processes, (len(request.slots), len(request.questions), request.answers_per_question)
+    ranks = members.processes
+    shape = (len(request.slots), len(request.questions), request.answers_per_question)
     if ranks.size == 1:
         rewards, tokens = members.evaluate(env, request)
     else:
@@ -154,7 +155,8 @@ def measure_fitness(
     count = env.size(split) if questions is None else min(questions, env.size(split))
     if count < 1:
         raise ValueError(f"The {split} split is empty, so nothing can be evaluated on it.")
-    scores, tokens = np.full((len(slots), count), np.nan), dict.fromkeys(slots, 0)
+    scores = np.full((len(slots), count), np.nan)
+    tokens = dict.fromkeys(slots, 0)
     evaluated = np.zeros(scores.shape, dtype=np.bool_)
     # The error of the whole race is divided among its comparisons and all pairs with the leader (Bonferroni).
     comparisons = len(list(rounds(count, racing=True))) - 1  # one after each round but the last
@@ -211,7 +213,8 @@ def evaluate_states(
         config: Greedy or sampled answers.
         stop: See `EvaluationRequest`.
     """
-    rewards, tokens = [], 0
+    rewards = []
+    tokens = 0
     untrained = members.new_member().banks.state(0)  # its observation statistics are those of the base, too
     before = members.banks.state(0)
     try:
@@ -246,7 +249,8 @@ def common_questions(rewards: NDArray[np.float64], evaluated: NDArray[np.bool_],
     """
     any_member = np.any(evaluated, axis=0)
     kept: NDArray[np.bool_] = np.logical_and(any_member, np.all(np.isfinite(rewards) | ~evaluated, axis=0))
-    total, left = int(any_member.sum()), int(kept.sum())
+    total = int(any_member.sum())
+    left = int(kept.sum())
     if 2 * left < total:
         raise ValueError(
             f"Only {left} of {total} {split} questions have a reward for all members; half are needed. Fix the "
@@ -282,14 +286,16 @@ class SingleEnvironment:
     """
 
     def __init__(self, env: "gymnasium.Env[Any, Any]", episodes: int) -> None:
-        self.observation_space, self.action_space = env.observation_space, env.action_space
+        self.observation_space = env.observation_space
+        self.action_space = env.action_space
         limits = (time_limit(env), env.spec and env.spec.max_episode_steps)
         limit = next((each for each in limits if each is not None), None)
         if limit is None:
             # As in GymnasiumGroups: environments with a limit of their own end their episodes themselves.
             limit = declared_limit(env.unwrapped)
             env = TimeLimit(env, max(DEFAULT_MAX_EPISODE_STEPS, limit or 0))
-        self._env, self._episodes = _KeepOpen(env), episodes
+        self._env = _KeepOpen(env)
+        self._episodes = episodes
         self.max_episode_steps = limit or DEFAULT_MAX_EPISODE_STEPS
 
     def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:

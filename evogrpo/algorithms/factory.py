@@ -159,7 +159,8 @@ def is_language_model(network: object) -> TypeGuard["PreTrainedModel"]:
     return loaded is not None and isinstance(network, loaded.PreTrainedModel)
 
 
-_LANGUAGE, _NETWORKS = LanguageSettings.__dataclass_fields__, NetworkSettings.__dataclass_fields__
+_LANGUAGE = LanguageSettings.__dataclass_fields__
+_NETWORKS = NetworkSettings.__dataclass_fields__
 # Arguments that only one of the two kinds takes; the other kind refuses them.
 LANGUAGE_ONLY = (
     *(name for name in _LANGUAGE if name not in _NETWORKS and name != "pad_token_id"),
@@ -250,7 +251,8 @@ def _language_policy_set(
         if options.get(name) is not None:
             instance(name, options[name], kind, example)
     # 2. Choose what members train: all weights, or adapters, which may start from a stored one.
-    lora, start = options.get("lora_config"), options.get("adapter")
+    lora = options.get("lora_config")
+    start = options.get("adapter")
     chosen = options.get("full_finetuning")
     full = chosen is not None and flag("full_finetuning", chosen)
     if full and (lora is not None or start is not None):

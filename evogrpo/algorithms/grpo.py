@@ -159,7 +159,8 @@ class EvolvableAlgorithm(Agent):
         flag("spread", spread)
         arguments: dict[str, Any] = {**options}
         if options.get("hp_config") == "auto":
-            language, unused = is_language_model(actor_network), cls.unused_options
+            language = is_language_model(actor_network)
+            unused = cls.unused_options
             arguments["hp_config"] = auto_space(options, samples_per_step, language=language, unused=unused)
         arguments = cls.options_of_class(arguments)
         # 2. Build the policies.

@@ -236,7 +236,8 @@ class Population(NamesMissing, Sequence[Any]):
         """
         if self.processes.size == 1:
             return
-        banks, digest = self.members.banks, 0
+        banks = self.members.banks
+        digest = 0
         for slot in range(banks.size):
             for name in banks.state_keys:
                 values = banks.state_tensor(slot, name).cpu().contiguous()
@@ -288,14 +289,16 @@ class Population(NamesMissing, Sequence[Any]):
         # Use the plan as the journal returns it to a resumed run, which refuses values of other types.
         plan = validate(Plan, load_json(dump_json(dump(plan), what="plan")))
         plan.check(history)
-        settings, space = self.members.settings, self.members.hp_config
+        settings = self.members.settings
+        space = self.members.hp_config
         for child in plan.children:
             check_hyperparameters(settings, child.hyperparameters, space, per_action=self.plays)
         if not self.members.evolves or not strategy.mutates:
             return plan
         children = []
         for planned in plan.children:
-            child, parent = planned, plan.parents[planned.slot]
+            child = planned
+            parent = plan.parents[planned.slot]
             rng = generator(seed, "change of network", child.index)
             drawn = None if parent is None else self.members.propose_architecture(parent, rng)
             if drawn is not None:
@@ -319,12 +322,19 @@ class Population(NamesMissing, Sequence[Any]):
         self.members.banks.inherit(plan.parents)
         for slot in plan.vacant:
             agent = self.agents[slot]
-            agent.fitness, agent.failed, agent.retired = None, None, True
+            agent.fitness = None
+            agent.failed = None
+            agent.retired = True
         for child in plan.children:
             agent = self.agents[child.slot]
-            agent.index, agent.parent, agent.born = child.index, child.parent, child.born
+            agent.index = child.index
+            agent.parent = child.parent
+            agent.born = child.born
             agent.hyperparameters = child.hyperparameters
-            agent.fitness, agent.failed, agent.retired, agent.steps = None, None, False, 0
+            agent.fitness = None
+            agent.failed = None
+            agent.retired = False
+            agent.steps = 0
             if child.architecture is not None:
                 rng = generator(self.members.settings.seed, "weights of a new network", child.index)
                 self.members.change_architecture(child.slot, child.architecture, rng)

@@ -30,7 +30,9 @@ from evogrpo.safe_parsing import dump_json
 from evogrpo.text import class_name, one_line, pluralize
 from evogrpo.training.console import make_console
 
-DEMO_MEMORY, DEMO_DISK = 3.5e9, 2e9  # bytes: peak memory of the demo; its converted base model and its run directory
+# bytes: peak memory of the demo; its converted base model and its run directory
+DEMO_MEMORY = 3.5e9
+DEMO_DISK = 2e9
 _LANGUAGE_PACKAGES = ("transformers", "peft", "accelerate")  # `check_model` reports the missing ones
 _MARKS = {"ok": ("ok  ", "green"), "note": ("note", "yellow"), "problem": ("FAIL", "bold red")}
 
@@ -175,7 +177,8 @@ def check_folders() -> Iterator[Finding]:
             detail = f"{folder.absolute()} is not writable: {error.strerror or error}"
             yield Finding(name=name, state="problem", detail=detail, remedy=remedy)
             continue
-        detail, remedy = f"{folder.absolute()}, {free / 1e9:.1f} GB free", f"free {DEMO_DISK / 1e9:.0f} GB"
+        detail = f"{folder.absolute()}, {free / 1e9:.1f} GB free"
+        remedy = f"free {DEMO_DISK / 1e9:.0f} GB"
         enough = free >= DEMO_DISK
         yield Finding(name=name, state="ok" if enough else "problem", detail=detail, remedy="" if enough else remedy)
 

@@ -13,7 +13,10 @@ import evogrpo
 from evogrpo.synonyms import close_match
 from evogrpo.text import printable, shorten, shown
 
-OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+OK = 0
+FAILED = 1
+USAGE = 2
+INTERRUPTED = 130
 MAX_EXIT_CODE = 255
 _EXIT_CODES = (
     "Exit codes: 0 success, 1 failure, 2 invalid arguments or settings, 130 Ctrl-C. A run stopped by signal N exits "
@@ -30,7 +33,8 @@ _EXAMPLE = "schedule.generations=8 hyperparameters.lr=1e-4; `evogrpo schema` pri
 _OVERRIDES = f"settings, e.g. {_EXAMPLE}"
 _WRONG_CHOICE = re.compile(r"argument COMMAND: invalid choice: '?(.*?)'? \(choose from (.*)\)$", re.DOTALL)
 _CONFIGURABLE = ("evogrpo.cli.train:train", "evogrpo.cli.train:demo")  # commands that accept any setting
-_NAME, _OPTION = re.compile(r"[\w-]+"), re.compile(r"(?<!\w)--[\w-]+")
+_NAME = re.compile(r"[\w-]+")
+_OPTION = re.compile(r"(?<!\w)--[\w-]+")
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 

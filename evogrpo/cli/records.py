@@ -36,8 +36,10 @@ _MAX_VALUE_WIDTH = 60
 
 def lineage(args: argparse.Namespace) -> int:
     """Print the tree of a run's members."""
-    console, summary = make_console(), read_summary(args.run_dir)
-    winner, reports = best_member(summary.generations), reports_by_member(summary.generations)
+    console = make_console()
+    summary = read_summary(args.run_dir)
+    winner = best_member(summary.generations)
+    reports = reports_by_member(summary.generations)
     path = {report.index for report in ancestors(summary, winner)}
     for indent, birth in tree_lines(summary.births, path):
         origin = birth_text(birth, summary.evolvable)
@@ -58,16 +60,20 @@ def lineage(args: argparse.Namespace) -> int:
 
 def best(args: argparse.Namespace) -> int:
     """Print a run's best member: fitness, test and hyperparameters."""
-    console, summary = make_console(), read_summary(args.run_dir)
+    console = make_console()
+    summary = read_summary(args.run_dir)
     schedule = best_schedule(summary)
-    member, stages, stored = schedule.member, schedule.stages, args.run_dir / "best"
+    member = schedule.member
+    stages = schedule.stages
+    stored = args.run_dir / "best"
     values = member.hyperparameters.to_json()
     shown = {name: number_text(value) for name, value in values.items() if value is not None}
     if schedule.calibrated is not None:
         first, last = schedule.calibrated
         shown["lr"] = f"{number_text(first)} to {number_text(last)} (calibrated, first and last)"
     # 1. Facts about the member. It may have further fitness measures, such as training rewards.
-    fitness, untrained = fitness_estimate(member), summary.baseline and {summary.terms.untrained: summary.baseline}
+    fitness = fitness_estimate(member)
+    untrained = summary.baseline and {summary.terms.untrained: summary.baseline}
     measure = summary.fitness_text
     others = [f"{name} {estimate}" for name, estimate in member.measured.items() if estimate != fitness]
     rows = {
@@ -198,7 +204,8 @@ def _lifetime(
         return "not evaluated"
     if winner is not None and winner.index == birth.index:
         return f"{selection_score(winner, summary)} in generation {winner.generation}, the best member"
-    first, last = reports[0].generation, reports[-1].generation
+    first = reports[0].generation
+    last = reports[-1].generation
     span = f"generation {first}" if first == last else f"generations {first}–{last}"
     if failed := reports[-1].failed:
         return f"failed in {span}: {printable(failed)}"
@@ -222,7 +229,9 @@ def _test_text(summary: RunSummary) -> str:
 
 def _run_rows(run: ComparedRun) -> dict[str, str]:
     """Return the values of one column of the comparison, by row."""
-    summary, member, test = run.summary, run.best, run.summary.test
+    summary = run.summary
+    member = run.best
+    test = run.summary.test
     last = summary.generations[-1] if summary.generations else None
     done = {} if last is None else {**vars(last), "evaluation": last.evaluation.tokens}
     low, high = (None, None) if test is None else interval(test.after)
@@ -286,7 +295,8 @@ def _export_schedule(run_dir: Path, file: Path) -> None:
     console = make_console()
     schedule = HyperparameterSchedule.read(run_dir)
     schedule.write(file)
-    stages, steps = len(schedule.stages), sum(stage.steps for stage in schedule.stages)
+    stages = len(schedule.stages)
+    steps = sum(stage.steps for stage in schedule.stages)
     words = f"wrote {file}: {pluralize(stages, 'stage')} over {pluralize(steps, 'learning step')}"
     console.print(Text(printable(words)), soft_wrap=True)
     show_command(console, "replay it", command("replay", file))
@@ -312,8 +322,10 @@ def _export_member(run_dir: Path, folder: Path) -> None:
 
         _, record = read_checkpoint(run_dir / "best", kind="agent")
         with checkpoint_errors(best):
-            index, agent_class = int(record["member"]["index"]), AGENT_CLASSES[record["shared"]["kind"]]
-            kind, base = record["shared"]["kind"], str(record["shared"].get("source"))
+            index = int(record["member"]["index"])
+            agent_class = AGENT_CLASSES[record["shared"]["kind"]]
+            kind = record["shared"]["kind"]
+            base = str(record["shared"].get("source"))
         if kind != "language":
             loading = f"{agent_class}.load({str(best)!r})"
             raise ValueError(f"{best} contains small networks, not a language model. Load them with {loading}.")

@@ -88,7 +88,8 @@ def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
     if requested_dir and may_resume and processes().broadcast(latest_checkpoint(requested_dir) is not None):
         reason = "" if args.resume_if_exists else "Restarted by the launcher. "
         console.print(f"{reason}Resuming the run in {requested_dir}", soft_wrap=True)
-        args.run_dir, args.allow_changed_data = requested_dir, False
+        args.run_dir = requested_dir
+        args.allow_changed_data = False
         args.overrides = resumable_overrides(args.overrides)
         return resume_run(args, config)
     # 2. Create the run directory.
@@ -141,7 +142,8 @@ def resume_run(args: argparse.Namespace, given: Config | None = None) -> int:
     if getattr(args, "generations", None) is not None:  # `evogrpo replay` has no such option
         overrides.append(f"generations={args.generations}")
     resumable = read_resumable(run_dir, overrides, allow_changed_data=args.allow_changed_data)
-    saved, state = resumable.saved, resumable.saved.record.run_state
+    saved = resumable.saved
+    state = resumable.saved.record.run_state
     for error in saved.skipped:
         print_warning(f"Skipped an unusable checkpoint: {error}")
     if given is not None and (ignored := ignored_settings(resumable.config, given)):
@@ -197,7 +199,8 @@ def _vllm_commands(prepared: PreparedRun) -> list[str]:
     from evogrpo.training.task_types.language import PreparedLanguage
 
     assert isinstance(prepared, PreparedLanguage)
-    size, precision = prepared.config.population.size, prepared.config.precision
+    size = prepared.config.population.size
+    precision = prepared.config.precision
     sampler = prepared.config.sampler
     urls = sampler["url"] if sampler and sampler["name"] == VLLM else "http://127.0.0.1:8000"
     urls = [urls] if isinstance(urls, str) else list(urls)
@@ -303,7 +306,8 @@ def show_forecast(console: Console, prepared: PreparedRun, *, skip_memory_check:
     """
     console.print(Text("Estimated cost", "bold"))
     forecast = prepared.forecast()
-    rows, need = dict(forecast.rows), forecast.memory
+    rows = dict(forecast.rows)
+    need = forecast.memory
     if need.processes > 1:
         rows["all processes"] = f"{gigabytes(need.total)} for {need.processes} processes that share memory"
     rows["available"] = check_memory(need, allowed=True)
@@ -325,7 +329,8 @@ def _starting_values(config: Config) -> dict[str, Value]:
 
 def _objective_text(objective: Objective) -> str:
     """Describe the loss type, the advantage and every non-default setting of the objective."""
-    defaults, values = vars(Objective()), vars(objective)
+    defaults = vars(Objective())
+    values = vars(objective)
     switches = [
         f"{name} {str(value).lower() if isinstance(value, bool) else number_text(value)}"
         for name, value in values.items()

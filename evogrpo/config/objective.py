@@ -167,7 +167,8 @@ class Objective:
 
         Switches that only the replaced loss type uses (`cispo_clip_low`, `sapo_tau_...`) get their defaults.
         """
-        loss_type, advantage = loss_type or self.loss_type, advantage or self.advantage
+        loss_type = loss_type or self.loss_type
+        advantage = advantage or self.advantage
         if (loss_type, advantage) == (self.loss_type, self.advantage):
             return self
         unused = () if loss_type == self.loss_type else LOSS_TYPES[self.loss_type].switches
@@ -304,7 +305,8 @@ def _loss_problems(objective: Objective) -> Iterator[str]:
 
 def _reward_problems(objective: Objective) -> Iterator[str]:
     """Yield messages about switches of rewards and advantages."""
-    reward_norm, advantage = objective.reward_norm, objective.advantage
+    reward_norm = objective.reward_norm
+    advantage = objective.advantage
     standardised = ADVANTAGES[advantage]  # "reward", "reward functions" or "step rewards"
     if objective.reward_shift and objective.reward_scale:
         yield "reward_shift and reward_scale exclude each other. Remove both to subtract the mean and divide."
@@ -317,7 +319,8 @@ def _reward_problems(objective: Objective) -> Iterator[str]:
         elif objective.reward_shift and advantage not in ("batch_std", "reinforce"):
             # batch_std with a shift by group has an effect: its deviation then excludes differences between groups.
             yield f"reward_shift has no effect: advantage={advantage!r} subtracts the group's mean. Remove it."
-    low, high = objective.min_group_reward, objective.max_group_reward
+    low = objective.min_group_reward
+    high = objective.max_group_reward
     if low is not None and high is not None and low >= high:
         yield f"min_group_reward must be below max_group_reward, got {low} and {high}."
     if standardised == "reward functions" and objective.overlong_buffer is not None:
@@ -431,7 +434,8 @@ class Imported:
         from evogrpo.data import SamplingOptions  # needs torch
 
         # 1. List the records. Each hyperparameter is one of its own, so that every invalid value is reported.
-        settings, hyperparameters = reader.arguments["settings"], reader.arguments["hyperparameters"]
+        settings = reader.arguments["settings"]
+        hyperparameters = reader.arguments["hyperparameters"]
         sampling = {field.name for field in dataclasses.fields(SamplingOptions)} & settings.keys()
         records: list[tuple[Callable[..., Any], Mapping[str, Any]]] = [
             (Objective, reader.arguments["objective"]),
@@ -440,7 +444,8 @@ class Imported:
             *((Hyperparameters, {name: value}) for name, value in hyperparameters.items()),
         ]
         # 2. Build them all before raising an error, which then lists every problem.
-        built, problems = [], list(dict.fromkeys(reader.refused))
+        built = []
+        problems = list(dict.fromkeys(reader.refused))
         for record, arguments in records:
             try:
                 built.append(record(**arguments))

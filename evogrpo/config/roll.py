@@ -22,7 +22,8 @@ from evogrpo.safe_parsing import load_yaml, read_regular
 from evogrpo.text import shown
 from evogrpo.validation import flag, whole_number
 
-TRAINING, GENERATING = "actor_train.training_args", "actor_infer.generating_args"
+TRAINING = "actor_train.training_args"
+GENERATING = "actor_infer.generating_args"
 KLS = {"kl": "k1", "abs": "abs", "mse": "k2"}
 """KL estimator here, by ROLL's kl_penalty."""
 KEYS: Mapping[str, Key] = {
@@ -150,7 +151,9 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> SettingsReader:
         )
     # 2. Flatten the two sections that are translated.
     settings = {str(name): value for name, value in values.items() if name not in ("actor_train", "actor_infer")}
-    table, ignored, refused = dict(KEYS), dict(IGNORED), []
+    table = dict(KEYS)
+    ignored = dict(IGNORED)
+    refused = []
     for section in (TRAINING, GENERATING):
         # Only one section of each role, such as actor_train, is translated; its other keys are infrastructure.
         role, name = section.split(".")

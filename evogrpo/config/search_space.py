@@ -364,7 +364,8 @@ def check_group_size(group_size: int, samples_per_step: int, *, owner: str = "")
         ValueError: If `group_size` does not divide `samples_per_step`.
     """
     if samples_per_step % group_size:
-        valid, of_owner = ", ".join(map(str, feasible_group_sizes(samples_per_step))), owner and f" ({owner})"
+        valid = ", ".join(map(str, feasible_group_sizes(samples_per_step)))
+        of_owner = owner and f" ({owner})"
         raise ValueError(
             f"group_size must divide samples_per_step={samples_per_step}, got {group_size}{of_owner}. Use {valid}."
         )

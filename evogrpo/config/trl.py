@@ -302,7 +302,8 @@ def _schedule(trl: SettingsReader) -> dict[str, Any]:
 
     Source: transformers 5, `TrainingArguments.get_warmup_steps` and `get_scheduler`.
     """
-    kind, total = trl["lr_scheduler_type"], max(trl["max_steps"], 0)
+    kind = trl["lr_scheduler_type"]
+    total = max(trl["max_steps"], 0)
     # 1. Read the warm-up: `warmup_steps` below 1, or else `warmup_ratio`, is a fraction of the run.
     name = "warmup_steps" if trl["warmup_steps"] else "warmup_ratio"
     length = trl[name] or 0

@@ -237,7 +237,8 @@ def _describe_function(function: FunctionType, seen: _Seen) -> Iterator[str]:
 
 def _describe_variables(function: FunctionType, seen: _Seen) -> Iterator[str]:
     """Describe the default values of a function, its enclosing variables and the global names it refers to."""
-    code, scope = function.__code__, function.__globals__
+    code = function.__code__
+    scope = function.__globals__
     definition = find_function(code, scope)
     yield from _describe_defaults(function, definition, seen)
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):

@@ -141,7 +141,8 @@ def _contains(node: FunctionNode | ast.ClassDef, position: tuple[Any, ...]) -> b
     body = node.body
     if not isinstance(body, ast.expr):
         return False
-    begin, end = (position[0], position[2]), (position[1], position[3])
+    begin = (position[0], position[2])
+    end = (position[1], position[3])
     return (body.lineno, body.col_offset) <= begin and end <= (body.end_lineno or 0, body.end_col_offset or 0)
 
 

@@ -14,7 +14,9 @@ from pydantic import Field
 from evogrpo.text import shown
 from evogrpo.validation import REAL, WHOLE, Flag, Real, Whole, finite_number, settings
 
-GREEDY, SAMPLED, ROLLOUTS = "greedy", "sampled", "rollouts"
+GREEDY = "greedy"
+SAMPLED = "sampled"
+ROLLOUTS = "rollouts"
 MEASURES = (GREEDY, SAMPLED, ROLLOUTS)
 """Measures of fitness: greedy or sampled answers to validation questions, or training rewards."""
 
@@ -202,10 +204,12 @@ FIRST_ROUND = 8
 
 def rounds(questions: int, *, racing: bool) -> Iterator[tuple[int, int]]:
     """Yield the questions of each round as (first, end); a single round without racing or with few questions."""
-    first, last = 0, FIRST_ROUND if racing else questions
+    first = 0
+    last = FIRST_ROUND if racing else questions
     while last < questions:
         yield first, last
-        first, last = last, 2 * last
+        first = last
+        last = 2 * last
     yield first, questions
 
 

@@ -61,13 +61,15 @@ def spread_founders(
     ]
     # 3. Redraw duplicates last, so that the others do not change. Without a free point, a duplicate stays.
     taken: set[tuple[int | None, Hyperparameters]] = {(None, founder) for founder in first}
-    duplicates, stream = [], streams(rng)
+    duplicates = []
+    stream = streams(rng)
     for number, founder in enumerate(others):
         if (None, founder) in taken and space:
             duplicates.append(number)
         taken.add((None, founder))
     for number in duplicates:
-        draw, attempts = partial(random_founder, space, first[0]), partial(stream, "founder", number)
+        draw = partial(random_founder, space, first[0])
+        attempts = partial(stream, "founder", number)
         redrawn, is_free = draw_distinct(draw, space, None, taken, attempts)
         others[number] = redrawn if is_free else others[number]
     return *first, *others

@@ -19,7 +19,8 @@ Changes = Mapping[str, tuple[Whole | Real | str | None, Whole | Real | str | Non
 
 def changes_between(before: Hyperparameters, after: Hyperparameters) -> dict[str, tuple[Value, Value]]:
     """Return the differences of two records, by name: (old value, new value)."""
-    old, new = before.to_json(), after.to_json()
+    old = before.to_json()
+    new = after.to_json()
     return {name: (old[name], new[name]) for name in old if old[name] != new[name]}
 
 

@@ -78,7 +78,8 @@ class Mutation:
         # 1. Draw all random numbers at once.
         names = sorted(space)
         draws = rng.random((4, len(names)))
-        step_factors, fallback = np.exp(SPREAD * rng.standard_normal(len(names))), rng.random()
+        step_factors = np.exp(SPREAD * rng.standard_normal(len(names)))
+        fallback = rng.random()
 
         # 2. Choose the hyperparameters that change, at least one.
         changing = {name for name, chance in zip(names, draws[0], strict=True) if chance < self.probability}
@@ -290,7 +291,8 @@ def perturbation_from_json(values: Any, custom: Callable[..., Any] | None = None
         return other
     if "name" not in values:
         return build_from_settings(Mutation, "Mutation", values)
-    name, settings = values["name"], {key: value for key, value in values.items() if key != "name"}
+    name = values["name"]
+    settings = {key: value for key, value in values.items() if key != "name"}
     if custom is None:
         raise ValueError(
             f"The custom mutation {name} was saved by its name only, and names in a checkpoint are not imported. Pass "

@@ -34,7 +34,8 @@ def tournament(last: Generation, size: int, z: float, rng: np.random.Generator) 
         ValueError: If every member failed.
     """
     fitness = {member.slot: fitness for member, fitness in last.healthy}
-    healthy, stream = sorted(fitness, key=lambda slot: last.indices[slot]), streams(rng)
+    healthy = sorted(fitness, key=lambda slot: last.indices[slot])
+    stream = streams(rng)
     choices = []
     for slot, record in enumerate(last.slots):
         if record.member is None:
@@ -79,7 +80,8 @@ def truncation_selection(
     ranked = [slot for slot in last.ranked if among is None or slot in among]
     count = min(len(ranked) // 2, math.ceil(quantile * len(ranked)))
     # A failed member needs a donor even if no healthy one is replaced, or if none of `among` is healthy.
-    best, worst = ranked[: max(count, 1)] or list(last.ranked[:1]), ranked[len(ranked) - count :]
+    best = ranked[: max(count, 1)] or list(last.ranked[:1])
+    worst = ranked[len(ranked) - count :]
     stream = streams(rng)
     choices = []
     for slot, record in enumerate(last.slots):
@@ -107,7 +109,8 @@ def no_selection(last: Generation, rng: np.random.Generator) -> list[Choice]:
     Raises:
         ValueError: If every member failed.
     """
-    healthy, stream = sorted(last.ranked, key=lambda slot: last.indices[slot]), streams(rng)
+    healthy = sorted(last.ranked, key=lambda slot: last.indices[slot])
+    stream = streams(rng)
     choices = []
     for slot, record in enumerate(last.slots):
         if record.member is None:

@@ -233,7 +233,8 @@ def _returns(step_rewards: Tensor, mask: Tensor, gamma: Coefficient) -> Tensor:
     totals = torch.where(mask & ~step_rewards.isnan(), step_rewards.double(), 0.0)
     discount = torch.as_tensor(gamma, dtype=torch.float64, device=mask.device)
     decays = torch.where(mask, discount, 1.0)
-    span, width = 1, mask.shape[1]
+    span = 1
+    width = mask.shape[1]
     while span < width:
         # `totals[:, t]` covers the columns t to t + span - 1, `decays[:, t]` discounts over them: double both.
         ahead = slice(span, None)

@@ -89,7 +89,8 @@ class _FunctionHead:
     """Vocabulary head as a function, with vector-Jacobian products by autograd."""
 
     def __init__(self, head: Callable[[Tensor], Tensor], needs_grad: bool) -> None:
-        self._head, self._needs_grad = head, needs_grad
+        self._head = head
+        self._needs_grad = needs_grad
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits `[c, v]` of `[c, h]`."""
@@ -143,7 +144,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
         entropies = torch.empty_like(log_probs)
         needs_grad = ctx.needs_input_grad[0]  # type: ignore[attr-defined]
         # Read from the device once, not in every chunk.
-        has_temperature, has_forbidden = bool((temperature != 1.0).any()), bool(forbidden.any())
+        has_temperature = bool((temperature != 1.0).any())
+        has_forbidden = bool(forbidden.any())
         grads = torch.empty_like(hidden) if needs_grad else None
         entropy_grads = torch.empty_like(hidden) if needs_grad and entropy_gradient else None
         for start in range(0, hidden.shape[0], chunk):
@@ -214,7 +216,8 @@ def _log_probs_and_entropies(
     total = weights.sum(1, keepdim=True)
     # log p = scaled - log(total), so H = log(total) - sum(p * scaled).
     mean = torch.linalg.vecdot(weights, scaled)[:, None] / total
-    log_probs, entropies = (target_logits - total.log())[:, 0], (total.log() - mean)[:, 0]
+    log_probs = (target_logits - total.log())[:, 0]
+    entropies = (total.log() - mean)[:, 0]
     factor = -1.0 / (total * temperature)
     if entropy_grad is not None:  # dH / d(logits) = -p (log p + H) / T
         entropy_grad.copy_(scaled.sub_(mean).mul_(weights).mul_(factor))

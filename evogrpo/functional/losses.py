@@ -119,10 +119,12 @@ def clipped_actions(
         return torch.zeros_like(mask), torch.zeros_like(mask)
     log_ratios = torch.where(mask, log_probs.detach() - old_log_probs, 0.0)
     if loss.ratio == "geometric mean":
-        below, above = log_ratios < -clip_low, log_ratios > clip_high
+        below = log_ratios < -clip_low
+        above = log_ratios > clip_high
     else:
         ratio = _ratios(loss, log_ratios, mask)
-        below, above = ratio < 1.0 - clip_low, ratio > 1.0 + clip_high
+        below = ratio < 1.0 - clip_low
+        above = ratio > 1.0 + clip_high
     if loss_type == "cispo":
         has_advantage = mask & (advantages != 0)
         return below & has_advantage & cispo_clip_low, above & has_advantage

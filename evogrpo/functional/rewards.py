@@ -37,7 +37,8 @@ def group_statistics(values: Tensor, applies: Tensor, groups: Tensor, count: int
     Returns:
         Statistics of groups 0 to `count - 1`.
     """
-    values, groups = values[applies].double(), groups[applies]
+    values = values[applies].double()
+    groups = groups[applies]
     zeros = torch.zeros(count, dtype=torch.float64, device=values.device)
     low = (zeros + torch.inf).scatter_reduce(0, groups, values, "amin")
     high = (zeros - torch.inf).scatter_reduce(0, groups, values, "amax")
@@ -112,7 +113,8 @@ def normalise_rewards(
     """
     if norm == "running":
         assert running is not None
-        group, statistics = member_ids, GroupStatistics(*running.unbind(1))
+        group = member_ids
+        statistics = GroupStatistics(*running.unbind(1))
     else:
         group, groups = consecutive_ids(group_ids if norm == "group" else member_ids)
         statistics = group_statistics(rewards, ~rewards.isnan(), group, groups)

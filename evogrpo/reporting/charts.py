@@ -11,7 +11,9 @@ from evogrpo.reporting.records import Estimate, MemberReport, StepRecord
 from evogrpo.reporting.summary import METRICS, RunSummary
 
 # Colour-blind safe palette of Okabe and Ito, adjusted so that each colour is visible on white and on black.
-BEST, BASE = "#D55E00", "#7D8590"  # the best member's lineage, the untrained base
+# the best member's lineage, the untrained base
+BEST = "#D55E00"
+BASE = "#7D8590"
 _SLOT_COLOURS = ("#0A7CC4", "#009E73", "#CC79A7", "#56B4E9", "#D99A00", "#8C8C8C", "#9467BD", "#8C6D31")
 _SHARED_COLOUR = "#7B93AD"  # of all slots, if there are more slots than colours
 _MAX_MARKED = 80  # generations or steps; more markers would cover the lines
@@ -131,7 +133,8 @@ class RunCharts:
 def run_charts(summary: RunSummary) -> RunCharts:
     """Return the charts of a run."""
     # 1. Colours, and limits of the fitness chart.
-    histories, best = member_histories(summary), best_member(summary.generations)
+    histories = member_histories(summary)
+    best = best_member(summary.generations)
     numbers = [generation.generation for generation in summary.generations] or [1]
     styles = _Styles(
         slots=tuple(sorted({history.results[0].slot for history in histories})),
@@ -198,7 +201,8 @@ class _Styles:
 
     def lines(self, stretches: Iterable[tuple[int, int, Sequence[Point]]]) -> tuple[Line, ...]:
         """Return the lines of stretches (index, slot, points), split where the best member's lineage ends in them."""
-        best, others = [], []
+        best = []
+        others = []
         for index, slot, points in stretches:
             inherited = sum(point.generation <= self.lineage.get(index, -1) for point in points)
             if inherited:
@@ -238,7 +242,8 @@ def _fitness_limits(results: Sequence[MemberReport], summary: RunSummary) -> tup
 
 def _limits(values: Sequence[float], *, log: bool = False) -> tuple[float, float]:
     """Return axis limits with a margin around the values."""
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     if log:
         factor = max((high / low) ** 0.12, 1.1)
         return low / factor, high * factor
@@ -249,7 +254,8 @@ def _limits(values: Sequence[float], *, log: bool = False) -> tuple[float, float
 def _lineage_chart(histories: Sequence[MemberHistory], styles: _Styles) -> Chart:
     """Return the slot of every member by generation; a line from another slot is a birth."""
     position = {slot: height for height, slot in enumerate(styles.slots)}
-    stretches, births = [], []
+    stretches = []
+    births = []
     for history in histories:
         first = history.results[0]
         start = Point(first.generation - 1, position[first.slot], first.generation)
@@ -322,9 +328,11 @@ def _hyperparameter_chart(
         return float(names.index(value)) if isinstance(value, str) else float(value or 0.0)
 
     # 2. Collect the points of each member, from its parent's last value before the birth, and its birth.
-    stretches, births = [], []
+    stretches = []
+    births = []
     for history in histories:
-        first, origin = history.results[0], history.origin
+        first = history.results[0]
+        origin = history.origin
         if _value(first, name) is None:  # such as clip_low of a founder that uses clip_coef instead
             continue
         points = [Point(first.generation - 1, height(first), first.generation)]
@@ -336,7 +344,8 @@ def _hyperparameter_chart(
         stretches.append((history.index, first.slot, points))
     # 3. Set limits and ticks.
     if names:
-        limits, ticks = (-0.5, len(names) - 0.5), list(range(len(names)))
+        limits = (-0.5, len(names) - 0.5)
+        ticks = list(range(len(names)))
     else:
         limits = _limits([*numbers, *(tick for tick in ticks if not log or tick > 0)], log=log)
     return Chart(

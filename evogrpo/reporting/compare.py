@@ -127,12 +127,14 @@ def difference_of_tests(run: RunSummary, first: RunSummary) -> TestDifference:
 
     Runs with different environments, rewards or measures are not comparable.
     """
-    test, first_test = run.test, first.test
+    test = run.test
+    first_test = first.test
     if test is None or first_test is None:
         return TestDifference(gain=None, why="one of the runs has no test yet")
     if test.measure != first_test.measure:
         return TestDifference(gain=None, why=f"measured differently: {test.measure} and {first_test.measure}")
-    data, reference = run.facts.get("data"), first.facts.get("data")
+    data = run.facts.get("data")
+    reference = first.facts.get("data")
     if not isinstance(data, Mapping) or not isinstance(reference, Mapping):
         return TestDifference(gain=None, why="a journal has no fingerprint of its test")
     # 1. Different tasks: fingerprints, named such as "test questions" or "reward score", differ in more than questions.

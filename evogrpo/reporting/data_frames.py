@@ -199,7 +199,8 @@ def _steps(summary: RunSummary) -> Iterator[dict[str, Any]]:
 def _births(summary: RunSummary) -> Iterator[dict[str, Any]]:
     """Yield one row per member."""
     founders: dict[int, int] = {}
-    best, reports = best_member(summary.generations), reports_by_member(summary.generations)
+    best = best_member(summary.generations)
+    reports = reports_by_member(summary.generations)
     for birth in summary.births:
         founders[birth.index] = founders.get(birth.parent, birth.index) if birth.parent is not None else birth.index
         member_reports = reports.get(birth.index, [])
@@ -232,7 +233,8 @@ def _evaluations(summary: RunSummary) -> Iterator[dict[str, Any]]:
         values = {"split": split, "who": who, "measure": measure, "questions": questions, **others}
         return {**values, "fitness": estimate.mean, "standard_error": estimate.standard_error}
 
-    baseline, test = summary.baseline, summary.test
+    baseline = summary.baseline
+    test = summary.test
     if baseline is not None:
         yield row("untrained", baseline.measure, baseline.fitness, baseline.questions, generation=0)
     for generation in summary.generations:

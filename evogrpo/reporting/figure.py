@@ -33,7 +33,11 @@ _STYLE = {
     "grid.color": "#e8e8e8",
     "axes.axisbelow": True,
 }
-_WIDTH, _HEADER_HEIGHT, _FITNESS_HEIGHT, _ROW_HEIGHT = 11.0, 1.2, 4.8, 2.35  # inches
+# inches
+_WIDTH = 11.0
+_HEADER_HEIGHT = 1.2
+_FITNESS_HEIGHT = 4.8
+_ROW_HEIGHT = 2.35
 
 
 def figure_png(summary: RunSummary) -> bytes:

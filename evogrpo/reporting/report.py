@@ -57,10 +57,12 @@ class RunReport:
     """
 
     def __init__(self, run_dir: Path, summary: RunSummary) -> None:
-        self.run_dir, self._summary = run_dir, summary
+        self.run_dir = run_dir
+        self._summary = summary
 
     def __repr__(self) -> str:
-        title, generations = shorten(self._summary.title, 60), len(self._summary.generations)
+        title = shorten(self._summary.title, 60)
+        generations = len(self._summary.generations)
         return f"RunReport({title!r}, generations={generations}, in {str(self.run_dir)!r})"
 
     def _repr_png_(self) -> bytes:
@@ -197,7 +199,8 @@ def _hover_text(result: MemberReport, first: int, summary: RunSummary) -> str:
 
 def _fitness_figure(run: RunCharts, details: Mapping[tuple[int, int], str]) -> "PlotlyFigure":
     """Return the fitness chart with the untrained base, failures and tests."""
-    figure, summary = _chart_figure(run.fitness, run, details), run.summary
+    figure = _chart_figure(run.fitness, run, details)
+    summary = run.summary
     first, last = run.generations
     if summary.start is not None:
         base = [summary.start.mean] * 2
@@ -246,7 +249,8 @@ def _chart_figure(chart: Chart, run: RunCharts, details: Mapping[tuple[int, int]
     figure = go.Figure(layout_template="none")
     # 1. Lines of equal colour are one trace with gaps.
     for colour in dict.fromkeys(line.colour for line in chart.lines):
-        lines, best = [line for line in chart.lines if line.colour == colour], colour == BEST
+        lines = [line for line in chart.lines if line.colour == colour]
+        best = colour == BEST
         if chart.errors:
             shade = 0.16 if best else 0.03 if run.crowded else 0.1
             figure.add_scatter(**_bands(lines), fill="toself", fillcolor=colour, opacity=shade, mode="none")
@@ -380,9 +384,11 @@ def _folded(summary: str, inside: str, *, opened: bool) -> str:
 def _outcome(summary: RunSummary) -> str:
     """Return the summary line and the table of the main results."""
     # 1. Write the summary line.
-    terms, lead = summary.terms, "No generation has finished yet."
+    terms = summary.terms
+    lead = "No generation has finished yet."
     if summary.generations:
-        last, count = summary.generations[-1], pluralize(len(summary.generations), "generation")
+        last = summary.generations[-1]
+        count = pluralize(len(summary.generations), "generation")
         lead = f"{count}, {processed(last, terms)}, {duration_text(last.seconds)}."
     if summary.resumes:
         lead += f" Resumed {pluralize(summary.resumes, 'time')}."
@@ -391,7 +397,9 @@ def _outcome(summary: RunSummary) -> str:
         lead += "cannot be compared."
     lead += f" Fitness: {summary.fitness_text}. End: {summary.ending}."
     # 2. Collect the rows of the table; the test adds its verdict to the summary line.
-    baseline, test, best = summary.baseline, summary.test, best_member(summary.generations)
+    baseline = summary.baseline
+    test = summary.test
+    best = best_member(summary.generations)
     rows: list[tuple[str, str, Estimate | None, int]] = []
     if baseline is not None:
         rows.append((f"{terms.untrained}, {summary.split}", "", baseline.fitness, baseline.questions))
@@ -412,7 +420,9 @@ def _costs(summary: RunSummary) -> str:
     """Return the table of time and tokens by kind of work: phases of learning steps, evaluations and the test."""
     if not summary.generations:
         return ""
-    last, terms, test = summary.generations[-1], summary.terms, summary.test
+    last = summary.generations[-1]
+    terms = summary.terms
+    test = summary.test
     steps = [step for step in summary.steps if step.step < last.step]
     seconds = {
         name: math.fsum(step.phases.get(name) or 0.0 for step in steps) for name in ("sampling", "scoring", "learning")
@@ -479,7 +489,8 @@ def _generations(summary: RunSummary) -> str:
 
 def _generation_table(summary: RunSummary, generation: GenerationReport) -> str:
     """Return the collapsible table of one generation's members."""
-    terms, best = summary.terms, generation.best
+    terms = summary.terms
+    best = generation.best
     measures = sorted({name for each in generation.members for name in each.measured if len(each.measured) > 1})
     rows = []
     for member in generation.members:

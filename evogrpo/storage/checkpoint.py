@@ -200,7 +200,8 @@ def write_checkpoint(
         OSError: If writing fails; `folder` is unchanged.
     """
     # 1. Check everything that can be checked before the first write.
-    folder, files = expand_user(folder).resolve(), files or {}
+    folder = expand_user(folder).resolve()
+    files = files or {}
     for name in files:
         if not _is_plain_name(name) or name in {f"{kind}.json", *tensor_names(kind, files)}:
             raise ValueError(f"{name!r} cannot be the name of a file. Use letters, digits, '.', '_' and '-'.")
@@ -235,12 +236,16 @@ def write_checkpoint(
 def _tensor_files(kind: Kind, tensors: Mapping[str, Tensor], file_bytes: int) -> Iterator[tuple[str, bytes]]:
     """Yield names and contents of the tensor files; each tensor is read when its file is filled."""
     held: dict[str, Tensor] = {}
-    file_name, number, size = f"{kind}.safetensors", 1, 0  # size: bytes of the held tensors
+    # size: bytes of the held tensors
+    file_name = f"{kind}.safetensors"
+    number = 1
+    size = 0
     for name in list(tensors):
         if held and size >= file_bytes:
             yield file_name, _serialise(held)
             held.clear()
-            number, size = number + 1, 0
+            number = number + 1
+            size = 0
             file_name = f"{kind}-{number:05d}.safetensors"
         if not isinstance(name, str) or name == "__metadata__":
             raise ValueError(f"the name of a tensor must be text other than '__metadata__', got {shown(name)}.")

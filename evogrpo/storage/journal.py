@@ -101,7 +101,8 @@ class Journal:
                 "the other process that writes into it, and resume the run."
             )
         # 2. Keep content that is not the beginning of this journal, then write the file again.
-        content, kept = b"", ""
+        content = b""
+        kept = ""
         if found is not None:
             try:
                 content = read_bytes(self.path)
@@ -247,7 +248,8 @@ def parse_journal(content: bytes, path: Path | str) -> list[dict[str, Any]]:
             lines.append((offset, JournalError(message)))  # raised below, unless a later `resumed` event removes it
         offset += len(line) + 1
     # 2. Leave out what was undone, from the last line on: a `resumed` event that was undone itself undoes nothing.
-    kept, limit = [], offset
+    kept = []
+    limit = offset
     for start, event in reversed(lines):
         if start < limit:
             kept.append(event)

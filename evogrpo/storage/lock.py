@@ -45,7 +45,8 @@ class DirectoryLock:
 
     def __init__(self, folder: Path) -> None:
         folder = folder.absolute()  # the program may change its working directory
-        self.folder, self.lost = folder, False
+        self.folder = folder
+        self.lost = False
         path = folder / LOCK
         earlier = _held_by_this_process(path)
         if earlier is None:

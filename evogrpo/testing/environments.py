@@ -52,7 +52,8 @@ class GroupEnvironmentTestCase(ABC):
     @classmethod
     def teardown_class(cls) -> None:
         """Close the environment."""
-        env, cls._env = cls._env, None
+        env = cls._env
+        cls._env = None
         if env is not None and hasattr(env, "close"):
             env.close()
 
@@ -153,7 +154,8 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
             start_of_row: Position of each row's start in the batch.
             rows: Rows to complete together.
         """
-        found, active = dict[int, Conversation](), list(rows)
+        found = dict[int, Conversation]()
+        active = list(rows)
         for turn in range(batch.max_turns):
             for row in active:
                 completion = tuple(map(int, self.complete(env, generator(0, "say", row, turn))))

@@ -18,7 +18,9 @@ from evogrpo.models.bank import Sampler
 from evogrpo.models.language.bank import AdapterBank
 from evogrpo.randomness import generator
 
-VOCABULARY, PAD, EOS = 64, 0, 1
+VOCABULARY = 64
+PAD = 0
+EOS = 1
 PROMPTS = ((3, 4, 5, 6, 7), (8, 9), (10, 11, 12))
 GROUP_SIZES, TEMPERATURES = (2, 3, 4), (1.0, 0.7, 1.3)
 """By member, in turn."""
@@ -111,8 +113,10 @@ def with_robust_uniforms(sampler: Sampler, rows: SamplingBatch, *, base: bool = 
     log-probabilities are off by at most d, a boundary is off by at most d / 2.
     """
     assert rows.uniforms is not None
-    uniforms, plain = rows.uniforms.clone(), replace(rows, keep=False, kept=None, kept_rows=None)
-    left, apart = torch.arange(len(rows)), torch.tensor([-LOG_PROB_ERROR / 2, LOG_PROB_ERROR / 2])
+    uniforms = rows.uniforms.clone()
+    plain = replace(rows, keep=False, kept=None, kept_rows=None)
+    left = torch.arange(len(rows))
+    apart = torch.tensor([-LOG_PROB_ERROR / 2, LOG_PROB_ERROR / 2])
     for _ in range(50):
         moved = (uniforms[left].repeat(2, 1) + apart.repeat_interleave(len(left))[:, None]).clamp(0.0, 1.0 - 1e-7)
         both = replace(plain.select(left.repeat(2)), uniforms=moved)
@@ -232,7 +236,8 @@ class SamplerTestCase(ABC):
         bank = self.make_bank()
         rows = self.rows(min_new_tokens=min_new_tokens)
         rollout = self.make_sampler(bank).sample(rows)
-        shape, lengths = rollout.actions.shape, rollout.present.sum(1)
+        shape = rollout.actions.shape
+        lengths = rollout.present.sum(1)
         assert shape[0] == len(rows)
         assert shape[1] <= TOKENS
         assert rollout.present.shape == rollout.log_probs.shape == rollout.action_mask.shape == shape
@@ -263,14 +268,18 @@ class SamplerTestCase(ABC):
 
     def test_greedy_rows_take_the_most_likely_tokens_in_any_order(self) -> None:
         bank = self.make_bank()
-        sampler, rows = self.make_sampler(bank), self.rows(greedy=True)
-        expected, order = bank.sample(rows), torch.arange(len(rows))
+        sampler = self.make_sampler(bank)
+        rows = self.rows(greedy=True)
+        expected = bank.sample(rows)
+        order = torch.arange(len(rows))
         for some in (order, order.flip(0), torch.tensor([7, 2, 11])):
             self.assert_same_completions(sampler.sample(rows.select(some)), expected, some)
 
     def test_sampling_options_truncate_the_distribution(self) -> None:
         bank = self.make_bank()
-        sampler, rows, every = self.make_sampler(bank), self.rows(), torch.arange(len(self.rows()))
+        sampler = self.make_sampler(bank)
+        rows = self.rows()
+        every = torch.arange(len(self.rows()))
         expected = sampler.sample(self.rows(greedy=True))
         for options in (SamplingOptions(top_k=1), SamplingOptions(top_p=1e-6), SamplingOptions(min_p=0.999999)):
             rollout = sampler.sample(replace(rows, options=options))
@@ -283,7 +292,9 @@ class SamplerTestCase(ABC):
 
     def test_the_base_ignores_member_ids(self) -> None:
         bank = self.make_bank()
-        sampler, rows, greedy = self.make_sampler(bank), self.rows(), self.rows(greedy=True)
+        sampler = self.make_sampler(bank)
+        rows = self.rows()
+        greedy = self.rows(greedy=True)
         rollout = sampler.sample(rows, base=True)
         batch = as_batch(rows, rollout)
         self.assert_scored(bank, batch, rollout, base=True)
@@ -294,9 +305,11 @@ class SamplerTestCase(ABC):
 
     def test_without_uniforms_the_sampler_draws_its_own(self) -> None:
         bank = self.make_bank()
-        sampler, rows = self.make_sampler(bank), replace(self.rows(), uniforms=None)
+        sampler = self.make_sampler(bank)
+        rows = replace(self.rows(), uniforms=None)
         assert rows.max_new_tokens == TOKENS
-        one, other = sampler.sample(rows), sampler.sample(rows)
+        one = sampler.sample(rows)
+        other = sampler.sample(rows)
         self.assert_scored(bank, as_batch(rows, one), one)
         assert one.actions.shape != other.actions.shape or not torch.equal(one.actions, other.actions)
 
@@ -315,7 +328,8 @@ class SamplerTestCase(ABC):
 
     def test_sync_reloads_changed_weights(self) -> None:
         bank = self.make_bank()
-        sampler, rows = self.make_sampler(bank), self.rows()
+        sampler = self.make_sampler(bank)
+        rows = self.rows()
         before = sampler.sample(self.rows(greedy=True))
         bank.inherit([2, 1, 1])  # slots 0 and 2 change, 1 does not
         sampler.sync([0, 2])

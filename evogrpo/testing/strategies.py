@@ -67,7 +67,10 @@ class SimulatedPopulation:
         seed: int = 0,
         space: HyperparameterConfig = SPACE,
     ) -> None:
-        self.failures, self.spread, self.seed, self.space = failures, spread, seed, space
+        self.failures = failures
+        self.spread = spread
+        self.seed = seed
+        self.space = space
         values = spread_founders(Hyperparameters(), space, size, np.random.default_rng(seed), SAMPLES_PER_STEP)
         # Indices that differ from slots, as after a few generations.
         self.members: list[MemberRecord | None] = [
@@ -78,7 +81,8 @@ class SimulatedPopulation:
         ]
         self.lineage = [member for member in self.members if member is not None]
         self.next_index = 100
-        self.samples_per_step, self.steps_per_generation = SAMPLES_PER_STEP, STEPS_PER_GENERATION
+        self.samples_per_step = SAMPLES_PER_STEP
+        self.steps_per_generation = STEPS_PER_GENERATION
         self.generations: tuple[Generation, ...] = ()
 
     @property
@@ -239,7 +243,8 @@ class StrategyTestCase(ABC):
     def test_changes_are_the_difference_to_the_parents_hyperparameters(self) -> None:
         for history, plan in self.simulated():
             for child in plan.children:
-                source, after = source_of(history, plan, child), child.hyperparameters.to_json()
+                source = source_of(history, plan, child)
+                after = child.hyperparameters.to_json()
                 before = after if source is None else source.hyperparameters.to_json()
                 assert child.changes == {n: (before[n], after[n]) for n in before if before[n] != after[n]}
 
@@ -290,7 +295,8 @@ class StrategyTestCase(ABC):
             population = SimulatedPopulation(*situation)
             order = np.random.default_rng(number).permutation(situation[0]).tolist()
             for _ in range(GENERATIONS):
-                history, twin = population.evaluate(), self.rebuilt(strategy)
+                history = population.evaluate()
+                twin = self.rebuilt(strategy)
                 twin.load_state(through_json(strategy.state()))
                 seed = [population.seed, 1000 + history.last.number]
                 plan = strategy.plan(history, np.random.default_rng(seed))
@@ -311,7 +317,8 @@ class StrategyTestCase(ABC):
 
     def test_plans_depend_on_history_generator_and_state_only(self) -> None:
         for situation in WITH_FAILURES:
-            one, other = self.make_strategy(), self.make_strategy()
+            one = self.make_strategy()
+            other = self.make_strategy()
             for history, plan in self.follow(one, SimulatedPopulation(*situation)):
                 rng = np.random.default_rng([situation[-1], 1000 + history.last.number])
                 assert other.plan(history, rng) == plan
@@ -329,7 +336,8 @@ class StrategyTestCase(ABC):
     @pytest.mark.parametrize("split", [1, GENERATIONS - 2])
     def test_resuming_gives_the_same_plans(self, split: int) -> None:
         for situation, whole in zip(WITH_FAILURES, _plans_of(type(self)), strict=True):
-            strategy, population = self.make_strategy(), SimulatedPopulation(*situation)
+            strategy = self.make_strategy()
+            population = SimulatedPopulation(*situation)
             plans = [plan for _, plan in self.follow(strategy, population, split)]
             stored = through_json(strategy.state())
             again = self.rebuilt(strategy)

@@ -126,7 +126,8 @@ class _ErrorIgnoringStream:
     """Stream that discards output after the first error of the wrapped stream, so that the program continues."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream, self.failure = stream, ""
+        self._stream = stream
+        self.failure = ""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -49,7 +49,8 @@ class RunDisplay(Callback):
     """
 
     def __init__(self, console: Console, trainer: Trainer) -> None:
-        self._console, self._trainer = console, trainer
+        self._console = console
+        self._trainer = trainer
         self._began = time.monotonic() - trainer.run_state.seconds
         self._work: ProgressUpdate | None = None  # progress of the step or evaluation under way
         self.terms = terms_of(trainer.population.members.kind)
@@ -83,7 +84,8 @@ class RunDisplay(Callback):
 
     def fraction(self) -> float:
         """Return the fraction of the run that is done, by the nearest limit. An evaluation counts as a step."""
-        schedule, state = self._trainer.schedule, self._trainer.run_state
+        schedule = self._trainer.schedule
+        state = self._trainer.run_state
         amounts = state.spent(evaluations=schedule.count_evaluations) | {"seconds": state.seconds}
         limits = {name: getattr(schedule, f"max_{name}") for name in amounts}
         parts = [amounts[name] / limit for name, limit in limits.items() if limit is not None]
@@ -112,14 +114,16 @@ class RunDisplay(Callback):
     def on_step(self, report: StepReport) -> None:
         """Show a learning step."""
         self._show_baseline()
-        self._step, self._work = report, None
+        self._step = report
+        self._work = None
         for member in report.learned.values():
             if "calibrated_lr" in member.metrics:
                 trials = pluralize(int(member.metrics["step_passes"] or 0), "trial")
                 lr = number_text(member.metrics["calibrated_lr"])
                 self._console.print(f"#{member.index}: learning rate calibrated to {lr} after {trials}")
         # A log gets at most one line a second, and always the last step of a generation.
-        state, schedule = self._trainer.run_state, self._trainer.schedule
+        state = self._trainer.run_state
+        schedule = self._trainer.schedule
         last = state.step_in_generation == state.steps_per_generation
         if self._is_log and (last or time.monotonic() - self._last_line_at >= SECONDS_BETWEEN_LINES):
             total = "" if schedule.generations is None else f"/{state.step + self._steps_left()}"
@@ -167,7 +171,8 @@ class RunDisplay(Callback):
             saved = "no run directory, so nothing was saved" if result.run_dir is None else "the run is saved"
             console.print(Text(f"{result.reason} after learning step {result.steps}; {saved}", "yellow"))
             return
-        cost, terms = result.evaluation, self.terms
+        cost = result.evaluation
+        terms = self.terms
         lines: list[RenderableType] = [*outcome_lines(result.test, terms), ""] if result.test else []
         if cost.tokens:
             learned, what = (result.tokens, terms.tokens) if result.timesteps is None else (result.timesteps, "steps")
@@ -180,7 +185,9 @@ class RunDisplay(Callback):
         baseline = self._trainer.run_state.baseline
         if self._baseline_shown or baseline is None:
             return
-        config, terms, count = self._trainer.fitness, self.terms, len(baseline.scores)
+        config = self._trainer.fitness
+        terms = self.terms
+        count = len(baseline.scores)
         score = score_text(baseline.mean, baseline.standard_error)
         text = f"before training: mean reward {score} on the {count} {terms.questions} of the first learning step"
         if config.uses_validation:
@@ -219,7 +226,8 @@ class RunDisplay(Callback):
 
     def _phase(self) -> Text:
         """Return the current phase of the run."""
-        trainer, schedule = self._trainer, self._trainer.schedule
+        trainer = self._trainer
+        schedule = self._trainer.schedule
         state = trainer.run_state
         total = "" if schedule.generations is None else f"/{schedule.generations}"
         if not state.begun and trainer.fitness.uses_validation:
@@ -242,7 +250,9 @@ def _about(seconds: float) -> str:
 
 def outcome_lines(report: TestOutcome, terms: Terms) -> list[Text]:
     """Return the lines on the test: before training, after, and the difference."""
-    before, after, gain = report.before, report.after, report.gain
+    before = report.before
+    after = report.after
+    gain = report.gain
     colour = "" if not report.beyond_noise else " green" if after.mean > before.mean else " red"
     lines = [
         Text(f"Test: {report.questions} {terms.questions} that neither training nor selection saw", "bold"),
@@ -323,7 +333,8 @@ def shortened(text: str, limit: int) -> str:
     if cell_len(text) <= limit:
         return text
     tail = max(limit // 3, 4)
-    first, last = text[: limit - tail - 1], text[-tail:]
+    first = text[: limit - tail - 1]
+    last = text[-tail:]
     while cell_len(first) > limit - tail - 1:
         first = first[:-1]
     while cell_len(last) > tail:
@@ -432,7 +443,8 @@ def plan_lines(report: GenerationReport) -> list[Text]:
     if plan is None:
         return []
     members = {member.slot: member.index for member in report.members}
-    retired, budgets = retired_members(report), changed_budgets(plan)
+    retired = retired_members(report)
+    budgets = changed_budgets(plan)
     if len(members) == 1 and not plan.children:
         return []
     if not (plan.children or retired or budgets):

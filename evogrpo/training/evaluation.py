@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 def measure_baseline(run: "Trainer") -> BaselineReport:
     """Measure the untrained base on the first validation questions."""
-    began, config = run.clock.now(), run.fitness
+    began = run.clock.now()
+    config = run.fitness
     fitness, tokens = measure_fitness(
         run.population.members,
         [0],
@@ -97,7 +98,9 @@ def measure(run: "Trainer") -> dict[int, Measured]:
     Raises:
         ValueError: If selection uses training rewards and a member has too few of them.
     """
-    population, config, run_state = run.population, run.fitness, run.run_state
+    population = run.population
+    config = run.fitness
+    run_state = run.run_state
     # 1. Training rewards of every member.
     training_fitness = {agent.slot: run_state.training_fitness(agent.slot) for agent in population.healthy}
     rollouts = {slot: fitness for slot, fitness in training_fitness.items() if fitness is not None}
@@ -107,7 +110,9 @@ def measure(run: "Trainer") -> dict[int, Measured]:
         raise ValueError(f"{TOO_FEW}, got {count} of member {population.agents[lacking].index}. {REMEDY}")
     # 2. Validation questions.
     slots = list(training_fitness) if config.uses_validation else []
-    began, answered, tokens = run.clock.now(), dict[int, Fitness](), dict[int, int]()
+    began = run.clock.now()
+    answered = dict[int, Fitness]()
+    tokens = dict[int, int]()
     if slots:
         answered, tokens = measure_fitness(
             population.members,
@@ -120,7 +125,8 @@ def measure(run: "Trainer") -> dict[int, Measured]:
             stop=run.stop_request,
         )
     # 3. Divide the time among the members in proportion to their tokens.
-    seconds, total = run.clock.now() - began, max(1, sum(tokens.values()))
+    seconds = run.clock.now() - began
+    total = max(1, sum(tokens.values()))
     costs = {slot: EvaluationCost(tokens=t, seconds=seconds * t / total) for slot, t in tokens.items()}
     # 4. Collect the measures of each member, then change the run.
     measured = {}
@@ -148,7 +154,8 @@ def update_best(run: "Trainer", measured: Mapping[int, Measured]) -> int:
         run: The run, whose best member is updated.
         measured: Fitness of the members, by slot.
     """
-    population, run_state = run.population, run.run_state
+    population = run.population
+    run_state = run.run_state
     fitness = {slot: each.fitness[run.fitness.selection_measure] for slot, each in measured.items()}
     slot = min(fitness, key=lambda slot: (-fitness[slot].mean, population.agents[slot].index, slot))
     best = Best(
@@ -164,7 +171,9 @@ def update_best(run: "Trainer", measured: Mapping[int, Measured]) -> int:
 
 def run_test(run: "Trainer") -> TestReport:
     """Evaluate the best member and the untrained base on the test split."""
-    best, began, questions = run.run_state.best, run.clock.now(), run.schedule.questions("test", run.env)
+    best = run.run_state.best
+    began = run.clock.now()
+    questions = run.schedule.questions("test", run.env)
     assert best is not None  # checked by the caller
     (before, after), tokens = evaluate_states(
         run.population.members,
@@ -211,7 +220,8 @@ class GreedyGapCheck:
         if self._warned or not both:
             return
         best = max(both, key=lambda fitness: fitness[ROLLOUTS].mean)
-        greedy, trained = best[GREEDY], best[ROLLOUTS]
+        greedy = best[GREEDY]
+        trained = best[ROLLOUTS]
         if trained.mean - greedy.mean > GREEDY_GAP * math.hypot(greedy.standard_error, trained.standard_error):
             self._warned = True
             warn(
@@ -262,7 +272,8 @@ class LearningSignalCheck:
         self._all = min(CHECKED_STEPS, steps or CHECKED_STEPS)
         self._left = 0 if taken else self._all
         self._any_reward = False
-        self._filters, self._hint = tuple(filters), hint
+        self._filters = tuple(filters)
+        self._hint = hint
         self._rewards_differ = False
         self._all_truncated = True  # samples of steps in which rewards differ
 

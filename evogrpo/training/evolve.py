@@ -54,17 +54,20 @@ class Run(NamesMissing, Iterator[GenerationReport]):
     """
 
     def __init__(self, trainer: Trainer, console: Console | None = None, *, one_thread: bool = False) -> None:
-        self._console, self._one_thread = console, one_thread
+        self._console = console
+        self._one_thread = one_thread
         self._start(trainer)
 
     def __repr__(self) -> str:
-        run_state, run_dir = self.trainer.run_state, self.trainer.shared_run_dir
+        run_state = self.trainer.run_state
+        run_dir = self.trainer.shared_run_dir
         where = "" if run_dir is None else f", in {relative_path(run_dir.path)!r}"
         return f"Run(after generation {run_state.generation}, learning step {run_state.step}{where})"
 
     def _start(self, trainer: Trainer) -> None:
         """Run this trainer from now on, with the display of this run."""
-        self.trainer, self._generations = trainer, iter(trainer)
+        self.trainer = trainer
+        self._generations = iter(trainer)
         # At exit, Python unloads modules before it closes generators, which then cannot close the run directory.
         weakref.finalize(self, self._generations.close)
         self._display = None if self._console is None else RunDisplay(self._console, trainer)
@@ -95,7 +98,8 @@ class Run(NamesMissing, Iterator[GenerationReport]):
         Raises:
             ValueError: If no member has been evaluated yet.
         """
-        best, population = self.trainer.run_state.best, self.population
+        best = self.trainer.run_state.best
+        population = self.population
         if best is None:
             raise ValueError("There is no best member before the end of the first generation.")
         return best_agent(population, best)
@@ -178,7 +182,8 @@ class Run(NamesMissing, Iterator[GenerationReport]):
         # 2. After a signal, raise KeyboardInterrupt or SystemExit.
         number = received[0] if received else self.trainer.stop_request.signal  # perhaps of another rank
         if number is not None:
-            run_dir, step = self.trainer.shared_run_dir, self.trainer.run_state.step
+            run_dir = self.trainer.shared_run_dir
+            step = self.trainer.run_state.step
             where = (
                 "There is no run directory, so nothing was saved."
                 if run_dir is None
@@ -333,7 +338,8 @@ def resume(
     saved = open_run(run_dir, writable=True)
     for error in saved.skipped:
         warn(f"Skipped an unusable checkpoint: {error}")
-    schedule, chosen = replace(saved.record.schedule, **limits), saved.strategy(strategy)
+    schedule = replace(saved.record.schedule, **limits)
+    chosen = saved.strategy(strategy)
     changed = saved.check_data(env, allowed=allow_changed_data)
     # 3. Restore members and state.
     population, run_state = saved.restore(actor_network, algorithm=algorithm)

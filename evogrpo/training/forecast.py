@@ -20,14 +20,16 @@ def schedule_rows(config: Config, env: GroupEnvironment, held_out: str) -> dict[
         env: Its environment.
         held_out: Plural noun for the units of an evaluation, such as "completions".
     """
-    schedule, generations = config.schedule, config.schedule.generations
+    schedule = config.schedule
+    generations = config.schedule.generations
     groups = ", ".join(
         f"{pluralize(schedule.samples_per_step // group, 'group')} of {group}"
         for group in possible_values(config, "group_size")
     )
     steps = "until a limit of the schedule is reached"
     if generations is not None:
-        each, whole = schedule.steps_per_generation, pluralize(generations, "generation")
+        each = schedule.steps_per_generation
+        whole = pluralize(generations, "generation")
         evaluated = evaluation_samples(config, env, generations)
         # Members that stay get the learning steps of those that are stopped.
         least, most = ("at least ", "at most ") if isinstance(config.strategy, SuccessiveHalving) else ("", "")
@@ -38,8 +40,10 @@ def schedule_rows(config: Config, env: GroupEnvironment, held_out: str) -> dict[
 
 def evaluation_samples(config: Config, env: GroupEnvironment, generations: int) -> int:
     """Return the maximum number of samples of all evaluations and of the test."""
-    schedule, fitness = config.schedule, config.fitness
-    validation, test = schedule.questions("validation", env), schedule.questions("test", env)
+    schedule = config.schedule
+    fitness = config.fitness
+    validation = schedule.questions("validation", env)
+    test = schedule.questions("test", env)
     # The untrained base and the members answer validation questions; the base and the best member are tested.
     evaluations = 1 + config.population.size * generations if fitness.uses_validation else 0
     return (validation * evaluations + 2 * test) * fitness.answers
@@ -47,7 +51,8 @@ def evaluation_samples(config: Config, env: GroupEnvironment, generations: int) 
 
 def samples_text(config: Config, samples: str) -> str:
     """Return the row of the plan on samples per learning step; `samples` is their plural noun, such as "episodes"."""
-    size, each = config.population.size, config.schedule.samples_per_step
+    size = config.population.size
+    each = config.schedule.samples_per_step
     resamples = config.agent.objective.dynamic_sampling
     times = "once" if resamples == 1 else f"up to {resamples} times"
     refills = f". Groups with equal rewards are resampled {times}" if resamples else ""

@@ -185,10 +185,12 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
     config = parse_config(override(read_yaml_file(path), rest))
     saved = open_run(run_dir, writable=True)
     _check_unchanged(saved, config, path, allow_changed_data=allow_changed_data)
-    schedule, run_state = dataclasses.replace(saved.record.schedule, **limits), saved.record.run_state
+    schedule = dataclasses.replace(saved.record.schedule, **limits)
+    run_state = saved.record.run_state
     # 3. A run is finished if it has ended, was tested (unless test_questions is 0), and has reached a limit. Overrides
     # count. `Limits` decides about runs that stopped within a generation or before the end of the first.
-    ended, asked = None, run_state.test_questions
+    ended = None
+    asked = run_state.test_questions
     was_tested = schedule.test_questions == 0 or (
         run_state.tested is not None and limits.get("test_questions", asked) == asked
     )
@@ -224,7 +226,8 @@ def _check_unchanged(saved: StoredRun, config: Config, path: Path, *, allow_chan
 def _differences(stored: Mapping[str, Any], config: Config, ignored: str | tuple[str, ...]) -> list[str]:
     """Return the settings that differ and must not, as text, except for names that start with a prefix in `ignored`."""
     # The stored configuration was JSON, in which tuples become lists.
-    old, new = flat(stored), flat(json.loads(json.dumps(config.to_json())))
+    old = flat(stored)
+    new = flat(json.loads(json.dumps(config.to_json())))
     return [
         f"{name} {old.get(name)!r} -> {new.get(name)!r}"[:200]
         for name in {**old, **new}

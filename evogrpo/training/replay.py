@@ -93,7 +93,8 @@ class HyperparameterSchedule:
         # 2. A run directory: the schedule of its best member.
         summary = read_summary(path)
         schedule = best_schedule(summary)
-        member, fitness = schedule.member, fitness_estimate(schedule.member)
+        member = schedule.member
+        fitness = fitness_estimate(schedule.member)
         if schedule.networks:
             warn(
                 f"The network of member #{member.index} changed ({'; '.join(schedule.networks)}). A schedule contains "

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 def provenance(population: Population) -> dict[str, Any]:
     """Return the facts about software and hardware that results depend on; commit is None for an installed package."""
-    root, commit = Path(evogrpo.__file__).parents[1], None
+    root = Path(evogrpo.__file__).parents[1]
+    commit = None
     if (root / ".git").exists():
         with suppress(OSError, SubprocessError):
             words = ["git", "-C", str(root), "rev-parse", "HEAD"]
@@ -60,9 +61,13 @@ def count_step(
         phases: Seconds by phase; see `StepReport`.
         completions: Number of completions in the table.
     """
-    population, run_state, processes = run.population, run.run_state, run.population.processes
+    population = run.population
+    run_state = run.run_state
+    processes = run.population.processes
     # 1. Choose completions to show. The run state keeps the first one of each member.
-    step, generation, seconds = run_state.step, run_state.generation + 1, sum(phases.values())
+    step = run_state.step
+    generation = run_state.generation + 1
+    seconds = sum(phases.values())
     indices = {slot: population.agents[slot].index for slot in learned}
     table = _select_examples(collected, indices, learned, step=step, total=completions)
     first: dict[int, Example] = {}
@@ -165,13 +170,15 @@ def generation_report(run: "Trainer", measured: Mapping[int, Measured], *, best:
         measured: Fitness of the members, by slot.
         best: Slot of the best member.
     """
-    population, run_state = run.population, run.run_state
+    population = run.population
+    run_state = run.run_state
     births = {birth.index: birth for birth in population.lineage}
     members = []
     for agent in population.agents:
         if agent.retired:
             continue
-        evaluated, birth = measured.get(agent.slot, Measured()), births[agent.index]
+        evaluated = measured.get(agent.slot, Measured())
+        birth = births[agent.index]
         member = MemberReport(
             generation=run_state.generation,
             slot=agent.slot,

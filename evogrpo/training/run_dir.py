@@ -122,7 +122,8 @@ class RunRecord:
 def _completion_row(example: Example) -> dict[str, Any]:
     """Return a row of the completions table: step and index first; logged values replace no other column."""
     fields = dict(vars(example))
-    rewards, logged = fields.pop("rewards"), fields.pop("columns")
+    rewards = fields.pop("rewards")
+    logged = fields.pop("columns")
     row = {"step": example.step, "index": example.index, **fields}
     row |= {f"rewards/{name}": value for name, value in rewards.items()}
     return row | {name: value for name, value in logged.items() if name not in row}
@@ -221,7 +222,10 @@ class RunDir:
     ) -> None:
         self.path = expand_user(path, "run_dir").absolute()  # the program may change its working directory
         self.run_id = run_id or uuid.uuid4().hex
-        self._lock, self._config, self._saved, self._steps = lock, config, saved, steps
+        self._lock = lock
+        self._config = config
+        self._saved = saved
+        self._steps = steps
         self.logging = logging or LoggingConfig()
         self._journal: Journal | None = None
         self._unsaved = False  # events were written since the newest checkpoint, or could not be written
@@ -251,7 +255,9 @@ class RunDir:
         Raises:
             ValueError: If it holds a run or cannot be used; see `evogrpo.storage.atomic_files.check_new_folder`.
         """
-        journal, first_event, leftovers = self.path / JOURNAL, b'{"event": "run", ', list[str]()
+        journal = self.path / JOURNAL
+        first_event = b'{"event": "run", '
+        leftovers = list[str]()
         with suppress(OSError):  # left by a run that was killed between its first event and its first checkpoint
             content = read_regular(journal)
             if content.count(b"\n") <= 1 and content[: len(first_event)] == first_event[: len(content)]:
@@ -306,7 +312,9 @@ class RunDir:
 
     def save(self, run: "Trainer") -> None:
         """Write a checkpoint of a run, delete old ones, and export the best member."""
-        population, run_state, journal = run.population, run.run_state, self._open_journal()
+        population = run.population
+        run_state = run.run_state
+        journal = self._open_journal()
         tensors, members = population_state(population)
         record = RunRecord(
             run_id=self.run_id,
@@ -335,7 +343,9 @@ class RunDir:
             left = latest_checkpoint(self.path)
             note = "Nothing was saved yet" if left is None else f"The run can be resumed from generation {left}"
             raise OSError(error.errno, f"{error.strerror or error}. {note}", str(folder)) from error
-        self._saved, self._steps, self._unsaved = journal.size, run_state.step, False
+        self._saved = journal.size
+        self._steps = run_state.step
+        self._unsaved = False
         prune(self.path, number, keep=self.logging.keep_checkpoints)
         self.export_best(population, run_state.best)
 
@@ -506,7 +516,8 @@ def open_run(path: str | Path, *, writable: bool = False, members_only: bool = F
     """
     assert not (writable and members_only), "a run that starts from its members is only read"
     path = expand_user(path, "run_dir").absolute()
-    group, found = processes(), []
+    group = processes()
+    found = []
     if not writable or group.size == 1:
         return _open(path, writable=writable, members_only=members_only)
 
@@ -582,7 +593,8 @@ def _load(
     lineage: list[MemberRecord] | None = None
     with checkpoint_errors(folder):
         record = validate(RunRecord, values, extra="forbid")
-        members, kind = len(record.population.members), record.population.shared["kind"]
+        members = len(record.population.members)
+        kind = record.population.shared["kind"]
         if record.run_state.members != members:
             raise ValueError(f"it must hold {record.run_state.members} members, got {members}.")
         if kind not in AGENT_CLASSES:
@@ -610,13 +622,15 @@ def _replay(events: Sequence[Mapping[str, Any]], record: RunRecord) -> tuple[lis
     """Return the history and the lineage that a journal holds."""
     run = next(event for event in events if event["event"] == "run")
     lineage = list(validate(tuple[MemberRecord, ...], run["lineage"], "journal", extra="ignore"))
-    history, slots = [], record.run_state.members
+    history = []
+    slots = record.run_state.members
     for event in latest_generations(events):
         report = GenerationReport.from_json(event)
         history.append(as_generation(report, slots=slots, measure=record.fitness.selection_measure))
         if report.plan is not None:
             lineage += report.plan.children
-    numbers, last = [each.number for each in history], record.run_state.generation
+    numbers = [each.number for each in history]
+    last = record.run_state.generation
     if numbers != list(range(1, last + 1)):
         raise ValueError(
             f"{JOURNAL} must hold generations 1 to {last}, got {numbers}. Restore the run directory from a copy."

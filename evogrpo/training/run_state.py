@@ -51,9 +51,13 @@ def best_agent(population: Population, best: Best) -> Any:
     """Return the best member as an agent of its own, with the train state that earned its fitness."""
     member = best.member
     agent = population.agents[0].copy_with_state(best.state, index=member.index)
-    agent.parent, agent.born = member.parent, member.born
-    agent.hyperparameters, agent.fitness = member.hyperparameters, best.fitness
-    agent.failed, agent.retired, agent.steps = None, False, 0
+    agent.parent = member.parent
+    agent.born = member.born
+    agent.hyperparameters = member.hyperparameters
+    agent.fitness = best.fitness
+    agent.failed = None
+    agent.retired = False
+    agent.steps = 0
     return agent
 
 
@@ -207,7 +211,8 @@ class RunState:
         total = max(1, sum(tokens.values()))
         self.step += 1
         self.step_in_generation += 1
-        self.latest_tokens, self.latest_timesteps = sum(tokens.values()), sum(timesteps.values())
+        self.latest_tokens = sum(tokens.values())
+        self.latest_timesteps = sum(timesteps.values())
         self.tokens += self.latest_tokens
         self.timesteps += sum(timesteps.get(slot, 0) for slot in tokens)
         for slot, amount in tokens.items():
@@ -254,7 +259,8 @@ class RunState:
             ValueError: If the state does not fit the banks.
         """
         if self.best is not None:
-            current, state = banks.state(0), {part: tensors[f"best: {part}"] for part in banks.state_keys}
+            current = banks.state(0)
+            state = {part: tensors[f"best: {part}"] for part in banks.state_keys}
             banks.load_state(0, state)  # raises ValueError if it does not fit
             banks.load_state(0, current)
             self.best = replace(self.best, state=state)
@@ -298,7 +304,9 @@ class Clock:
     """
 
     def __init__(self, limit: float | None, run_state: RunState, now: Callable[[], float]) -> None:
-        self._limit, self._run_state, self.now = limit, run_state, now
+        self._limit = limit
+        self._run_state = run_state
+        self.now = now
         self._since = now()
 
     def start(self) -> None:
@@ -341,7 +349,9 @@ class Limits:
     """
 
     def __init__(self, run: "Trainer") -> None:
-        self._run, self._schedule, self._run_state = run, run.schedule, run.run_state
+        self._run = run
+        self._schedule = run.schedule
+        self._run_state = run.run_state
 
     def step_fits(self) -> bool:
         """Return True if the generation under way has another learning step that fits into the limits."""
@@ -358,8 +368,10 @@ class Limits:
                 return False
         # Leave time for this step, the evaluation and the test. The test evaluates the best member and the base, at the
         # cost per answer of the evaluation or, without validation, at most at the cost per sample of a learning step.
-        clock, run = self._run.clock, self._run
-        tested, members = 2 * self._schedule.questions("test", run.env), len(run.population)
+        clock = self._run.clock
+        run = self._run
+        tested = 2 * self._schedule.questions("test", run.env)
+        members = len(run.population)
         if run.fitness.uses_validation:
             answered = members * self._schedule.questions("validation", run.env)
             test = state.longest_evaluation * tested / answered
@@ -386,7 +398,8 @@ class Limits:
 
     def _finished_untrained(self) -> bool:
         """Return True if the target fitness was reached before training."""
-        target, baseline = self._schedule.target_fitness, self._run_state.baseline
+        target = self._schedule.target_fitness
+        baseline = self._run_state.baseline
         return self._run_state.step == 0 and target is not None and baseline is not None and baseline.mean >= target
 
     def reached(self) -> str | None:
@@ -402,7 +415,9 @@ class Limits:
         Assumes that the next step costs as much as the last one. Only used with `count_evaluations`: otherwise a run
         ends with the learning step that reaches its limit.
         """
-        state, schedule, fitness = self._run_state, self._schedule, self._run.fitness
+        state = self._run_state
+        schedule = self._schedule
+        fitness = self._run.fitness
         healthy = len(self._run.population.healthy)
         if not (schedule.count_evaluations and state.latest_timesteps and healthy):
             return None

@@ -268,7 +268,8 @@ def check_training_rewards(
     if fitness.uses_validation:
         return
     # Each group gives one score. Larger groups give fewer scores, so the largest size that may occur counts.
-    space, largest = space.for_samples_per_step(schedule.samples_per_step), max(group_sizes)
+    space = space.for_samples_per_step(schedule.samples_per_step)
+    largest = max(group_sizes)
     if "group_size" in space:
         largest = max(largest, int(space["group_size"].bounds[1]))
     # Fitness uses the training rewards of a generation's last steps; see `RunState.training_fitness`.

@@ -154,8 +154,11 @@ class Trainer:
         check_strategy(strategy)
         check_callbacks(callbacks)
         # 2. Assemble the parts of the loop.
-        self.population, self.env, self.strategy = population, env, strategy
-        self.schedule, self.run_state = schedule, run_state or RunState(members=len(population))
+        self.population = population
+        self.env = env
+        self.strategy = strategy
+        self.schedule = schedule
+        self.run_state = run_state or RunState(members=len(population))
         self.callbacks = list(callbacks)
         processes = population.processes
         self.stop_request: RunStop = RunStop(processes)
@@ -163,7 +166,8 @@ class Trainer:
         self.limits = Limits(self)
         if run_state is None and isinstance(env, SupportsDate) and env.date is not None:
             env.set_date(processes.broadcast(env.date))  # ranks may have made their environments on different days
-        self.data, self.changed_data = fingerprint_of(env), tuple(changed_data)
+        self.data = fingerprint_of(env)
+        self.changed_data = tuple(changed_data)
         self._description = description or {}
         self.shared_run_dir = run_dir
         self.run_dir = run_dir if processes.is_rank_zero else None
@@ -203,14 +207,18 @@ class Trainer:
 
     def reports(self) -> Iterator[Report]:
         """Run to the end of the schedule; yield a report after every step, every generation and the test."""
-        state, population, clock = self.run_state, self.population, self.clock
-        banks, stop = population.members.banks, self.stop_request
+        state = self.run_state
+        population = self.population
+        clock = self.clock
+        banks = population.members.banks
+        stop = self.stop_request
         if self._resumed and self.run_dir is not None:
             self.run_dir.export_best(population, state.best)
         questions = self.schedule.questions("test", self.env)
         was_tested = questions == 0 or (state.tested is not None and state.test_questions == questions)
         if self._resumed and state.ended is not None and was_tested and self.limits.finished():
-            self._ended, self._complete = state.ended, True
+            self._ended = state.ended
+            self._complete = True
             self._close()
             return
         clock.start()
@@ -227,7 +235,8 @@ class Trainer:
                     self._require_healthy()
                     self._set_progress()
                     slots = [agent.slot for agent in population.healthy]
-                    snapshot, began = banks.snapshot(slots), clock.now()
+                    snapshot = banks.snapshot(slots)
+                    began = clock.now()
                     try:
                         with stop.interruptible():
                             # 2. Collect: sample and score one batch of groups for all members.
@@ -297,7 +306,8 @@ class Trainer:
     def _begin(self) -> None:
         """Record the start or the resumption, with a checkpoint; then measure the untrained base, if not yet done."""
         state = self.run_state
-        before, state.threads = state.threads, torch.get_num_threads()
+        before = state.threads
+        state.threads = torch.get_num_threads()
         state.ended = state.tested = None
         if self._resumed:
             if before != state.threads:
@@ -323,7 +333,9 @@ class Trainer:
 
     def _record_start(self) -> None:
         """Write the event that describes the run."""
-        population, schedule, settings = self.population, self.schedule, self.population.members.settings
+        population = self.population
+        schedule = self.schedule
+        settings = self.population.members.settings
         micro_batch_tokens = getattr(settings, "micro_batch_tokens", None)  # small networks have none
         self._event(
             "run",
@@ -366,7 +378,8 @@ class Trainer:
             self.run_dir.log_scalars(report.step, step_curves(report))
         for slot, member in report.learned.items():
             if "calibrated_lr" in member.metrics:
-                lr, passes = member.metrics["calibrated_lr"], member.metrics["step_passes"]
+                lr = member.metrics["calibrated_lr"]
+                passes = member.metrics["step_passes"]
                 self._event("calibrated", step=report.step, slot=slot, index=member.index, lr=lr, passes=passes)
         self._learning_signal.update(learned)
         self._sampler_check.update(learned)
@@ -374,7 +387,9 @@ class Trainer:
 
     def _end_generation(self) -> GenerationReport:
         """Evaluate, plan, apply and save."""
-        state, population, clock = self.run_state, self.population, self.clock
+        state = self.run_state
+        population = self.population
+        clock = self.clock
         # 1. Evaluate.
         self._require_healthy()
         self._set_progress()
@@ -439,7 +454,8 @@ class Trainer:
 
     def _set_budgets(self, samples_per_step: int | None, steps_per_generation: int | None) -> None:
         """Set the budgets of the next generations; None = unchanged, in the first generation as scheduled."""
-        state, schedule = self.run_state, self.schedule
+        state = self.run_state
+        schedule = self.schedule
         state.samples_per_step = samples_per_step or state.samples_per_step or schedule.samples_per_step
         state.steps_per_generation = steps_per_generation or state.steps_per_generation or schedule.steps_per_generation
         # The block never shrinks, even after the members with the smallest groups are replaced: it determines which
@@ -473,7 +489,8 @@ class Trainer:
             raise RuntimeError(
                 "The run has not ended, so it has no result. Iterate over the run to its end, or call stop()."
             )
-        state, best = self.run_state, None
+        state = self.run_state
+        best = None
         if state.best is not None:
             best = BestMember(
                 index=state.best.index,
@@ -510,7 +527,9 @@ class Trainer:
     def _set_progress(self) -> None:
         """Pass the number of the current learning step to the environment, if it has `set_progress`."""
         if isinstance(self.env, SupportsProgress):
-            state, total = self.run_state, 0  # 0 = unknown
+            # 0 = unknown
+            state = self.run_state
+            total = 0
             if self.schedule.generations is not None:  # the generations left are as long as the current one
                 left = max(0, self.schedule.generations - state.generation)
                 total = state.step - state.step_in_generation + left * state.steps_per_generation

@@ -73,9 +73,11 @@ def make_rendered_env(
     """Create an environment with render mode "rgb_array" and render it once as a test."""
     # 1. Create the environment with the render mode.
     if isinstance(env, GymnasiumGroups):
-        base, name = env._make, env.name
+        base = env._make
+        name = env.name
     elif isinstance(env, PettingZooGroups):
-        base, name = EnvFactory(env=env.gym_env, env_kwargs={}, max_episode_steps=None, noise_seed=None), env.name
+        base = EnvFactory(env=env.gym_env, env_kwargs={}, max_episode_steps=None, noise_seed=None)
+        name = env.name
     else:
         base = EnvFactory(env=env, env_kwargs={}, max_episode_steps=None, noise_seed=None)
         name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
@@ -172,7 +174,8 @@ def record_video(
         ValueError: If an argument is invalid, the environment cannot be rendered, or an episode does not end.
     """
     # 1. Check the arguments and that videos can be written.
-    seeds, path = _seeds(env, episodes, seeds), Path(path)
+    seeds = _seeds(env, episodes, seeds)
+    path = Path(path)
     if path.suffix != ".mp4":
         raise ValueError(f"path must end in .mp4, got {shown(str(path))}.")
     several = [path.with_name(f"{path.stem}-{number}.mp4") for number in range(len(seeds))]
@@ -213,7 +216,8 @@ def record_video(
 def check_spaces(agent: GRPO, env: "gymnasium.Env[Any, Any]") -> None:
     """Raise ValueError if the spaces of an environment differ from the agent's."""
     for name in ("observation_space", "action_space"):
-        expected, actual = getattr(agent, name), getattr(env, name)
+        expected = getattr(agent, name)
+        actual = getattr(env, name)
         if expected != actual:
             raise ValueError(
                 f"{name} must equal the agent's, {expected}, got {actual} of {class_name(env.unwrapped)}. Use an "
@@ -242,14 +246,18 @@ def _refuse_existing(target: Path) -> None:
 def _play(agent: GRPO, recorder: "RecordVideo[Any, Any]", seed: int, deterministic: bool) -> dict[str, Any]:
     """Play one episode to its end."""
     observation, info = recorder.reset(seed=seed)
-    total, length, done = 0.0, 0, False
+    total = 0.0
+    length = 0
+    done = False
     returns: dict[str, float] = {}
     while not done:
         if length >= _MAX_EPISODE_STEPS:
             raise ValueError(f"An episode did not end within {_MAX_EPISODE_STEPS} steps. Set max_episode_steps.")
         action, _ = agent.predict(observation, deterministic=deterministic, action_masks=mask_of(recorder, info))
         observation, reward, terminated, truncated, info = recorder.step(action)
-        total, length, done = total + float(reward), length + 1, bool(terminated or truncated)
+        total = total + float(reward)
+        length = length + 1
+        done = bool(terminated or truncated)
         for name, reward_of_agent in info.get(AGENT_REWARDS, {}).items():
             returns[name] = returns.get(name, 0.0) + reward_of_agent
     # Set before the recorder writes the video. Declared as an int, but used as a float.

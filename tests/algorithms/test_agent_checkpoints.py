@@ -64,7 +64,8 @@ def shorten(folder: Path) -> None:
 
 def unchanged_by(load, agent, rule):
     """Check that loading into an agent raises and changes nothing."""
-    state, attributes = agent.state(), GRPO.inspect_attributes(agent)
+    state = agent.state()
+    attributes = GRPO.inspect_attributes(agent)
     with pytest.raises(CheckpointError, match=rule):
         load()
     assert equal_states(agent.state(), state)
@@ -114,7 +115,9 @@ def test_hyperparameters_that_only_fit_the_stored_objective(tmp_path):
 
 def test_a_member_that_loads_a_checkpoint_keeps_its_identity(tmp_path):
     agent = step_agent(index=7, lr=2e-3)
-    agent.steps, agent.born, agent.parent = 5, 4, 3
+    agent.steps = 5
+    agent.born = 4
+    agent.parent = 3
     agent.save_checkpoint(tmp_path / "agent")
     assert (GRPO.load(tmp_path / "agent").index, GRPO.load(tmp_path / "agent").born) == (7, 4)
     population = step_population(2)
@@ -177,7 +180,8 @@ def made(kind):
 @pytest.fixture(scope="module")
 def agents(tmp_path_factory):
     """Return an agent of every kind with its folder."""
-    folder, found = tmp_path_factory.mktemp("agents"), {}
+    folder = tmp_path_factory.mktemp("agents")
+    found = {}
     for kind in ("networks", "joint", "language", "mixed"):
         found[kind] = made(kind), folder / kind
         found[kind][0].save_checkpoint(folder / kind)
@@ -220,9 +224,11 @@ def with_newest_only(original, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "number"), [("networks", 8), ("language", 4)])
 def test_forged_run_records_raise_or_resume(stored_network_run, stored_language_run, kind, number, tmp_path):
-    given, original = {"env": tiny_env(), "actor_network": tiny_model()}, stored_language_run.folder
+    given = {"env": tiny_env(), "actor_network": tiny_model()}
+    original = stored_language_run.folder
     if kind == "networks":
-        given, original = {"env": cart_pole()}, stored_network_run.folder
+        given = {"env": cart_pole()}
+        original = stored_network_run.folder
     outcomes = []
     for each in range(number):
         folder, newest = with_newest_only(original, tmp_path / str(each))
@@ -249,7 +255,8 @@ def test_invalid_tensors_raise(stored_network_run, tmp_path):
                 evogrpo.resume(folder, env=cart_pole(), progress=False)
 
 
-SPACES, NETWORK = ("shared", "observation_spaces", 0, 1), ("shared", "settings", "network")
+SPACES = ("shared", "observation_spaces", 0, 1)
+NETWORK = ("shared", "settings", "network")
 SIZES = [
     ("networks", (*SPACES, "shape"), lambda n: [n]),
     ("networks", (*SPACES, "shape"), lambda n: [n, n]),

@@ -27,7 +27,8 @@ def population_of(size=3, **objective):
     """Return members with different adapters, group sizes and temperatures."""
     population = random_population(size, max_grad_norm=1.0, objective=Objective(**objective))
     for agent, group_size, temperature in zip(population, (2, 8, 4), (1.0, 0.5, 1.5), strict=False):
-        agent.group_size, agent.temperature = group_size, temperature
+        agent.group_size = group_size
+        agent.temperature = temperature
     return population
 
 
@@ -59,7 +60,8 @@ def test_members_answer_prefixes_of_one_block_at_equal_cost(population):
     assert batch.inputs.prompts == tuple(map(tuple, env.open("train", collected.starts).prompts))
     assert batch.member_ids.bincount().tolist() == [16, 16, 16]
     for agent in population:
-        rows, size = batch.select_members([agent.slot]), agent.group_size
+        rows = batch.select_members([agent.slot])
+        size = agent.group_size
         assert rows.inputs.prompt_ids.tolist() == [row // size for row in range(16)]
         groups = rows.group_ids.view(-1, size)
         assert bool((groups == groups[:, :1]).all())
@@ -126,7 +128,8 @@ def equal(batch):
 
 
 def test_groups_without_signal_are_replaced_by_the_next_questions():
-    env, step = tiny_env(reward_funcs=fussy), 2
+    env = tiny_env(reward_funcs=fussy)
+    step = 2
     before = gathered(population_of(), env, step).experience["default"]
     population = population_of(dynamic_sampling=3)
     after = gathered(population, env, step)
@@ -137,7 +140,8 @@ def test_groups_without_signal_are_replaced_by_the_next_questions():
     assert float(equal(batch).float().mean()) < 0.7 * float(equal(before).float().mean())
     answers = {start: env.open("train", [start]).rows[0]["answer"] for start in after.starts}
     for agent in population:
-        rows, first = batch.select_members([agent.slot]), 16 // agent.group_size
+        rows = batch.select_members([agent.slot])
+        first = 16 // agent.group_size
         prompts_of_groups = rows.inputs.prompt_ids.view(-1, agent.group_size)
         assert bool((prompts_of_groups == prompts_of_groups[:, :1]).all())
         assert len(prompts_of_groups[:, 0].unique()) == first
@@ -164,7 +168,8 @@ def test_a_members_completions_do_not_depend_on_the_population():
     alone = population[slot].clone()
     together = gathered(population, env, 5)
     by_itself = collect_alone(alone, env, 5)
-    rows, single = own_rows(together.experience["default"], slot), by_itself.experience["default"]
+    rows = own_rows(together.experience["default"], slot)
+    single = by_itself.experience["default"]
     assert rows.actions[rows.present].tolist() == single.actions[single.present].tolist()
     assert torch.equal(rows.present.sum(1), single.present.sum(1))
     assert torch.equal(rows.rewards, single.rewards)
@@ -183,16 +188,19 @@ def test_resampling_is_bounded_and_counted_and_the_rest_stays():
 
     population = population_of(dynamic_sampling=2)
     env = tiny_env(reward_funcs=counted)
-    plain, refilled = gathered(population_of(), env), gathered(population, env)
+    plain = gathered(population_of(), env)
+    refilled = gathered(population, env)
     one_pass = [2] * 8 + [8] * 2 + [4] * 4  # one call for each group of each member
     assert scored == one_pass * 4
-    new, old = refilled.experience["default"], plain.experience["default"]
+    new = refilled.experience["default"]
+    old = plain.experience["default"]
     for name in ("actions", "present", "member_ids"):
         assert torch.equal(getattr(old, name), getattr(new, name))
     assert torch.equal(consecutive_ids(old.group_ids)[0], consecutive_ids(new.group_ids)[0])
     prompt = len(old.inputs.prompts[0])
     for agent in population:
-        groups, more = 16 // agent.group_size, refilled.tokens[agent.slot] - plain.tokens[agent.slot]
+        groups = 16 // agent.group_size
+        more = refilled.tokens[agent.slot] - plain.tokens[agent.slot]
         assert 2 * (groups * prompt + 16) < more <= 2 * (groups * prompt + 16 * LENGTH)
     lengths = gathered(population_of(), env).experience["default"]
     scored.clear()
@@ -203,7 +211,9 @@ def test_resampling_is_bounded_and_counted_and_the_rest_stays():
 
 
 def test_signal_depends_on_the_advantage_estimator():
-    nan, ids, ones = torch.nan, torch.arange(3).repeat_interleave(2), torch.ones(6, 2, dtype=torch.bool)
+    nan = torch.nan
+    ids = torch.arange(3).repeat_interleave(2)
+    ones = torch.ones(6, 2, dtype=torch.bool)
     steps = [[1.0, 0.0], [0.0, 1.0], [1.0, nan], [nan, 1.0], [0.5, 0.5], [0.5, 0.5]]  # totals are all 1
     components = [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0], [nan, 1.0]]
     batch = Batch(
@@ -262,7 +272,8 @@ def test_long_completions_are_penalised_in_training_only():
     env = tiny_env()
     kinds = population_of(), population_of(overlong_buffer=buffer)
     plain, punished = (gathered(population, env) for population in kinds)
-    batch, without = punished.experience["default"], plain.experience["default"]
+    batch = punished.experience["default"]
+    without = plain.experience["default"]
     lengths = batch.present.sum(1).tolist()
     assert len(set(lengths)) > 2
     penalties = torch.tensor([ramp(length, buffer) for length in lengths])

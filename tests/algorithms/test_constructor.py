@@ -86,7 +86,8 @@ def train(agent: GRPO) -> torch.Tensor:
 
 
 def test_an_accelerator_sets_the_precision_until_unwrapped(accelerators, tmp_path):
-    exact, plain = train(tiny_agent()), tiny_agent(accelerator=Accelerator(cpu=True))
+    exact = train(tiny_agent())
+    plain = tiny_agent(accelerator=Accelerator(cpu=True))
     assert plain.device == torch.device("cpu")
     assert torch.equal(train(plain), exact)
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -125,7 +126,8 @@ DEVICES = [
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_unavailable_device_raises_for_all_agents(device, tmp_path):
-    seen, done = Box(-1.0, 1.0, (2,)), Discrete(2)
+    seen = Box(-1.0, 1.0, (2,))
+    done = Discrete(2)
     agent = tiny_agent()
     agent.save_checkpoint(tmp_path / "agent")
     for make in (

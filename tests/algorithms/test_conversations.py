@@ -143,7 +143,8 @@ def test_limits_apply_by_turn_and_by_conversation():
 
 
 def test_the_overlong_penalty_applies_per_turn_and_truncation_masks_whole_conversations():
-    plain, cut = spoken(), spoken(objective=Objective(overlong_buffer=2, mask_truncated=True))
+    plain = spoken()
+    cut = spoken(objective=Objective(overlong_buffer=2, mask_truncated=True))
     without, batch = (collected(each, talks()).experience["default"] for each in (plain, cut))
     assert torch.equal(without.actions, batch.actions)
     assert torch.equal(batch.action_mask, without.action_mask & ~without.truncated[:, None])

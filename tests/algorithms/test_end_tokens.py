@@ -16,7 +16,8 @@ OPTIONS = {"max_output_tokens": 40, "temperature": 2.0, "pad_token_id": EOS}
 def base():
     """Return a model whose configurations name different end tokens, one of them outside of the vocabulary."""
     model = tiny_model()
-    model.config.eos_token_id, model.generation_config.eos_token_id = 30, [31, VOCABULARY + 5]
+    model.config.eos_token_id = 30
+    model.generation_config.eos_token_id = [31, VOCABULARY + 5]
     return model
 
 

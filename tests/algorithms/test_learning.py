@@ -56,7 +56,8 @@ def test_old_log_probs_are_computed_where_they_are_missing(epochs, size):
     """For one optimizer step none are needed; for several, those of rows after the first."""
     agent = random_agent(update_epochs=epochs, batch_size=size, optimizer=DAMPED)
     batch = sampled(agent, REWARDS + 0.01 * torch.arange(12.0).view(3, 4))
-    clone, wrong = agent.clone(), agent.clone()
+    clone = agent.clone()
+    wrong = agent.clone()
     plan = minibatches(agent.learner(), batch, 0)
     given = learn_from(agent, batch)
     missing = learn_from(clone, replace(batch, sampler_log_probs=None))
@@ -77,7 +78,8 @@ def test_rows_without_gradient_are_not_evaluated():
     assert (report.tokens, report.loss, report.grad_norm, report.optimizer_steps) == (0, 0.0, 0.0, 2)
     assert int(agent.state()["step"]) == 2
     # A tiny entropy bonus makes every row run, with the same update otherwise.
-    agent, running = random_agent(), random_agent(entropy_coef=1e-30)
+    agent = random_agent()
+    running = random_agent(entropy_coef=1e-30)
     batch = sampled(agent, REWARDS)
     reports = [learn_from(each, batch) for each in (agent, running)]
     assert reports[0].tokens < reports[1].tokens
@@ -85,7 +87,8 @@ def test_rows_without_gradient_are_not_evaluated():
     assert reports[0].loss == pytest.approx(reports[1].loss, rel=1e-3, abs=1e-5)
 
 
-ALL, TEACHING = list(range(12)), [0, 1, 2, 3, 8, 9, 10, 11]
+ALL = list(range(12))
+TEACHING = [0, 1, 2, 3, 8, 9, 10, 11]
 CORRECTION = {"importance_correction": "token_mask"}
 COSTS = {
     "KL to the old policy": ({"beta": 0.1}, {"reference": "old"}, [ALL]),
@@ -241,7 +244,8 @@ def test_members_learn_together_as_alone(run):
 @pytest.mark.parametrize("run", ["running statistics", "uncertain actions"])
 def test_a_neighbours_rewards_losses_and_coefficients_have_no_effect(run):
     """Bit for bit: the neighbour's values change, the shapes do not."""
-    one, other = population_of(run), population_of(run)
+    one = population_of(run)
+    other = population_of(run)
     batch = experience(one, 0)
     last = len(one) - 1
     changes = {"clip_coef": 0.9, "max_grad_norm": 3.0, "lr": 0.03, "advantage_clip": 0.3}
@@ -286,7 +290,8 @@ def test_every_metric_of_a_step():
     report = learn_from(agent, batch)
     metrics = report.metrics
     fresh = random_agent(beta=0.1)
-    member, rows = peft_twin(fresh), [row for number, row in enumerate(rows_of(batch)) if number != 5]
+    member = peft_twin(fresh)
+    rows = [row for number, row in enumerate(rows_of(batch)) if number != 5]
     with torch.no_grad():
         entropies = torch.cat([member.entropies(r.prompt, r.tokens, temperature=1.0) for r in rows])
         now = torch.cat([member.log_probs(r.prompt, r.tokens, temperature=1.0) for r in rows])
@@ -346,10 +351,14 @@ def test_missing_metrics_read_as_nan():
 def test_clip_ratios_count_all_actions_of_the_step():
     agent = random_agent(clip_coef=0.02, lr=0.01, update_epochs=2)
     batch = sampled(agent, HOLES)
-    before, moved = peft_twin(agent), agent.clone()
+    before = peft_twin(agent)
+    moved = agent.clone()
     moved.update_epochs = 1
     learn_from(moved, batch)
-    after, low, high, actions = peft_twin(moved), 0, 0, 0
+    after = peft_twin(moved)
+    low = 0
+    high = 0
+    actions = 0
     report = learn_from(agent, batch)
     for row, advantage in zip(rows_of(batch), report.advantages, strict=True):
         with torch.no_grad():

@@ -37,7 +37,8 @@ def test_assignment_refuses_what_the_constructor_refuses(options, change, rule):
 
 
 def test_other_assignments_that_do_not_fit_raise():
-    agent, network = tiny_agent(hp_config=HyperparameterConfig(loss_type=["grpo", "gspo"])), step_agent()
+    agent = tiny_agent(hp_config=HyperparameterConfig(loss_type=["grpo", "gspo"]))
+    network = step_agent()
     with pytest.raises(ValueError, match=r"gamma.*gspo"):  # which evolution may reach
         agent.gamma = 0.9
     for name, value in (("loss_type", "gspo"), ("loss_type", "grpo"), ("advantage", "gdpo")):
@@ -54,7 +55,8 @@ def test_other_assignments_that_do_not_fit_raise():
 
 @pytest.mark.parametrize("name", ["learning_rate", "policy_kwargs", "anything"])
 def test_names_of_other_libraries_are_translated_and_unknown_ones_raise(name):
-    env, argument = cart_pole(), counterpart(name, {**Options.__annotations__})
+    env = cart_pole()
+    argument = counterpart(name, {**Options.__annotations__})
     answer = f"it is called '{argument}' here" if argument else ""
     for call in (
         lambda: tiny_agent(**{name: 1}),

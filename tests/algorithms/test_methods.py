@@ -66,14 +66,17 @@ def test_training_actions_are_groups_after_their_prompts(agent):
 
 def test_training_actions_differ_between_calls_and_repeat_with_the_seed():
     prompts = tiny_env().reset()[0]
-    one, other, third = tiny_agent(seed=3), tiny_agent(seed=3), tiny_agent(seed=4)
+    one = tiny_agent(seed=3)
+    other = tiny_agent(seed=3)
+    third = tiny_agent(seed=4)
     first, *others = ([rows.tolist() for rows in each.get_action(prompts)[0]] for each in (one, one, other, third))
     assert [first == actions for actions in others] == [False, True, False]
 
 
 def test_other_actions_are_one_greedy_row(agent):
     prompts = tiny_env().reset()[0]
-    steps, member = agent.steps, peft_twin(agent)
+    steps = agent.steps
+    member = peft_twin(agent)
     ids, masks = agent.get_action(prompts, training=False)
     assert agent.steps == steps  # no random stream was used
     for prompt, rows, mask in zip(prompts, ids, masks, strict=True):
@@ -150,7 +153,9 @@ def test_a_manual_loop_refuses_settings_that_act_while_collecting(settings):
 
 def test_save_and_load_round_trip(agent, tmp_path):
     agent.save_checkpoint(tmp_path / "agent")
-    agent.parent, agent.born, agent.temperature = 5, 2, 0.8
+    agent.parent = 5
+    agent.born = 2
+    agent.temperature = 0.8
     with pytest.raises(ValueError, match="replace=True"):
         agent.save_checkpoint(tmp_path / "agent")
     agent.save_checkpoint(tmp_path / "agent", replace=True)
@@ -167,7 +172,9 @@ def test_save_and_load_round_trip(agent, tmp_path):
 
 
 def test_agents_have_spaces_preprocessing_and_devices():
-    box, discrete, env = gymnasium.spaces.Box(-1.0, 1.0, (3, 2)), gymnasium.spaces.Discrete(5), tiny_env()
+    box = gymnasium.spaces.Box(-1.0, 1.0, (3, 2))
+    discrete = gymnasium.spaces.Discrete(5)
+    env = tiny_env()
     agent = tiny_agent(observation_space=box, action_space=discrete).clone()
     assert (agent.observation_space, agent.action_space) == (box, discrete)
     assert (GRPO.get_state_dim(box), GRPO.get_state_dim(env.observation_space)) == ((3, 2), (len(env.tokenizer),))
@@ -190,7 +197,9 @@ def test_returns_the_mean_greedy_reward_on_held_out_questions(agent):
         return float(len(completion))
 
     env = tiny_env(reward_fn=recorded)
-    before, steps, scores = agent.state(), agent.steps, []
+    before = agent.state()
+    steps = agent.steps
+    scores = []
     for split, loop in (("validation", 1), ("validation", 3), ("test", 1)):
         scores.append(agent.test(env, split=split, loop=loop))
         rows = env.open(split, range(env.size(split))).rows
@@ -211,7 +220,8 @@ def test_a_clone_is_equal_and_independent():
     randomise_adapter(population[1])
     member = population[1]
     learn_fixed_batch(member)
-    clone, other = member.clone(index=7), member.clone()
+    clone = member.clone(index=7)
+    other = member.clone()
     assert (clone.slot, clone.index, clone.members.banks["default"].size) == (0, 7, 1)
     assert (other.index, other.hyperparameters, other.steps) == (1, member.hyperparameters, member.steps)
     before = [each.state() for each in population]
@@ -226,10 +236,14 @@ def test_a_clone_is_equal_and_independent():
 
 
 def test_copy_attributes_excludes_weights_slot_and_index(agent):
-    other, called = tiny_agent(index=9), []
+    other = tiny_agent(index=9)
+    called = []
     weights = other.state()
     agent.register_init_hook(lambda: called.append(1))
-    agent.parent, agent.born, agent.lr, agent.failed = 4, 2, 0.25, "for a reason"
+    agent.parent = 4
+    agent.born = 2
+    agent.lr = 0.25
+    agent.failed = "for a reason"
     agent.set_training_mode(False)
     assert GRPO.copy_attributes(agent, other) is other
     for name in ("parent", "born", "hyperparameters", "fitness", "failed", "training", "steps"):
@@ -243,7 +257,8 @@ def test_copy_attributes_excludes_weights_slot_and_index(agent):
 
 
 def test_evolvable_attributes_are_weights_and_optimizer(agent):
-    everything, state = agent.evolvable_attributes(), agent.state()
+    everything = agent.evolvable_attributes()
+    state = agent.state()
     assert set(everything) == {"actor", "optimizer", "running_stats"}
     assert equal_states(everything["actor"] | everything["optimizer"] | everything["running_stats"], state)
     networks = agent.evolvable_attributes(networks_only=True)
@@ -285,7 +300,8 @@ def test_a_population_is_a_sequence_of_agents_on_one_bank():
 def test_members_can_be_wrapped():
     class Tagged:
         def __init__(self, agent, tag="none"):
-            self.agent, self.tag = agent, tag
+            self.agent = agent
+            self.tag = tag
 
     population = tiny_population(2, wrapper_cls=Tagged, wrapper_kwargs={"tag": "mine"})
     assert [(type(member), member.tag) for member in population] == [(Tagged, "mine")] * 2
@@ -311,8 +327,10 @@ def test_mutation_changes_evolving_hyperparameters_and_runs_hooks(agent):
 
 
 def test_evaluation_network_is_registered(agent):
-    ids, env = torch.tensor([[8, 9, 10]]), tiny_env()
-    logits, score = agent.get_policy()(ids), agent.test(env)
+    ids = torch.tensor([[8, 9, 10]])
+    env = tiny_env()
+    logits = agent.get_policy()(ids)
+    score = agent.test(env)
     agent.register_network_group(NetworkGroup(eval_network="base"))
     torch.testing.assert_close(agent.get_policy()(ids), shared_model()(ids).logits, rtol=LOG_PROB, atol=LOG_PROB)
     fresh = tiny_agent()
@@ -348,7 +366,8 @@ def test_texts_are_continued_greedily():
     for agent, answer in zip(population, answers, strict=True):
         assert answer == [one_by_one(agent, text, 6) for text in TEXTS]
     assert answers[0] != answers[1]
-    agent, tokenizer = population[0], shared_tokenizer()
+    agent = population[0]
+    tokenizer = shared_tokenizer()
     assert agent.generate(TEXTS[:1], tokenizer, max_output_tokens=2) == [one_by_one(agent, TEXTS[0], 2)]
     conversation = [{"role": "user", "content": "1+2="}]
     assert agent.generate([conversation], tokenizer) == agent.generate(["u:1+2=\na:"], tokenizer)  # by the template
@@ -359,7 +378,8 @@ def test_sampled_texts_are_ordered_by_prompt_and_differ_between_calls():
     agent, same = (tiny_agent() for _ in range(2))
     for each in (agent, same):
         randomise_adapter(each, std=0.02)
-    before, tokenizer = agent.state(), shared_tokenizer()
+    before = agent.state()
+    tokenizer = shared_tokenizer()
     drawn = [agent.generate(TEXTS, tokenizer, n=4, temperature=1.0) for _ in range(2)]
     assert [len(texts) for texts in drawn] == [12, 12]
     assert drawn[0] != drawn[1]
@@ -449,7 +469,8 @@ def test_tokens_between_counted_ones_are_context():
     assert batch.inputs.min_new_tokens == 2
 
 
-IDS, MASK = torch.tensor([[8, 9, 20], [8, 9, 21]]), torch.tensor([[0, 1], [0, 1]]).bool()
+IDS = torch.tensor([[8, 9, 20], [8, 9, 21]])
+MASK = torch.tensor([[0, 1], [0, 1]]).bool()
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,8 @@ def test_teams_learn(make, options, least):
 
 
 def test_rivals_learn_from_own_rewards_in_a_manual_loop():
-    env, probe = groups(joint_probes.Contest, score=lambda returns: returns["red_0"]), joint_probes.Contest()
+    env = groups(joint_probes.Contest, score=lambda returns: returns["red_0"])
+    probe = joint_probes.Contest()
     agent = MultiAgentGRPO(env.observation_spaces, env.action_spaces, **SMALL, policies="independent", credit="agent")
     reports = [agent.learn(agent.collect(env, SAMPLES).experience) for _ in range(25)]
     assert 0 < sum(report.tokens for report in reports) <= 25 * 2 * 3 * SAMPLES  # two passes, three agents' actions
@@ -183,7 +184,8 @@ def test_a_member_fails_by_one_policy_without_effect_on_others():
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_actions_in_a_manual_loop_are_legal(beside):
-    env, probe = groups(lambda: joint_probes.Masked(beside=beside)), joint_probes.Masked(beside=beside)
+    env = groups(lambda: joint_probes.Masked(beside=beside))
+    probe = joint_probes.Masked(beside=beside)
     agent = population_for(env, 1)[0]
     seen, infos = probe.reset(seed=1)
     while probe.agents:
@@ -204,7 +206,8 @@ def test_actions_in_a_manual_loop_are_legal(beside):
 
 
 def test_waiting_agents_get_no_action_and_invalid_observations_raise():
-    env, probe = groups(lambda: joint_probes.Masked(beside=True)), joint_probes.Masked(beside=True)
+    env = groups(lambda: joint_probes.Masked(beside=True))
+    probe = joint_probes.Masked(beside=True)
     agent = population_for(env, 1)[0]
     seen, infos = probe.reset(seed=1)
     waiting = seen | {"red_0": {**seen["red_0"], "action_mask": np.zeros(3, np.int8)}}

@@ -163,7 +163,8 @@ def prepared(**objective):
 
 def weighted_gradient(agent, batch, weights):
     """Return the gradient of the GRPO loss at a ratio of 1 with one weight per action."""
-    member, rows = peft_twin(agent), rows_of(batch)
+    member = peft_twin(agent)
+    rows = rows_of(batch)
     values = outcome(batch.rewards.tolist(), batch.group_ids.tolist(), 1e-4)
     for row, value, weight in zip(rows, values, weights, strict=True):
         log_probs = member.log_probs(row.prompt, row.tokens, temperature=agent.temperature)
@@ -194,7 +195,8 @@ def test_the_entropy_bonus_follows_entropy_reduction(reduction):
     options = {"max_grad_norm": 1e9, "temperature": 1.3, "entropy_coef": coefficient}
     agent = random_agent(objective=Objective(top_entropy_quantile=0.4, entropy_reduction=reduction), **options)
     batch = sampled(agent, torch.full_like(REWARDS, 0.5))  # without signal, so that the bonus is the whole loss
-    member, rows = peft_twin(agent), rows_of(batch)
+    member = peft_twin(agent)
+    rows = rows_of(batch)
     entropies = [member.entropies(row.prompt, row.tokens, temperature=agent.temperature) for row in rows]
     all_entropies = torch.cat(entropies).detach().sort().values
     kept = len(all_entropies) - math.ceil(0.6 * (len(all_entropies) - 1))
@@ -232,7 +234,8 @@ def test_importance_weights_correct_for_a_different_sampler(kind):
     taught = [row for row in range(len(batch)) if batch.group_ids[row] != 1]  # other rows are not evaluated
     all_weights = torch.cat([weights[row] for row in taught])
     all_differences = torch.cat([differences[row] for row in taught]).abs()
-    ratio, difference = "sampling/importance_sampling_ratio", "sampling/sampling_logp_difference"
+    ratio = "sampling/importance_sampling_ratio"
+    difference = "sampling/sampling_logp_difference"
     assert metrics[f"{ratio}/mean"] == pytest.approx(float(all_weights.mean()), rel=1e-3)
     assert metrics[f"{ratio}/min"] == pytest.approx(float(all_weights.min()), rel=1e-3, abs=1e-6)
     assert metrics[f"{ratio}/max"] == pytest.approx(float(all_weights.max()), rel=1e-3)
@@ -258,12 +261,17 @@ def test_importance_weights_stay_fixed_while_the_policy_moves():
     """The second gradient is that of the ratio times an unchanged weight."""
     kind = "sequence_truncate"
     agent, batch = prepared(importance_correction=kind, importance_cap=1.1)
-    agent.update_epochs, agent.lr, agent.clip_low, agent.clip_high = 2, 5e-3, 1.0, 1e6  # nothing is clipped
+    # nothing is clipped
+    agent.update_epochs = 2
+    agent.lr = 5e-3
+    agent.clip_low = 1.0
+    agent.clip_high = 1e6
     changed, differences = with_other_sampler(batch)
     first = agent.clone()
     first.update_epochs = 1
     learn_from(first, changed)
-    start, moved = peft_twin(agent), peft_twin(first)
+    start = peft_twin(agent)
+    moved = peft_twin(first)
     weights = []
     for row, difference in zip(rows_of(batch), differences, strict=True):
         with torch.no_grad():

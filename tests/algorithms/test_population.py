@@ -58,7 +58,8 @@ def test_children_copy_the_parents_state_and_others_are_unchanged(population):
     for kept in (0, 2):
         assert population[kept].record() == records[kept]
         assert population[kept].fitness is fitness[kept]
-    one, other = population[1], population[3]
+    one = population[1]
+    other = population[3]
     assert (one.index, one.parent, one.born, one.slot, one.lr) == (9, 0, 3, 1, 0.02)
     assert (other.index, other.parent, other.born, other.slot) == (4, 2, 3, 3)
     assert other.hyperparameters == population[2].hyperparameters

@@ -42,7 +42,8 @@ def test_a_snapshot_is_the_policy_at_that_step():
     agent.keep_reference()
     snapshot = peft_twin(agent)
     randomise_adapter(agent, seed=2, std=0.15)
-    start, batch = agent.state(), sampled(agent, REWARDS)
+    start = agent.state()
+    batch = sampled(agent, REWARDS)
     settings = agent.hyperparameters, agent.members.settings.objective
     by_hand = ByHand(peft_twin(agent), batch, *settings, reference=snapshot)
     by_hand.learn(minibatches(agent.learner(), batch, 0))
@@ -56,7 +57,8 @@ def test_a_snapshot_is_the_policy_at_that_step():
 @pytest.mark.parametrize(("interval", "synced"), [(1, (1, 2, 3)), (2, (2,))])
 def test_a_moving_reference_equals_manual_mixing(interval, synced):
     agent = held(SNAPSHOT | {"reference_sync_steps": interval, "reference_mixing": 0.3}, update_epochs=3)
-    batch, expected = sampled(agent, REWARDS), agent.state()["reference"]
+    batch = sampled(agent, REWARDS)
+    expected = agent.state()["reference"]
     weights = {}
     for epochs in (1, 2, 3):  # the policy after so many optimizer steps; the reference is read before the first
         clone = agent.clone()
@@ -121,7 +123,8 @@ def test_the_kl_factor_moves_towards_the_target(placement, target, turn):
     batch = sampled(adaptive(1.0), HOLES)
     measured = learn_from(adaptive(1.0), batch).kl
     agent = adaptive(measured / 1.07 if target is None else target)
-    report, following = learn_from(agent, batch), learn_from(agent.clone(), batch)
+    report = learn_from(agent, batch)
+    following = learn_from(agent.clone(), batch)
     assert report.kl == pytest.approx(measured)
     assert float(agent.state()["running_stats"][0]) == pytest.approx(1 + turn * 12 / 100)
     assert report.metrics["kl_coef"] == pytest.approx(0.1)  # this step's factor; the next step uses the new one

@@ -12,7 +12,8 @@ from tests.tiny_steps import step_agent
 class Logged(gymnasium.Env):
     """Records its calls; an episode's return is its start plus its number of steps."""
 
-    observation_space, action_space = spaces.Box(-1, 1, (4,)), spaces.Discrete(2)
+    observation_space = spaces.Box(-1, 1, (4,))
+    action_space = spaces.Discrete(2)
 
     def __init__(self):
         self.log = []
@@ -20,7 +21,8 @@ class Logged(gymnasium.Env):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.log.append(seed)
-        self.worth, self.steps = self.np_random.random(), 0
+        self.worth = self.np_random.random()
+        self.steps = 0
         return self.np_random.random(4, dtype=np.float32), {}
 
     def step(self, action):

@@ -181,7 +181,8 @@ def test_a_policy_is_an_ordinary_module_of_torch(options):
     if agent.observation_space.shape == (4,) and "normalise_observations" in options:
         agent.learn(played(agent, starts=1))  # so that there are statistics
     agent.load_state(agent.state() | {"weights": agent.state()["weights"] + 0.1})
-    policy, networks = agent.get_policy(), agent.members.policies["default"]
+    policy = agent.get_policy()
+    networks = agent.members.policies["default"]
     few, many = (
         torch.from_numpy(stacked([observe(agent.observation_space, generator(0, "test", row)) for row in range(count)]))
         for count in (2, 5)
@@ -230,7 +231,8 @@ def test_a_manual_loop_equals_collect():
     clone = agent.clone()
     experiences = played(agent, steps=12)
     clone.steps = agent.steps
-    seen, policy = experiences[0].reshape(-1, 4), agent.members.policies["default"]
+    seen = experiences[0].reshape(-1, 4)
+    policy = agent.members.policies["default"]
     shown = policy.normalise(seen, np.zeros(96, np.int64))  # with the statistics before these observations
     experience, observed = agent.members.experience(agent.learner(), experiences)
     agent.members.update_statistics(observed)
@@ -285,7 +287,8 @@ def test_invalid_experiences_leave_observation_statistics_unchanged():
 
 def test_action_masks_are_used_in_learning():
     rng = generator(0, "test")
-    agent, masks = step_agent(GymnasiumGroups(Masked)), np.ones((2, 4, 3), bool)
+    agent = step_agent(GymnasiumGroups(Masked))
+    masks = np.ones((2, 4, 3), bool)
     seen = rng.random((24, 4)).astype(np.float32)
     legal = rng.permuted(np.tile([True, True, False, False], (24, 1)), axis=1)
     taken = agent.get_action(seen, action_mask=legal)
@@ -322,7 +325,8 @@ def test_frozen_parameters_of_a_module_stay_frozen():
 
 def test_a_mutation_can_change_the_network():
     limits = ArchitectureLimits(max_layers=1, activations=("tanh",), unit_steps=(256,), probability=1.0)
-    agent, called = step_agent(evolve_network=limits, network=NetworkConfig(hidden=(64, 64))), []
+    agent = step_agent(evolve_network=limits, network=NetworkConfig(hidden=(64, 64)))
+    called = []
     agent.register_init_hook(lambda: called.append(1))
     assert agent.mutate(generator(0, "test")) == {"network": ("64-64 tanh", "64 tanh")}
     assert agent.members.banks["default"].architecture(0).hidden == (64,)
@@ -346,7 +350,8 @@ def agent():
 
 def test_an_agent_round_trips(agent, tmp_path):
     agent.save_checkpoint(tmp_path / "agent")
-    loaded, other = GRPO.load(tmp_path / "agent"), step_agent(normalise_observations=True, evolve_network=LIMITS)
+    loaded = GRPO.load(tmp_path / "agent")
+    other = step_agent(normalise_observations=True, evolve_network=LIMITS)
     other.load_checkpoint(tmp_path / "agent")
     assert equal_states(other.state(), agent.state())
     assert other.hyperparameters == agent.hyperparameters
@@ -389,7 +394,8 @@ def test_a_user_module_must_be_passed(tmp_path):
     agent.save_checkpoint(tmp_path / "agent")
     with pytest.raises(ValueError, match=r"OwnNetwork.*actor_network="):
         GRPO.load(tmp_path / "agent")
-    loaded, seen = GRPO.load(tmp_path / "agent", actor_network=OwnNetwork()), torch.ones(3, 4)
+    loaded = GRPO.load(tmp_path / "agent", actor_network=OwnNetwork())
+    seen = torch.ones(3, 4)
     torch.testing.assert_close(loaded.get_policy()(seen), module(seen).detach())
 
 

@@ -60,7 +60,8 @@ def test_members_together_equal_members_alone(make, options):
         reports = population.learn(collected.experience, step=step)
         for slot, clone in enumerate(clones):
             alone = collect_alone(clone, env, step, samples=8, block=4)
-            together, single = own_rows(collected.experience["default"], slot), alone.experience["default"]
+            together = own_rows(collected.experience["default"], slot)
+            single = alone.experience["default"]
             assert torch.equal(together.present.sum(1), single.present.sum(1))
             assert torch.equal(together.actions[together.present], single.actions[single.present])
             assert together.rewards.tolist() == single.rewards.tolist()
@@ -94,7 +95,8 @@ def test_a_batch_holds_whole_episodes_of_the_dealt_seeds():
 
 def test_idle_groups_are_resampled_and_truncated_episodes_masked():
     """If all episodes reach the time limit, whole groups earn the same; constant rewards give no signal."""
-    env, idle = cart_pole(max_episode_steps=11), []
+    env = cart_pole(max_episode_steps=11)
+    idle = []
     for rounds in (0, 3):
         agent = step_agent(env, group_size=2, objective=replace(STEPWISE, dynamic_sampling=rounds, mask_truncated=True))
         rollout = collect_alone(agent, env)
@@ -121,8 +123,10 @@ def test_whitened_advantages_have_mean_0_over_the_actions_in_the_loss():
 
 def test_statistics_cover_all_observations_and_are_frozen_within_a_step():
     env = GymnasiumGroups(NoisyWalk)
-    agent, blind = step_agent(env, normalise_observations=True), step_agent(env)
-    seen, normalised = [], []
+    agent = step_agent(env, normalise_observations=True)
+    blind = step_agent(env)
+    seen = []
+    normalised = []
     for step in range(2):
         before = agent.members.policies["default"].statistics
         batch = collect_alone(agent, env, step, samples=8, block=2).experience["default"]
@@ -134,7 +138,8 @@ def test_statistics_cover_all_observations_and_are_frozen_within_a_step():
             raw = collect_alone(blind, env, samples=8, block=2).experience["default"]
             seen.append(raw.inputs.observations[raw.present].numpy())
             assert np.array_equal(normalised[0], seen[0])  # no statistics yet
-    statistics, everything = agent.members.policies["default"].statistics, np.concatenate(seen)
+    statistics = agent.members.policies["default"].statistics
+    everything = np.concatenate(seen)
     assert statistics.count.tolist() == [len(everything)]
     clipped = (np.abs(normalised[1]) >= 10).any()
     assert not clipped
@@ -146,13 +151,15 @@ def test_statistics_are_inherited_and_part_of_the_policy():
     env = cart_pole()
     population = step_population(2, env, normalise_observations=True)
     population.collect(env, step=0, samples_per_step=8, block=2)
-    bank, body = population.members.banks["default"], population.members.policies["default"]
+    bank = population.members.banks["default"]
+    body = population.members.policies["default"]
     bank.extra_stats[1] = bank.extra_stats[0] + 1
     bank.inherit([1, None])
     assert bank.extra_stats[0, 0] == body.statistics.count[0] > 1
     assert bank.extra_stats[1].tolist() == [0.0] * 9
     bank.inherit([0, 0])
-    seen, s = generator(0, "test").standard_normal((5, 4)).astype(np.float32), body.statistics
+    seen = generator(0, "test").standard_normal((5, 4)).astype(np.float32)
+    s = body.statistics
     expected = (seen - s.mean[1]) / np.sqrt(s.m2[1] / s.count[1] + 1e-8)
     plain = bank.outputs(1, expected.clip(-10, 10).astype(np.float32))
     torch.testing.assert_close(population[1].get_policy()(seen), plain)

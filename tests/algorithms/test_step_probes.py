@@ -67,7 +67,8 @@ def test_delayed_rewards_are_credited(advantage):
 def test_evaluate_policy_of_stable_baselines3_gives_the_mean_return(num_envs):
     """Greedy returns from the same reset seeds, by Stable-Baselines3 and by this library."""
     sb3 = pytest.importorskip("stable_baselines3.common")
-    env, agent = cart_pole(), step_agent(seed=2)
+    env = cart_pole()
+    agent = step_agent(seed=2)
     seeds = [env.reset_seed("validation", start) for start in range(6)]
 
     class Seeded(gymnasium.Wrapper):

@@ -82,7 +82,8 @@ def test_target_follows_the_effective_number_of_actions():
 
 def test_measured_kl_is_the_exact_one_in_expectation():
     # All actions of a distribution, each as often as its probability says: the mean of the estimates is the KL.
-    before, after = torch.tensor([0.5, 0.3, 0.2]).log(), torch.tensor([0.4, 0.4, 0.2]).log()
+    before = torch.tensor([0.5, 0.3, 0.2]).log()
+    after = torch.tensor([0.4, 0.4, 0.2]).log()
     counts = torch.tensor([5, 3, 2])
     rows = [values.repeat_interleave(counts)[None] for values in (before, after)]
     mask = torch.ones(1, 10, dtype=torch.bool)
@@ -104,7 +105,8 @@ def learnt(kind, *, target_kls, lrs):
     make, make_env = KINDS[kind]
     population = make(len(lrs), update_epochs=2, group_size=4, optimizer=Optimizer(betas=(0.0, 0.999)))
     for agent, target_kl, lr in zip(population, target_kls, lrs, strict=True):
-        agent.target_kl, agent.lr = target_kl, lr
+        agent.target_kl = target_kl
+        agent.lr = lr
     return population, step_of(population, make_env())
 
 
@@ -128,7 +130,8 @@ def test_a_searched_step_equals_a_step_with_the_learning_rate_found(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_later_steps_stay_below_the_limit(kind):
     make, make_env = KINDS[kind]
-    population, env = make(1, update_epochs=2, group_size=4, target_kl=TARGET, lr=1.0), make_env()
+    population = make(1, update_epochs=2, group_size=4, target_kl=TARGET, lr=1.0)
+    env = make_env()
     measured = [step_of(population, env, step)[0].metrics.get("step_kl") for step in range(5)]
     if kind == "language":  # measuring takes a pass, so that it is done now and then
         assert [kl is not None for kl in measured] == [step in (0, 4) for step in range(5)]
@@ -152,7 +155,8 @@ def test_a_member_without_signal_takes_no_step():
 
 @pytest.mark.parametrize("lr", [1e8, 1e30])  # a KL far above the limit, and weights that are not finite
 def test_a_step_that_is_left_out_reports_no_updates(lr):
-    population, env = tiny_population(1, group_size=4, update_epochs=2, target_kl=TARGET), tiny_env()
+    population = tiny_population(1, group_size=4, update_epochs=2, target_kl=TARGET)
+    env = tiny_env()
     step_of(population, env)
     population[0].lr, before = lr, weights(population, 0)
     report = step_of(population, env, 4)[0]
@@ -238,7 +242,8 @@ class TestLearningRates:
 
     @pytest.mark.parametrize("arguments", [SPACES, (None, None, tiny_model(), 0)], ids=["networks", "language"])
     def test_calibration_refuses_a_warm_up_whose_first_step_changes_nothing(self, arguments):
-        warm_up, space = Optimizer(warmup_steps=3), HyperparameterConfig(target_kl=(0.005, 0.05))
+        warm_up = Optimizer(warmup_steps=3)
+        space = HyperparameterConfig(target_kl=(0.005, 0.05))
         for options in ({}, {"lr": 1e-3, "target_kl": 0.02}, {"lr": 1e-3, "hp_config": space}):
             with pytest.raises(ValueError, match="warmup_steps"):
                 GRPO(*arguments, optimizer=warm_up, **options)

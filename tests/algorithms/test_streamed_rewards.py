@@ -33,7 +33,8 @@ def collected(function=None, stop=NEVER, **options):
 
 
 def test_async_functions_start_during_sampling_and_others_afterwards():
-    calls, doing = {"beside": [], "plain": []}, [("", 0.0)]
+    calls = {"beside": [], "plain": []}
+    doing = [("", 0.0)]
 
     async def beside(prompts, completions, **_):
         calls["beside"].append((doing[-1], prompts, completions))
@@ -65,7 +66,8 @@ def test_async_functions_start_during_sampling_and_others_afterwards():
 @pytest.mark.parametrize("delay", [0.0, 0.5])
 def test_an_abandoned_rollout_cancels_its_calls(delay):
     """The calls learn of it during sampling and, after a delay, while the run waits for their results."""
-    stop, cancelled = Stop(), threading.Event()
+    stop = Stop()
+    cancelled = threading.Event()
 
     async def waits(completions, **_):
         await asyncio.sleep(delay)

@@ -41,7 +41,8 @@ def experience(shared, case=CASE):
 @pytest.mark.parametrize("kind", ["process", "return_to_go_group", "return_to_go_timestep"])
 def test_advantages_are_those_of_episodes_and_gradients_those_of_actions(kind):
     """The gradient of the mean over all actions of -A log p, computed by one bank from whole episodes."""
-    shared, control = together(advantage=kind), together()
+    shared = together(advantage=kind)
+    control = together()
     batch = experience(shared)
     rewards = [batch.step_rewards[row][batch.action_mask[row]].tolist() for row in range(len(batch))]
     expected = of_actions(kind, rewards, batch.group_ids.tolist(), 0.9, 1e-4)
@@ -100,7 +101,8 @@ def test_the_loss_uses_the_kl_of_every_action_with_temperature_and_mask(case, ba
     bank = CASES[case].bank(3)
     batch = acted_batch(CASES[case], bank, range(3))
     current, reference = (bank.distributions(batch, reference=flag) for flag in (False, True))
-    mask, seen = batch.action_mask, []
+    mask = batch.action_mask
+    seen = []
     flat = batch.flatten_actions()
     pair = [bank.distribution.at_temperature(each[mask], flat.inputs.temperature) for each in (current, reference)]
     if flat.inputs.action_masks is not None:
@@ -176,7 +178,8 @@ def test_the_optimizer_steps_of_a_script_are_reproduced():
     rows = agent.members.experience(learner, experiences)[0]["default"].flatten_actions()
     report = agent.learn(experiences)
 
-    states, taken = torch.from_numpy(observations[masks]), torch.from_numpy(actions[masks])
+    states = torch.from_numpy(observations[masks])
+    taken = torch.from_numpy(actions[masks])
     episodes = [row[mask].tolist() for row, mask in zip(rewards[0], masks[0], strict=True)]
     returns = torch.tensor([value for episode in episodes for value in returns_to_go(episode, 0.99)])
     advantages = (returns - returns.mean()) / (returns.std() + 1e-8)
@@ -184,9 +187,12 @@ def test_the_optimizer_steps_of_a_script_are_reproduced():
         old = Categorical(logits=actor(states))
     before = flat(list(actor.parameters()))
     optimizer = torch.optim.Adam(actor.parameters(), lr=3e-3)
-    losses, divergences, counts = [], [], []
+    losses = []
+    divergences = []
+    counts = []
     for dealt in minibatches(learner, rows, agent.members.settings.seed, keep_groups=False):
-        old_dist, new_dist = Categorical(logits=old.logits[dealt]), Categorical(logits=actor(states[dealt]))
+        old_dist = Categorical(logits=old.logits[dealt])
+        new_dist = Categorical(logits=actor(states[dealt]))
         ratio = torch.exp(new_dist.log_prob(taken[dealt]) - old_dist.log_prob(taken[dealt]))
         clipped = torch.clamp(ratio, 1 - 0.2, 1 + 0.2)
         policy_loss = -torch.min(ratio * advantages[dealt], clipped * advantages[dealt]).mean()

@@ -44,7 +44,8 @@ def test_strata_keep_tasks_apart():
 
 
 def test_a_curve_has_its_last_value_within_the_budget():
-    steps, scores = [0, 100, 250], [1.0, 5.0, 4.0]
+    steps = [0, 100, 250]
+    scores = [1.0, 5.0, 4.0]
     assert [value_at(steps, scores, at) for at in (0, 99, 100, 249, 250, 10**6)] == [1.0, 1.0, 5.0, 5.0, 4.0, 4.0]
     with pytest.raises(ValueError, match="begin at or before"):
         value_at([10, 20], [0.0, 1.0], 9)

@@ -44,7 +44,8 @@ def test_known_arms_run_once_and_only_where_values_are_known():
     ],
 )
 def test_learning_rates_are_calibrated_where_they_are_unknown_and_not_searched(arm, unknown, lr, target_kl):
-    task, arm = study.TASKS["CartPole-v1"], study.ARMS[arm]
+    task = study.TASKS["CartPole-v1"]
+    arm = study.ARMS[arm]
     first = {"lr": {"lr": lr}, "all": {"target_kl": target_kl}}[unknown]
     _, run = study.make_run("CartPole-v1", task, arm, study.space_of(task, unknown), first, 0, task.budget)
     values = run.population[0].hyperparameters

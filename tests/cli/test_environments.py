@@ -221,7 +221,8 @@ def test_the_forecast_is_an_upper_bound():
     assert re.findall(r"[\d,]+ ", rows["environment"])[:1] == ["16 "]  # 2 × 8 × 1
     assert "48 actions" in rows["environment"]  # three agents
     assert "12 steps of red, at most 6 steps of blue" in rows["optimizer"]  # 3 epochs × ceil(16 / 5), ceil(8 / 5)
-    schedule, strategy = prepared.config.schedule, prepared.config.strategy
+    schedule = prepared.config.schedule
+    strategy = prepared.config.strategy
     run = Trainer(prepared.population(), prepared.env, schedule=schedule, strategy=strategy)
     steps = [member for report in run.reports() for member in getattr(report, "learned", {}).values()]
     assert steps
@@ -233,7 +234,8 @@ class Raising(CartPoleEnv):
 
     def __init__(self, error="AssertionError", when="init", render_mode=None):
         super().__init__(render_mode=render_mode)
-        self.error, self.when = vars(builtins)[error], when
+        self.error = vars(builtins)[error]
+        self.when = when
         self.fail("init")
 
     def fail(self, when):

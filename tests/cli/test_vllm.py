@@ -78,7 +78,8 @@ def steps(folder):
 
 @pytest.mark.vllm
 def test_a_run_that_is_killed_with_its_vllm_server_resumes(workdir, capsys):
-    url, path = "http://127.0.0.1:8038", write_project(workdir)
+    url = "http://127.0.0.1:8038"
+    path = write_project(workdir)
     sampler = {"vllm": url, "adapters_dir": "adapters", "timeout": 1800}
     schedule = {"generations": 2, "steps_per_generation": 1, "samples_per_step": 8}
     agent = {"max_output_tokens": 2, "objective": {"importance_correction": "token_truncate"}}

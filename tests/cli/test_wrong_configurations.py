@@ -175,7 +175,8 @@ def generated(kind: str) -> Iterator[tuple[str, list[str]]]:
     turn = 0
     for path, record in records(kind):
         for field in dataclasses.fields(record):
-            key, section = field.name, dataclasses.is_dataclass(get_type_hints(record)[field.name])
+            key = field.name
+            section = dataclasses.is_dataclass(get_type_hints(record)[field.name])
             turn += 1
             if turn % 3 == 0:
                 yield f"{path}.{key[0]}{key}=1", [f"did you mean {key!r}?"]

@@ -7,7 +7,8 @@ from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.functional.loss_types import LOSS_TYPES, STEP_ADVANTAGES
 
-LOSSES, ADVANTAGES = CATEGORIES["loss_type"], CATEGORIES["advantage"]
+LOSSES = CATEGORIES["loss_type"]
+ADVANTAGES = CATEGORIES["advantage"]
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,8 @@ def test_schedules_match_transformers(name, scheduler_arguments, settings, warmu
 def test_momentum_warmup_makes_all_steps_of_adamw_equally_large(beta):
     weights = torch.zeros(100_000)
     optimizer = torch.optim.AdamW([weights], betas=(beta, 0.999), eps=1e-12, weight_decay=0.0)
-    settings, generator = Optimizer(betas=(beta, 0.999)), torch.Generator().manual_seed(0)
+    settings = Optimizer(betas=(beta, 0.999))
+    generator = torch.Generator().manual_seed(0)
     for step in range(30):
         before = weights.clone()
         weights.grad = torch.randint(0, 2, weights.shape, generator=generator) * 2.0 - 1.0  # independent signs

@@ -317,10 +317,12 @@ def test_constant_schedule_needs_no_max_steps():
     ],
 )
 def test_learning_rates_match_trl(fields, tmp_path):
-    lr, steps = 1e-3, 20
+    lr = 1e-3
+    steps = 20
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, max_steps=steps, learning_rate=lr, **fields)
     optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=lr)
-    warmup, kwargs = arguments.get_warmup_steps(steps), arguments.lr_scheduler_kwargs
+    warmup = arguments.get_warmup_steps(steps)
+    kwargs = arguments.lr_scheduler_kwargs
     scheduler = get_scheduler(arguments.lr_scheduler_type, optimizer, warmup, steps, kwargs)
     result = imported("trl", {"max_steps": steps, "learning_rate": lr, **fields})
     for step in range(steps):

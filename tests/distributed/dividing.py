@@ -74,7 +74,8 @@ def divided() -> None:
 def compare_learning_steps(env: Any, options: Mapping[str, Any], rewarded: list[str] | None = None) -> None:
     """Take one learning step on all ranks together, and one on this rank alone."""
     given = {"lr": LR, "group_size": 2, "batch_size": 10, "update_epochs": 2, "micro_batch_tokens": 24, **options}
-    together, alone = tiny_population(1, **given), tiny_agent(**given)
+    together = tiny_population(1, **given)
+    alone = tiny_agent(**given)
     passes, own_passes = (passes_of(members) for members in (together.members, alone.members))
     found = together.collect(env, step=0, samples_per_step=SAMPLES, block=SAMPLES // 2)
     if rewarded is not None:
@@ -84,7 +85,8 @@ def compare_learning_steps(env: Any, options: Mapping[str, Any], rewarded: list[
     assert found.scores.completions == same.scores.completions
     assert found.scores.rewards.tolist() == same.scores.rewards.tolist()
     assert found.tokens == same.tokens
-    batch, own_batch = found.experience["default"], same.experience["default"]
+    batch = found.experience["default"]
+    own_batch = same.experience["default"]
     for name in ("actions", "present", "action_mask", "rewards", "group_ids", "member_ids", "truncated"):
         assert torch.equal(getattr(batch, name), getattr(own_batch, name)), name
     experience = {"default": repeating(batch)}
@@ -124,7 +126,8 @@ class Counting(gymnasium.Wrapper[Any, Any, Any, Any]):
 def play_together() -> None:
     """Play with a small network: each rank plays part of the episodes, and all ranks get all rows."""
     env = cart_pole(wrappers=[Counting])
-    population, Counting.played = step_population(1, env), 0
+    population = step_population(1, env)
+    Counting.played = 0
     found = population.collect(env, step=0, samples_per_step=8, block=2)
     assert processes().all_gather((Counting.played, len(found.experience["default"]))) == [(4, 8), (4, 8)]
 
@@ -172,7 +175,8 @@ def free_a_failed_pass() -> None:
 def run_out_of_memory(beta: float) -> None:
     """Let one rank run out of memory while it scores or learns from several rows."""
     given = {"objective": Objective(), "lr": LR, "beta": beta, "group_size": 2, "micro_batch_tokens": 24}
-    together, alone = tiny_population(1, **given), tiny_agent(**given)
+    together = tiny_population(1, **given)
+    alone = tiny_agent(**given)
     found = together.collect(tiny_env(), step=0, samples_per_step=8, block=4)
     bank = together.members.policies["default"].bank
 

@@ -55,7 +55,9 @@ def sharded_population(size: int, base: PreTrainedModel, architecture: str, **op
 def compare_learning_steps(base: PreTrainedModel, whole: PreTrainedModel, architecture: str, **more: Any) -> None:
     """Take a learning step of three members on one base, and one with an agent of another base for each member."""
     options: dict[str, Any] = {"lr": LR, "beta": 0.05, "group_size": 2, "update_epochs": 2, **more}
-    together, env, samples = sharded_population(3, base, architecture, **options), tiny_env(), 6
+    together = sharded_population(3, base, architecture, **options)
+    env = tiny_env()
+    samples = 6
     found = together.collect(env, step=0, samples_per_step=samples, block=samples // 2)
     reports = together.learn(found.experience, step=0)
     for agent in together:
@@ -73,7 +75,8 @@ def compare_with_idle_ranks(base: PreTrainedModel, whole: PreTrainedModel, archi
     """Divide conversations of one group, and one question: a rank without work takes part in the passes of others."""
     options: dict[str, Any] = {"group_size": 2, **TALK}
     together = sharded_population(1, base, architecture, **options)
-    agent_of_whole, env = tiny_agent(actor_network=whole, **options), GuessTwice(tokenizer=shared_tokenizer())
+    agent_of_whole = tiny_agent(actor_network=whole, **options)
+    env = GuessTwice(tokenizer=shared_tokenizer())
     found = together.collect(env, step=0, samples_per_step=2, block=1)
     alone = collect_alone(agent_of_whole, env, samples=2, block=1)
     assert found.scores.completions == alone.scores.completions
@@ -88,7 +91,8 @@ def compare_with_idle_ranks(base: PreTrainedModel, whole: PreTrainedModel, archi
 
 def stop_on_one_rank(base: PreTrainedModel, architecture: str) -> None:
     """Request a stop of one rank before it samples, and before it learns: all ranks are interrupted, and go on."""
-    together, env = sharded_population(2, base, architecture, micro_batch_tokens=24), tiny_env()
+    together = sharded_population(2, base, architecture, micro_batch_tokens=24)
+    env = tiny_env()
     stop = RunStop(processes())
     found = together.collect(env, step=0, samples_per_step=8, block=2, stop=stop)
     if processes().rank == 1:

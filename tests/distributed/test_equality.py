@@ -42,7 +42,8 @@ class Several:
     """Scenarios on several ranks, each group run on first use; some resume a run of one process."""
 
     def __init__(self, folder: Path, alone: Alone) -> None:
-        self._folder, self._alone = folder, alone
+        self._folder = folder
+        self._alone = alone
 
     def __truediv__(self, group: str) -> Path:
         folder, (count, *names) = self._folder / group, GROUPS[group]

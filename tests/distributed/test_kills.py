@@ -113,7 +113,8 @@ def elastic(
         pace: Speed of the undisturbed run; needed with kills.
         settings: Additional environment variables.
     """
-    rng, killed = np.random.default_rng(0), list[tuple[int, int]]()
+    rng = np.random.default_rng(0)
+    killed = list[tuple[int, int]]()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "EVOGRPO_TIMEOUT_MINUTES": "2", **(settings or {})}
     began = time.time()
@@ -131,7 +132,8 @@ def elastic(
                 while events_in(folder) < moment and started.poll() is None:
                     time.sleep(0.002)
                 time.sleep(float(rng.random()) * (pace.startup if late else pace.event))
-                victim, reached = int(rng.integers(2)), events_in(folder)
+                victim = int(rng.integers(2))
+                reached = events_in(folder)
                 if len(workers) == 2 and _killed(workers[victim]):
                     killed.append((reached, victim))
                 before.update(workers)
@@ -237,9 +239,11 @@ def test_a_run_with_killed_ranks_ends_like_an_undisturbed_one(
     print(kind, seen.killed)
     assert seen.status == 0, seen.said
     assert len(seen.killed) >= KILLS - 1, "kills that come when the run has ended test nothing"
-    run, straight = tmp_path / "run", original / "run"
+    run = tmp_path / "run"
+    straight = original / "run"
     assert events_of(run) == events_of(straight)
-    ended, same = open_run(run), open_run(straight)
+    ended = open_run(run)
+    same = open_run(straight)
     assert not ended.skipped
     assert ended.tensors.keys() == same.tensors.keys()
     assert all(ended.tensors[name].equal(tensor) for name, tensor in same.tensors.items())

@@ -29,5 +29,8 @@ def test_ranks_divide_the_completions_and_rank_0_loads_the_adapters(place: str, 
     names = [body["lora_name"] for body in server.posts("/v1/load_lora_adapter")]
     assert len(set(names)) == len(names) > 3  # each version once
     completions = sum(len(body["prompt"]) for body in server.posts("/v1/completions"))
-    probes, learning, validation, test = 2 * 8, 4 * 3 * 8, (1 + 2 * 3) * 8, 2 * 36
+    probes = 2 * 8
+    learning = 4 * 3 * 8
+    validation = (1 + 2 * 3) * 8
+    test = 2 * 36
     assert completions == probes + learning + validation + test

@@ -17,7 +17,9 @@ class Alike(ParallelEnv):
 
     metadata: ClassVar = {"name": "probe_v0", "render_modes": []}
     render_mode = None
-    seen, choices = Box(0.0, 1.0, (3,), np.float32), Discrete(3)  # PettingZoo asks for the same object at each call
+    # PettingZoo asks for the same object at each call
+    seen = Box(0.0, 1.0, (3,), np.float32)
+    choices = Discrete(3)
 
     def __init__(self, agents=("red_0", "red_1", "blue_0"), steps=1):
         self.possible_agents = list(agents)
@@ -126,7 +128,8 @@ class Lives(ParallelEnv):
 
     metadata: ClassVar = {"name": "lives_v0", "render_modes": []}
     render_mode = None
-    seen, choices = Box(-np.inf, np.inf, (2,), np.float32), Discrete(2)
+    seen = Box(-np.inf, np.inf, (2,), np.float32)
+    choices = Discrete(2)
 
     def __init__(self):
         self.possible_agents = ["late_0", "old_0", "short_0"]
@@ -139,7 +142,9 @@ class Lives(ParallelEnv):
 
     def reset(self, seed=None, options=None):
         self.start = 0 if seed is None else seed
-        self.time, self.agents, self.brave = 0, ["old_0", "short_0"], False
+        self.time = 0
+        self.agents = ["old_0", "short_0"]
+        self.brave = False
         return self.observe(), {agent: {} for agent in self.agents}
 
     def observe(self):
@@ -153,7 +158,8 @@ class Lives(ParallelEnv):
         factor = 10.0 if acted == ["old_0"] else 1.0
         rewards = {agent: factor * (1.0 + actions[agent]) for agent in acted}
         self.time += 1
-        terminations, truncations = dict.fromkeys(acted, False), dict.fromkeys(acted, False)
+        terminations = dict.fromkeys(acted, False)
+        truncations = dict.fromkeys(acted, False)
         if "short_0" in acted and self.time == (3 if self.brave else 2):
             terminations["short_0"] = True
         if self.time == 5:

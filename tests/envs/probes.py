@@ -17,7 +17,9 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tu
 class ConstantReward(gymnasium.Env):
     """One step with reward 1 for any action: every advantage must be 0."""
 
-    observation_space, action_space, best = Box(-1.0, 1.0, (2,), np.float32), Discrete(2), 1.0
+    observation_space = Box(-1.0, 1.0, (2,), np.float32)
+    action_space = Discrete(2)
+    best = 1.0
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -66,7 +68,8 @@ class MatchDiscrete(Match):
 class MatchMultiDiscrete(Match):
     """MultiDiscrete([3, 2]) with start 1; the reward is the fraction of components that match."""
 
-    observation_space, action_space = Box(0.0, 1.0, (5,), np.float32), MultiDiscrete([3, 2], start=[1, 1])
+    observation_space = Box(0.0, 1.0, (5,), np.float32)
+    action_space = MultiDiscrete([3, 2], start=[1, 1])
 
     def draw(self):
         return self.np_random.integers([3, 2])
@@ -83,7 +86,8 @@ class MatchMultiDiscrete(Match):
 class MatchMultiBinary(Match):
     """MultiBinary(3); the reward is the fraction of bits that match."""
 
-    observation_space, action_space = MultiBinary(3), MultiBinary(3)
+    observation_space = MultiBinary(3)
+    action_space = MultiBinary(3)
 
     def draw(self):
         return self.np_random.integers(2, size=3, dtype=np.int8)
@@ -100,7 +104,8 @@ class MatchBox(Match):
     """Box([-1, -2], [1, 2]); the reward falls with the distance in units of the bounds."""
 
     bound = np.array([1.0, 2.0], np.float32)
-    observation_space, action_space = Box(-1.0, 1.0, (2,), np.float32), Box(-bound, bound, dtype=np.float32)
+    observation_space = Box(-1.0, 1.0, (2,), np.float32)
+    action_space = Box(-bound, bound, dtype=np.float32)
 
     def draw(self):
         return self.np_random.uniform(-1, 1, 2).astype(np.float32)
@@ -116,7 +121,8 @@ class MatchBox(Match):
 class MatchImage(Match):
     """The bright half of a grey 16 x 16 image (channels last, uint8)."""
 
-    observation_space, action_space = Box(0, 255, (16, 16, 1), np.uint8), Discrete(2)
+    observation_space = Box(0, 255, (16, 16, 1), np.uint8)
+    action_space = Discrete(2)
 
     def draw(self):
         return int(self.np_random.integers(2))
@@ -161,11 +167,14 @@ class MatchTuple(MatchDict):
 class DelayedCredit(gymnasium.Env):
     """Two steps: the first action must match the observation; the second step pays for the first."""
 
-    observation_space, action_space, best = Box(-1.0, 1.0, (2,), np.float32), Discrete(2), 1.0
+    observation_space = Box(-1.0, 1.0, (2,), np.float32)
+    action_space = Discrete(2)
+    best = 1.0
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.target, self.first = int(self.np_random.integers(2)), None
+        self.target = int(self.np_random.integers(2))
+        self.first = None
         return np.array([2 * self.target - 1, -1], np.float32), {}
 
     def step(self, action):
@@ -181,7 +190,9 @@ class Masked(gymnasium.Env):
     At the end no action is legal, and the mask says so.
     """
 
-    observation_space, action_space, best = Box(0.0, 1.0, (4,), np.float32), Discrete(4), 3.0
+    observation_space = Box(0.0, 1.0, (4,), np.float32)
+    action_space = Discrete(4)
+    best = 3.0
 
     def draw(self):
         self.mask = self.np_random.integers(2, size=4, dtype=np.int8)
@@ -207,7 +218,8 @@ class Masked(gymnasium.Env):
 class NoisyWalk(gymnasium.Env):
     """A noisy walk that terminates at a random step; observations are noisy as well."""
 
-    observation_space, action_space = Box(-np.inf, np.inf, (3,), np.float64), Discrete(2)
+    observation_space = Box(-np.inf, np.inf, (3,), np.float64)
+    action_space = Discrete(2)
 
     def observe(self):
         return np.array([self.place, *self.np_random.normal(size=2)])
@@ -236,7 +248,8 @@ class Slow(DelayedCredit):
 class Endless(gymnasium.Env):
     """Never ends and has no time limit; the reward of a step is its action."""
 
-    observation_space, action_space = Box(-1.0, 1.0, (2,), np.float32), Discrete(2)
+    observation_space = Box(-1.0, 1.0, (2,), np.float32)
+    action_space = Discrete(2)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -249,7 +262,8 @@ class Endless(gymnasium.Env):
 class RunningMean(NoisyWalk):
     """Shows its position less the mean of all positions so far; reset does not clear the mean."""
 
-    count, mean = 0, 0.0
+    count = 0
+    mean = 0.0
 
     def observe(self):
         self.count += 1
@@ -290,7 +304,9 @@ class Odd(gymnasium.Env):
     def __init__(self, space=None, sees=0.0, **options):
         self.observation_space = space or Box(-np.inf, np.inf, (2,), np.float32)
         self.action_space = options.get("actions", Discrete(2))
-        self.sees, self.steps, self.episodes = sees, 0, 0
+        self.sees = sees
+        self.steps = 0
+        self.episodes = 0
         self.options = {"reward": 1.0, "ends": bool, "infos": ({},), "broken": ()} | options
 
     def observe(self):

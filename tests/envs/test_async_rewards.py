@@ -97,7 +97,8 @@ def test_slow_functions_are_cancelled_and_excluded():
 
 def test_jobs_of_an_abandoned_event_loop_do_not_end_those_of_the_next_one(monkeypatch):
     monkeypatch.setattr("evogrpo.envs.text.reward_functions.GRACE_SECONDS", 0.1)
-    release, second = threading.Event(), None
+    release = threading.Event()
+    second = None
 
     async def reward(completions, **_):
         if completions == ["block"]:
@@ -121,7 +122,8 @@ def test_jobs_of_an_abandoned_event_loop_do_not_end_those_of_the_next_one(monkey
 
 
 def test_a_blocked_event_loop_is_reported_and_keeps_no_program_from_ending():
-    release, before = threading.Event(), set(threading.enumerate())
+    release = threading.Event()
+    before = set(threading.enumerate())
 
     async def blocking(completions, **_):
         release.wait(60)

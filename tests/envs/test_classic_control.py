@@ -65,7 +65,8 @@ def compare(name, steps, limit=None, seed=0, size=12, **kwargs):
     seeds = [*EDGE_SEEDS, *rng.integers(2**31, size=size).tolist()][:size]
     seen = add(batch, seeds)
     expected = np.stack([env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)])
-    ends, history = np.zeros(2, int), []
+    ends = np.zeros(2, int)
+    history = []
     for _ in range(steps):
         assert seen.dtype == expected.dtype == np.float32
         assert np.array_equal(bits(seen), bits(expected))

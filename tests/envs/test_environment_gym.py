@@ -45,7 +45,8 @@ class Counter:
     closed = 0
 
     def reset(self, first, **columns):
-        self.total, self.seen = first, []
+        self.total = first
+        self.seen = []
         return f" from {first}"
 
     def add(self, amount: int) -> str:
@@ -86,7 +87,8 @@ def encoded(env, text):
 
 def converse(batch, *completions, row=0, start=0, truncated=False):
     """Hold a conversation with these completions; it ends where the environment does not reply."""
-    encoded_completions, replies = tuple(encoded(batch, text) for text in completions), []
+    encoded_completions = tuple(encoded(batch, text) for text in completions)
+    replies = []
     for turn in range(len(encoded_completions)):
         (reply,) = batch.respond(
             [Conversation(row=row, start=start, completions=encoded_completions[: turn + 1], replies=tuple(replies))]
@@ -292,7 +294,8 @@ def test_a_column_names_the_environment():
     env = gym(rows=rows, environment_factory={"count": Counter, "other": Other}, reward_funcs=constant)
     batch = env.open("train", range(env.size("train")))
     names = [row["environment"] for row in batch.rows]
-    count, other = names.index("count"), names.index("other")
+    count = names.index("count")
+    other = names.index("other")
     assert "add" in env.tokenizer.decode(batch.prompts[count])
     assert "look" in env.tokenizer.decode(batch.prompts[other])
     counted = converse(batch, call("add", amount=1) + "<eos>", "x<eos>", row=0, start=count)

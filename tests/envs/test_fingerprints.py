@@ -112,7 +112,8 @@ def function(completion):
     ],
 )
 def test_code_hash_covers_code_behind_decorators(tmp_path, decorator, result):
-    text, hashes = DECORATED.replace("DECORATOR", decorator).replace("RESULT", result), []
+    text = DECORATED.replace("DECORATOR", decorator).replace("RESULT", result)
+    hashes = []
     for factor in "112":
         module = loaded(tmp_path, text.replace("FACTOR", factor))
         functions = [] if decorator in ("@staticmethod", "@classmethod") else [module.function]  # these are for methods

@@ -108,7 +108,8 @@ def test_action_noise_does_not_depend_on_order_or_other_rows_and_agents():
     draws = noise([2, 4], streams=[(3, 0), (3, 1)], width=2)
     for rows, t in (([5, 3, 4], [299, 0, 150]), ([4], [1]), ([3, 3], [64, 63]), ([5, 3, 4], [299, 0, 150])):
         assert np.array_equal(draws((), np.array(rows), np.array(t)), expected[np.array(rows) - 2, t])
-    rows, t = np.array([3, 4, 3]), np.array([0, 70, 1])
+    rows = np.array([3, 4, 3])
+    t = np.array([0, 70, 1])
     both = draws(["a", "b"] * 3, rows.repeat(2), t.repeat(2))
     assert np.array_equal(both[::2], draws(["a"] * 3, rows, t))
     assert len(np.unique(both)) == 12

@@ -47,7 +47,8 @@ def encoded(env, text):
 
 def converse(env, *completions, start=0):
     """Hold a conversation with these completions about a training question."""
-    batch, replies = env.open("train", [start]), []
+    batch = env.open("train", [start])
+    replies = []
     tokens = tuple(encoded(env, text) for text in completions)
     for turn in range(len(tokens)):
         (reply,) = batch.respond([Conversation(row=0, start=0, completions=tokens[: turn + 1], replies=tuple(replies))])
@@ -145,7 +146,8 @@ def test_replies_with_equal_tokens_keep_their_texts():
         return "é" if row["digit"] % 2 else "ü"  # both are unknown to the tokenizer
 
     env = gym(reply=accented)
-    batch, completions = env.open("train", range(8)), (encoded(env, "x<eos>"),)
+    batch = env.open("train", range(8))
+    completions = (encoded(env, "x<eos>"),)
     asked = [Conversation(row=number, start=number, completions=completions) for number in range(8)]
     replies = batch.respond(asked)
     assert len(set(replies)) == 1

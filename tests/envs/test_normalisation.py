@@ -13,7 +13,8 @@ BOX = spaces.Box(-9.0, 9.0, (3,), np.float64)
 
 def test_merging_equals_gymnasiums_running_statistics():
     rng = np.random.default_rng(0)
-    running, oracle = ObservationStatistics.empty(1, BOX), RunningMeanStd(epsilon=0, shape=(3,))
+    running = ObservationStatistics.empty(1, BOX)
+    oracle = RunningMeanStd(epsilon=0, shape=(3,))
     for size in (1, 7, 100, 3):
         batch = rng.normal([0, 5, 1e3], [1, 0.1, 10], (size, 3))
         oracle.update(batch)

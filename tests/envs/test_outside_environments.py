@@ -89,7 +89,9 @@ def test_a_textarena_game_is_played():
     batch = env.open("train", [0])
     assert "between 1 and 20" in env.tokenizer.decode(batch.prompts[0])
     # Bisection finds the number; it is the same in every conversation of a start.
-    low, high, guesses = 1, 20, []
+    low = 1
+    high = 20
+    guesses = []
     while True:
         guesses.append(call("move", action=f"[{(low + high) // 2}]") + "<eos>")
         conversation = converse(batch, *guesses, row=len(guesses))

@@ -37,9 +37,11 @@ def rows():
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("form", ["trl", "agilerl"])
 def test_rewards_do_not_depend_on_changes_by_other_calls(tokenizer, encode, form, way):
-    batched, single = functions.changes_all, functions.changes_one
+    batched = functions.changes_all
+    single = functions.changes_one
     if "async" in way:
-        batched, single = functions.changes_all_async, functions.changes_one_async
+        batched = functions.changes_all_async
+        single = functions.changes_one_async
     given = {"reward_funcs": [batched, batched]} if form == "trl" else {"reward_fn": single}
     table = rows()
     env = HuggingFaceGym(table, None, tokenizer, reward_workers=1 if "workers" in way else 0, **given)

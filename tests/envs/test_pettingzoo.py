@@ -256,7 +256,8 @@ class Faulty(joint_probes.Favours):
 
     def __init__(self, change, at):
         super().__init__(steps=3)
-        self.change, self.at = change, at
+        self.change = change
+        self.at = at
 
     def reset(self, seed=None, options=None):
         result = super().reset(seed, options)

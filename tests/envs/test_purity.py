@@ -22,10 +22,13 @@ class Remembers(probes.NoisyWalk):
 
     def __init__(self, part):
         super().__init__()
-        self.part, self.episodes, self.t = part, 0, 0
+        self.part = part
+        self.episodes = 0
+        self.t = 0
 
     def reset(self, *, seed=None, options=None):
-        self.episodes, self.t = self.episodes + 1, 0
+        self.episodes = self.episodes + 1
+        self.t = 0
         seen, _ = super().reset(seed=seed)
         return seen, {"action_mask": np.array([1, self.part != "mask" or self.episodes == 1], np.int8)}
 

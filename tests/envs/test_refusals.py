@@ -48,7 +48,8 @@ class Batched(ConstantReward):
 class OldGym:
     """An environment of the old Gym, which does not derive from gymnasium.Env."""
 
-    action_space, observation_space = spaces.Discrete(2), spaces.Discrete(2)
+    action_space = spaces.Discrete(2)
+    observation_space = spaces.Discrete(2)
 
 
 class Spaceless(gymnasium.Env):

@@ -115,7 +115,8 @@ def test_padding_is_removed_from_completions(tokenizer, pad):
     tables = {split: [{"prompt": split}] for split in ("train", "validation", "test")}
     env = HuggingFaceGym(tables, None, tokenizer, reward_funcs=reward, data_batch_size=1)
     start = env.reset()[0][0]["input_ids"][0].tolist()
-    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    eos = tokenizer.eos_token_id
+    pad = tokenizer.pad_token_id
     rows = [[9, eos, pad, pad], [9, 8, 7, 6], [9, eos, eos, 5], [eos, pad, pad, pad]]
     rewards = env.step([torch.tensor([[*start, *row] for row in rows])])[1]
     assert seen == [[9, eos], [9, 8, 7, 6], [9, eos], [eos]]

@@ -354,8 +354,10 @@ def test_names_are_unique():
     names = [reward.name for reward in make_rewards(None, functions, None)]
     assert names[:4] == ["Judge", "ones", "reward_2", "reward"]
     assert len(set(names)) == 6
-    first, third = returning(0), returning(0)
-    first.__name__, third.__name__ = "f", "f_3"
+    first = returning(0)
+    third = returning(0)
+    first.__name__ = "f"
+    third.__name__ = "f_3"
     assert [reward.name for reward in make_rewards(None, [first, third, first], None)] == ["f", "f_3", "f_4"]
 
 

@@ -113,7 +113,8 @@ def test_characters_belong_to_the_token_that_completes_them(byte_level, text):
 
 def test_spaces_between_words_belong_to_the_next_token():
     raw = RawTokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "▁three": 2, "<unk>": 3}, unk_token="<unk>"))
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    raw.pre_tokenizer = pre_tokenizers.Metaspace()
+    raw.decoder = decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>")
     text = "one two three"  # a space before each word, except at the start of the text
     ids = tokenizer(text)["input_ids"]

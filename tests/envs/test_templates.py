@@ -141,7 +141,8 @@ def test_dates_are_fixed_without_slow_templates():
 
 
 def test_texts_have_one_beginning_and_no_end():
-    tokenizer, bos = build(None), ("<s>", 3)
+    tokenizer = build(None)
+    bos = ("<s>", 3)
     tokenizer.bos_token = "<s>"
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[bos])
     plain, rendered = tokenize([("ab", {}), ("<s>ab", {})], tokenizer, "rows")

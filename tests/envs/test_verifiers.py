@@ -102,7 +102,8 @@ def has_ended(pid, within=5.0):
 def test_results_equal_those_in_process(call):
     texts = [str(number) for number in range(len(KINDS))]
     in_process = make_reward_runner(rewards_of(functions.kinds), None, 0)
-    scores, expected = call(functions.kinds, *texts), run([functions.kinds], texts, in_process)
+    scores = call(functions.kinds, *texts)
+    expected = run([functions.kinds], texts, in_process)
     np.testing.assert_array_equal(scores.rewards, expected.rewards)
     assert scores.steps == expected.steps
     assert scores.steps["kinds"][6] == KINDS[6]

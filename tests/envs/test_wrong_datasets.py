@@ -22,7 +22,8 @@ TABLES = [
     (pa.array(["1+1="]), "Row 0 .* must be a mapping"),
     (pa.table([["1+1="], ["2"], ["3"]], names=["question", "answer", "answer"]), "'answer' twice"),
 ]
-BOX, LEFT_RIGHT = gymnasium.spaces.Box(-1, 1, (4,)), gymnasium.spaces.Discrete(2)
+BOX = gymnasium.spaces.Box(-1, 1, (4,))
+LEFT_RIGHT = gymnasium.spaces.Discrete(2)
 
 
 class Pair(nn.Linear):
@@ -146,7 +147,9 @@ def test_columns_of_other_datasets_are_named(columns, match):
 
 
 def test_unreadable_files_are_refused(tmp_path):
-    table, broken, config = tmp_path / "rows.csv", tmp_path / "rows.parquet", tmp_path / "my.yaml"
+    table = tmp_path / "rows.csv"
+    broken = tmp_path / "rows.parquet"
+    config = tmp_path / "my.yaml"
     table.write_text("".join(f"{number}+1,{number + 1}\n" for number in range(40)))
     with pytest.raises(ValueError, match="first line"):  # no header
         HuggingFaceGym(read_rows(table), tokenizer=tiny_tokenizer(), reward_fn=variety)
@@ -165,7 +168,8 @@ def test_the_form_of_rewards_follows_from_the_columns(columns, parameters, tmp_p
     rows = [dict.fromkeys(columns, str(number)) for number in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "mine.py").write_text(f"def f({parameters}): return 1.0")
-    dataset, reward = DatasetFiles(train=str(tmp_path / "rows.jsonl")), f"{tmp_path}/mine.py:f"
+    dataset = DatasetFiles(train=str(tmp_path / "rows.jsonl"))
+    reward = f"{tmp_path}/mine.py:f"
     task = DatasetTask(dataset=dataset, reward=reward)
     assert task.environment(tiny_tokenizer(), seed=0, max_prompt_length=None).size("train") > 0
     two = DatasetTask(dataset=dataset, reward=(reward, reward))

@@ -78,7 +78,10 @@ class Simulation:
         seed: int,
         space: HyperparameterConfig = SPACE,
     ) -> None:
-        self.strategy, self.surface, self.seed, self.space = strategy, surface, seed, space
+        self.strategy = strategy
+        self.surface = surface
+        self.seed = seed
+        self.space = space
         self.members: list[MemberRecord | None] = [
             MemberRecord(slot=slot, index=slot, parent=None, born=0, hyperparameters=values)
             for slot, values in enumerate(founders)
@@ -86,7 +89,8 @@ class Simulation:
         self.next_index = len(founders)
         self.skill = dict.fromkeys(range(len(founders)), 0.0)
         self.generations: tuple[Generation, ...] = ()
-        self.samples, self.steps = SAMPLES, 4
+        self.samples = SAMPLES
+        self.steps = 4
         self.plans: list[Plan] = []
 
     def run(self, generations: int) -> "Simulation":
@@ -131,10 +135,12 @@ class Simulation:
 
     def _learn(self, member: MemberRecord, rng: np.random.Generator) -> bool:
         """Train a member for a generation; return True if it failed."""
-        surface, values = self.surface, member.hyperparameters
+        surface = self.surface
+        values = member.hyperparameters
         off = math.log10(values.lr) - surface.optimum
         rate = math.exp(-0.5 * (off / surface.width) ** 2)
-        fate, luck = rng.random(), math.exp(surface.luck * rng.standard_normal())
+        fate = rng.random()
+        luck = math.exp(surface.luck * rng.standard_normal())
         self.skill[member.index] += self.steps / 4 * self.samples / SAMPLES * surface.speed * luck * rate
         if fate < 1.0 - math.exp(-3.0 * max(off - surface.edge, 0.0)):
             self.skill[member.index] *= 0.1

@@ -47,9 +47,11 @@ def test_step_sizes_are_inherited_from_the_parent():
     """Children of a member with small steps take small steps; founders take the default."""
     arm = Simulation(Tournament(), Surface(), simulated_founders(8, lr=1e-3, space=SPACE, seed=1), seed=1).run(4)
     history = arm.evaluate()
-    births, sizes = {child.index: child for plan in arm.plans for child in plan.children}, {}
+    births = {child.index: child for plan in arm.plans for child in plan.children}
+    sizes = {}
     for record in history.last.slots:
-        index, draw = record.member.index, proposals(Mutation(resample=0), history, record.member, SPACE)
+        index = record.member.index
+        draw = proposals(Mutation(resample=0), history, record.member, SPACE)
         logs = [math.log10(draw(np.random.default_rng(n)).lr / record.member.hyperparameters.lr) for n in range(60)]
         step_size = math.log10(np.divide(*births[index].changes["lr"])) if index in births else 0.8
         sizes[index] = (min(max(abs(step_size), 0.08), 1.0), np.median(np.abs(logs)))

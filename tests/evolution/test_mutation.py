@@ -80,7 +80,8 @@ class TestMutation:
     def test_changes_are_recorded(self, seed, probability):
         parent = Hyperparameters(max_grad_norm=0.7)
         child = Mutation(probability=probability)(parent, SPACE, np.random.default_rng(seed))
-        before, after = parent.to_json(), child.to_json()
+        before = parent.to_json()
+        after = child.to_json()
         changes = changes_between(parent, child)
         assert changes == {name: (before[name], after[name]) for name in before if before[name] != after[name]}
         assert changes
@@ -88,7 +89,9 @@ class TestMutation:
 
     @pytest.mark.parametrize("probability", [1e-9, 0.5])
     def test_each_changes_with_the_stated_probability(self, probability):
-        rng, trials, names = np.random.default_rng(1), 1500, len(SPACE)
+        rng = np.random.default_rng(1)
+        trials = 1500
+        names = len(SPACE)
         counts = dict.fromkeys(SPACE, 0)
         for _ in range(trials):
             child = Mutation(probability=probability)(Hyperparameters(), SPACE, rng)
@@ -101,7 +104,8 @@ class TestMutation:
 
     @pytest.mark.parametrize("factor", [None, 1.2, 4])
     def test_many_mutations_do_not_drift_on_a_log_scale(self, factor):
-        rng, trials = np.random.default_rng(2), 1000
+        rng = np.random.default_rng(2)
+        trials = 1000
         space = HyperparameterConfig(lr=RLParameter(min=1e-6, max=1e-3, scale="log", factor=factor))
         start = Hyperparameters(lr=math.sqrt(1e-6 * 1e-3))  # the middle of the range, by symmetry without drift
         logs = [math.log(Mutation()(start, space, rng).lr / start.lr) for _ in range(trials)]
@@ -111,7 +115,8 @@ class TestMutation:
 
     @pytest.mark.parametrize("start", ["grpo", None])
     def test_a_name_moves_to_every_other_name_with_equal_probability(self, start):
-        names, trials = ("grpo", "cispo", "sapo", "gspo"), 1000
+        names = ("grpo", "cispo", "sapo", "gspo")
+        trials = 1000
         space = HyperparameterConfig(loss_type=RLParameter(choices=list(names)))
         rng = np.random.default_rng(0)
         parent = Hyperparameters(loss_type=start)
@@ -178,7 +183,10 @@ class TestSteps:
     def test_every_choice_is_reached_also_by_larger_steps(self):
         rungs = [4, 8, 16, 32, 64]
         space = HyperparameterConfig(batch_size=RLParameter(choices=rungs))
-        rng, value, jumps, seen = np.random.default_rng(0), Hyperparameters(batch_size=4), set(), set()
+        rng = np.random.default_rng(0)
+        value = Hyperparameters(batch_size=4)
+        jumps = set()
+        seen = set()
         for _ in range(300):
             child = Mutation()(value, space, rng)
             jumps.add(abs(rungs.index(child.batch_size) - rungs.index(value.batch_size)))
@@ -188,7 +196,8 @@ class TestSteps:
         assert seen == set(rungs)
 
     def test_step_sizes_descend_from_the_parents_step(self):
-        space, start = HyperparameterConfig(lr=LR), Hyperparameters(lr=3e-5)
+        space = HyperparameterConfig(lr=LR)
+        start = Hyperparameters(lr=3e-5)
 
         def typical(steps):
             rng = np.random.default_rng(1)
@@ -203,7 +212,9 @@ class TestSteps:
 
     def test_resampling_draws_from_the_whole_range_with_its_probability(self):
         narrow = RLParameter(min=1e-6, max=1e-3, scale="log", founders=(1e-6, 2e-6))
-        space, rng, trials = HyperparameterConfig(lr=narrow), np.random.default_rng(0), 3000
+        space = HyperparameterConfig(lr=narrow)
+        rng = np.random.default_rng(0)
+        trials = 3000
         start = Hyperparameters(lr=1e-6)
         places = [
             relative_position(LR, Mutation(resample=0.4)(start, space, rng, {"lr": 0.02}).lr) for _ in range(trials)

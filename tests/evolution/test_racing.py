@@ -61,7 +61,9 @@ def failing(rng, gap):
 
 @pytest.mark.parametrize("draw", [normal, right_or_wrong, failing])
 def test_the_best_is_eliminated_at_most_at_the_stated_rate(draw):
-    rng, error, runs = np.random.default_rng(0), 0.3, 150
+    rng = np.random.default_rng(0)
+    error = 0.3
+    runs = 150
     lost = sum(0 not in race(draw(rng, 0.02), error) for _ in range(runs))
     assert lost / runs <= error + 2 * math.sqrt(error * (1 - error) / runs)
 

@@ -156,7 +156,9 @@ class TestTruncationPBT(BuiltInTestCase):
         space = HyperparameterConfig(
             lr=RLParameter(min=1e-6, max=1e-2, scale="log"), group_size=RLParameter(choices=[4, 8, 16, 32, 64])
         )
-        start, rng, trials = Hyperparameters(lr=1e-4, group_size=16), np.random.default_rng(0), 1000
+        start = Hyperparameters(lr=1e-4, group_size=16)
+        rng = np.random.default_rng(0)
+        trials = 1000
         children = [self.strategy._explore(start, space, rng) for _ in range(trials)]
         rates = [round(child.lr / start.lr, 6) for child in children]
         rungs = [child.group_size for child in children]
@@ -178,7 +180,9 @@ class TestTruncationPBT(BuiltInTestCase):
             loss_type=RLParameter(choices=["grpo", "gspo"]),
             batch_size=RLParameter(choices=[8, 16, 32]),
         )
-        value, rng, seen = Hyperparameters(loss_type="grpo", batch_size=8), np.random.default_rng(0), set()
+        value = Hyperparameters(loss_type="grpo", batch_size=8)
+        rng = np.random.default_rng(0)
+        seen = set()
         for _ in range(400):
             child = strategy._explore(value, space, rng)
             assert set(changes_between(value, child)) == set(space)

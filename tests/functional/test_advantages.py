@@ -114,7 +114,9 @@ def test_completion_estimators_are_constant_over_actions_and_discounted_by_gamma
 
 def test_operations_are_applied_in_the_documented_order():
     """Normalise in the group, clip, place and subtract KL, clip, return, whiten, mask, clip: in plain floats."""
-    rewards, groups, gamma = [0.0, 0.0, 0.0, 9.0], [0, 0, 0, 0], 0.9
+    rewards = [0.0, 0.0, 0.0, 9.0]
+    groups = [0, 0, 0, 0]
+    gamma = 0.9
     lengths = [1, 3, 2, 3]
     penalties = [[0.3], [0.1, -0.2, 0.4], [0.0, 2.0], [0.1, 0.1, 0.1]]
     scores = slow_advantages.of_completions("outcome", rewards, groups, groups, 1e-4)
@@ -183,7 +185,8 @@ def test_whitening_is_over_the_actions_in_the_loss_that_have_a_reward(kind):
     work = random_work(3)
     in_loss = work["mask"].clone()
     in_loss[int((~work["rewards"].isnan()).nonzero()[0])] = False
-    actual, plain = advantages(kind, whiten_advantages=True, in_loss=in_loss, **work), advantages(kind, **work)
+    actual = advantages(kind, whiten_advantages=True, in_loss=in_loss, **work)
+    plain = advantages(kind, **work)
     for member in range(2):
         used = in_loss & ((work["member_ids"] == member) & ~work["rewards"].isnan())[:, None]
         values = plain[used].double()

@@ -70,7 +70,8 @@ def test_entropies_equal_up_to_rounding_are_kept_together():
     """Completions of one prompt have equal entropies at first, up to rounding."""
     entropies = torch.tensor([[1.0, 3.0], [1.0, 0.5], [1.0, 0.2]])
     rounded = entropies * (1 + 1e-6 * torch.tensor([[0.0, 1.0], [-1.0, 0.0], [1.0, -1.0]]))
-    mask, members = torch.ones(3, 2, dtype=torch.bool), torch.zeros(3, dtype=torch.long)
+    mask = torch.ones(3, 2, dtype=torch.bool)
+    members = torch.zeros(3, dtype=torch.long)
     for share in (0.2, 0.3, 0.5, 0.7, 1.0):
         kept = high_entropy_mask(rounded, mask, members, share)
         assert torch.equal(kept, high_entropy_mask(entropies, mask, members, share))
@@ -80,7 +81,8 @@ def test_entropies_equal_up_to_rounding_are_kept_together():
 # ---- where two policies agree, rounding must not decide anything
 
 SHAPE = (16, 4)
-ZEROS, EVERY_ACTION = torch.zeros(SHAPE), torch.ones(SHAPE, dtype=torch.bool)
+ZEROS = torch.zeros(SHAPE)
+EVERY_ACTION = torch.ones(SHAPE, dtype=torch.bool)
 NOISE = 1e-6 * torch.randn(SHAPE, generator=torch.Generator().manual_seed(3))
 VALUES = torch.tensor([1.0, -1.0, 0.0, 2.0]).expand(SHAPE) + 0.1 * NOISE  # advantages
 

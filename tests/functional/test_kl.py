@@ -42,7 +42,8 @@ def test_expected_gradients_as_losses(seed):
 
 @given(st.floats(-12, 0), st.floats(-12, 0))
 def test_estimates_match_formulas(log_prob, ref_log_prob):
-    one, other = torch.tensor([[log_prob]]).double(), torch.tensor([[ref_log_prob]]).double()
+    one = torch.tensor([[log_prob]]).double()
+    other = torch.tensor([[ref_log_prob]]).double()
     d = log_prob - ref_log_prob
     formulas = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) + d - 1, "abs": abs(d)}
     assert set(formulas) == set(ACTION_KLS)
@@ -53,7 +54,8 @@ def test_estimates_match_formulas(log_prob, ref_log_prob):
 
 
 def test_adaptive_kl_by_hand():
-    value, kl = torch.tensor([1.0, 1.0, 2.0, 1.0, 0.5]), torch.tensor([0.1, 0.11, 5.0, 0.0, 0.09])
+    value = torch.tensor([1.0, 1.0, 2.0, 1.0, 0.5])
+    kl = torch.tensor([0.1, 0.11, 5.0, 0.0, 0.09])
     # Errors against 0.1: 0, +0.1, bound +0.2, bound -0.2, -0.1; a tenth of the horizon has passed.
     expected = torch.tensor([1.0, 1.01, 2.04, 0.98, 0.495])
     torch.testing.assert_close(adaptive_kl(value, kl, 0.1, 1000, 100), expected)

@@ -16,7 +16,9 @@ from evogrpo.functional.log_probs import (
     truncate_logits,
 )
 
-ROWS, WIDTH, VOCABULARY = 13, 8, 37
+ROWS = 13
+WIDTH = 8
+VOCABULARY = 37
 
 
 @pytest.fixture
@@ -60,7 +62,8 @@ def test_values_and_gradients_match_softmax_for_any_chunk(problem, chunk, forbid
     expected = whole(problem)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    weights, others = torch.linspace(-1, 2, ROWS), torch.linspace(3, -1, ROWS) * entropy_gradient
+    weights = torch.linspace(-1, 2, ROWS)
+    others = torch.linspace(3, -1, ROWS) * entropy_gradient
     gradients = [
         torch.autograd.grad((weights * log_probs + others * entropies).sum(), problem["hidden"])[0]
         for log_probs, entropies in (found, expected)
@@ -74,7 +77,8 @@ def test_values_and_gradients_match_softmax_for_any_chunk(problem, chunk, forbid
 def test_a_weight_in_place_of_a_linear_head_gives_the_same_values(problem, entropy_gradient, dtype):
     weight = torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
     problem["forbidden"][::2] = True
-    weights, others = torch.linspace(-1, 2, ROWS), torch.linspace(3, -1, ROWS)
+    weights = torch.linspace(-1, 2, ROWS)
+    others = torch.linspace(3, -1, ROWS)
     found = []
     for form in ({"head": lambda x: x @ weight.T}, {"head": None, "weight": weight}):
         arguments = problem | form | {"hidden": problem["hidden"].detach().to(dtype).requires_grad_()}
@@ -102,7 +106,8 @@ def test_forbidden_targets_have_probability_zero(problem):
 
 
 def test_head_is_called_with_one_chunk_at_a_time_and_once(problem):
-    seen, head = [], problem["head"]
+    seen = []
+    head = problem["head"]
     problem["head"] = lambda x: (seen.append(len(x)), head(x))[1]
     found = chunked_log_probs(**problem, chunk=4)
     found[0].sum().backward()

@@ -57,7 +57,8 @@ def test_listed_clips_are_those_that_bind(loss_type, name, moved, sign):
 
 @pytest.mark.parametrize("kind", ADVANTAGES)
 def test_advantages_read_only_the_listed_quantity(kind):
-    group, mask = torch.zeros(4, dtype=torch.long), torch.ones(4, 3, dtype=torch.bool)
+    group = torch.zeros(4, dtype=torch.long)
+    mask = torch.ones(4, 3, dtype=torch.bool)
 
     def options(changed=None):
         draw = torch.Generator().manual_seed(0)

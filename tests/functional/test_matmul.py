@@ -60,7 +60,8 @@ def test_gradients_match_float64():
 @pytest.mark.usefixtures("library")
 def test_chunked_log_probs_with_onednn(monkeypatch):
     x, weight, _, _ = operands(9)
-    targets, temperature = torch.arange(9), torch.ones(9)
+    targets = torch.arange(9)
+    temperature = torch.ones(9)
     nothing = torch.zeros(9, dtype=torch.bool), torch.zeros(0, dtype=torch.long)
     monkeypatch.setattr("evogrpo.functional.log_probs.FEW_ROWS", 4)
     monkeypatch.setattr("evogrpo.functional.log_probs.ROW_MULTIPLE", 2)
@@ -75,7 +76,8 @@ def test_chunked_log_probs_with_onednn(monkeypatch):
 
 def test_onednn_is_used_for_large_float32_matrices_only(monkeypatch):
     monkeypatch.setattr(matmul, "onednn_is_faster", lambda: True)
-    few, many = torch.zeros(2, 64), torch.zeros(matmul.MIN_ELEMENTS // 64, 64)
+    few = torch.zeros(2, 64)
+    many = torch.zeros(matmul.MIN_ELEMENTS // 64, 64)
     assert uses_onednn(2, few, many)
     assert uses_onednn(len(many), many, few)
     assert not uses_onednn(2, few, many[1:])

@@ -24,7 +24,8 @@ OPEN = {"clip_low": 0.999, "clip_high": 1e6}  # clips that never bind
 
 def trajectories():
     """Return states, actions and rewards of every trajectory, padded, and the mask."""
-    found, front = [], [((), 0)]
+    found = []
+    front = [((), 0)]
     while front:
         path, state = front.pop()
         for action in (0, 1):

@@ -57,7 +57,8 @@ def test_tokens_between_actions_are_not_discounted():
 
 @given(EPISODES, st.sampled_from(KINDS), st.sampled_from([1.0, 0.9, 0.5]))
 def test_estimators_match_slow_reference(rows, kind, gamma):
-    groups, episodes = [group for group, _ in rows], [row for _, row in rows]
+    groups = [group for group, _ in rows]
+    episodes = [row for _, row in rows]
     steps, mask = padded(episodes)
     numbers = torch.tensor(groups)
     actual = advantages(
@@ -103,7 +104,8 @@ def test_truncated_perfect_episode_ends_below_the_mean_with_group_returns_only()
 
 def test_process_equals_outcome_with_one_reward_at_the_end():
     """NaN is left out of the group's mean, unlike 0."""
-    rewards, group = torch.tensor([1.0, 0.0, 0.5, 1.0]), torch.tensor([0, 0, 1, 1])
+    rewards = torch.tensor([1.0, 0.0, 0.5, 1.0])
+    group = torch.tensor([0, 0, 1, 1])
     mask = torch.arange(5) < torch.tensor([2, 5, 1, 3])[:, None]
     options = {"rewards": rewards, "group_ids": group, "member_ids": group, "mask": mask}
     expected = torch.where(mask, group_advantages(rewards, group)[:, None], 0.0)

@@ -48,7 +48,8 @@ def test_shared_prefixes_and_micro_batches_keep_results(architecture, rows):
 
 @pytest.mark.parametrize("settings", [{"micro_batch_tokens": 1}, {"reduce_memory_peak": False}])
 def test_results_are_equal_row_by_row_and_with_all_logits_at_once(settings):
-    plain, other = tiny_bank(), tiny_bank(**settings)
+    plain = tiny_bank()
+    other = tiny_bank(**settings)
     plain.logits_rows = 7  # a tiny batch would fit into one chunk
     assert_banks_agree(other, plain, make_rows(range(3), tokens=4, prompts=PROMPTS[:2]))
 

@@ -64,7 +64,8 @@ def test_added_units_and_layers_preserve_the_function(activation, hidden, space)
     after = morph(before, old, new, generator(0, "test"))
     layers = len(hidden) - len(HIDDEN)
     for name in ("weights", "reference"):
-        one, other = outputs_of(before[name], old, space), outputs_of(after[name], new, space)
+        one = outputs_of(before[name], old, space)
+        other = outputs_of(after[name], new, space)
         if layers and activation == "tanh":
             # Each layer changes each value h in [-1, 1] by at most 2 %, so an output by at most 2 % of sum |h W|.
             bound = 0.0205 * layers * float(before[name]["output.weight"].abs().sum(0).max())
@@ -76,7 +77,8 @@ def test_added_units_and_layers_preserve_the_function(activation, hidden, space)
 
 
 def test_units_with_the_largest_outgoing_weights_are_kept():
-    old, new = NetworkConfig(hidden=(6,)), NetworkConfig(hidden=(3,))
+    old = NetworkConfig(hidden=(6,))
+    new = NetworkConfig(hidden=(3,))
     before = random_parameters(old)
     strengths = torch.tensor([0.0, 5.0, 0.1, 3.0, 0.0, 4.0])
     rows = torch.nn.functional.normalize(before["weights"]["output.weight"], dim=1)
@@ -91,11 +93,13 @@ def test_units_with_the_largest_outgoing_weights_are_kept():
 
 
 def test_moments_are_kept_and_zero_for_new_weights():
-    old, new = NetworkConfig(hidden=HIDDEN), NetworkConfig(hidden=(9, 5))
+    old = NetworkConfig(hidden=HIDDEN)
+    new = NetworkConfig(hidden=(9, 5))
     before = random_parameters(old)
     after = morph(before, old, new, generator(0, "test"))
     for name in ("exp_avg", "exp_avg_sq"):
-        one, other = before[name], after[name]
+        one = before[name]
+        other = after[name]
         assert torch.equal(other["hidden0.weight"][:, :7], one["hidden0.weight"])
         assert torch.equal(other["hidden1.weight"][:7], one["hidden1.weight"])
         assert torch.equal(other["output.weight"], one["output.weight"])
@@ -128,13 +132,12 @@ def test_other_changes_are_rejected(new):
 
 def test_mutations_cover_all_kinds_within_limits():
     limits = ArchitectureLimits(min_layers=1, max_layers=3, min_units=8, max_units=40, unit_steps=(8, 16))
-    config, kinds = NetworkConfig(hidden=(16, 16)), set()
+    config = NetworkConfig(hidden=(16, 16))
+    kinds = set()
     for number in range(300):
         changed = mutate_architecture(config, limits, generator(0, "test", number))
-        layers, units = (
-            np.sign(len(changed.hidden) - len(config.hidden)),
-            np.sign(sum(changed.hidden) - sum(config.hidden)),
-        )
+        layers = np.sign(len(changed.hidden) - len(config.hidden))
+        units = np.sign(sum(changed.hidden) - sum(config.hidden))
         kinds.add(("layer", layers) if layers else ("units", units))
         assert limits.min_layers <= len(changed.hidden) <= limits.max_layers
         assert all(8 <= units <= 40 for units in changed.hidden)
@@ -147,7 +150,8 @@ def test_mutations_cover_all_kinds_within_limits():
 
 
 def test_limits_without_possible_changes_are_rejected():
-    wide, limits = NetworkConfig(hidden=(512,)), ArchitectureLimits(max_units=256)
+    wide = NetworkConfig(hidden=(512,))
+    limits = ArchitectureLimits(max_units=256)
     assert all(len(mutate_architecture(wide, limits, generator(0, "test", seed)).hidden) == 1 for seed in range(30))
     limits = ArchitectureLimits(min_layers=1, max_layers=1, min_units=8, max_units=8, activations=("tanh",))
     with pytest.raises(ValueError, match="limits"):
@@ -170,7 +174,8 @@ def test_rebuilding_preserves_the_function_and_other_members(name):
     batch = acted_batch(case, bank, range(3))
     step = Hyperparameters(lr=1e-3)
     bank.update(batch, lambda rows, log_probs, entropies: log_probs.sum(1), dict.fromkeys(range(3), step))
-    before, states = bank.log_probs(batch), [bank.state(slot) for slot in range(3)]
+    before = bank.log_probs(batch)
+    states = [bank.state(slot) for slot in range(3)]
     bank.running_stats[1, 0] = 0.5
     first = bank.architecture(1).hidden
     bank.rebuild(1, NetworkConfig(hidden=(first[0] + 16, *first[1:])), generator(0, "test"))
@@ -188,7 +193,8 @@ def test_rebuilding_preserves_the_function_and_other_members(name):
 
 def test_train_states_contain_the_architecture():
     case = CASES["architectures"]
-    bank, again = case.bank(3), Case(actions=case.actions, masked=True).bank(3)
+    bank = case.bank(3)
+    again = Case(actions=case.actions, masked=True).bank(3)
     for slot in range(3):
         again.load_state(slot, bank.state(slot))
         assert again.architecture(slot) == bank.architecture(slot)
@@ -199,7 +205,8 @@ def test_train_states_contain_the_architecture():
 
 def test_states_with_a_wrong_architecture_are_rejected():
     bank = CASES["discrete"].bank(2)
-    state, before = bank.state(0), bank.state(0)
+    state = bank.state(0)
+    before = bank.state(0)
     state["architecture"] = (
         Case(actions=spaces.Discrete(4), network=NetworkConfig(hidden=(9,))).bank(1).state(0)["architecture"]
     )

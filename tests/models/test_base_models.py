@@ -146,7 +146,8 @@ def gguf_file(tmp_path):
     """Return a tiny Llama as a GGUF file and as a model."""
     gguf = pytest.importorskip("gguf")
     model = tiny_model("llama")
-    config, head = model.config, model.config.head_dim
+    config = model.config
+    head = model.config.head_dim
     path = tmp_path / "tiny-model.gguf"
     writer = gguf.GGUFWriter(str(path), "llama")
     sizes = {

@@ -21,8 +21,10 @@ ON_DEVICES = pytest.mark.parametrize("device", DEVICES)
 
 @ON_DEVICES
 def test_a_bfloat16_base_trains_float32_adapters(device):
-    exact, coarse = tiny_model("llama").to(device), tiny_model("llama").to(device, torch.bfloat16)
-    bank, reference = different_members(coarse, 3, std=0.05), different_members(exact, 3, std=0.05)
+    exact = tiny_model("llama").to(device)
+    coarse = tiny_model("llama").to(device, torch.bfloat16)
+    bank = different_members(coarse, 3, std=0.05)
+    reference = different_members(exact, 3, std=0.05)
     batch = sampled_batch(different_members(tiny_model("llama"), 3, std=0.05)).to(device)
     assert bank.state(0)["adapter"].dtype == torch.float32
     difference = (bank.log_probs(batch) - reference.log_probs(batch)).abs()
@@ -33,7 +35,8 @@ def test_a_bfloat16_base_trains_float32_adapters(device):
     expected = reference.update(batch, grpo_loss(batch), hyperparameters).reports
     for slot in range(3):
         assert got[slot].grad_norm == pytest.approx(expected[slot].grad_norm, rel=0.15)
-        moment, other = bank.state(slot)["exp_avg"], reference.state(slot)["exp_avg"]
+        moment = bank.state(slot)["exp_avg"]
+        other = reference.state(slot)["exp_avg"]
         assert float(torch.cosine_similarity(moment, other, dim=0)) > 0.9
 
 
@@ -48,8 +51,10 @@ def accelerators():
 @pytest.mark.parametrize("prompts", [PROMPTS, ((3, 4, 5), (6, 7, 8))], ids=["ragged", "alike"])
 def test_mixed_precision_agrees_with_full_precision(prompts, accelerators):
     """Covers the three products: equal rows, ragged rows, gradients."""
-    size, in_bfloat16 = 3, Accelerator(mixed_precision="bf16", cpu=True).autocast
-    mixed, exact = tiny_bank(size, std=0.05, autocast=in_bfloat16), tiny_bank(size, std=0.05)
+    size = 3
+    in_bfloat16 = Accelerator(mixed_precision="bf16", cpu=True).autocast
+    mixed = tiny_bank(size, std=0.05, autocast=in_bfloat16)
+    exact = tiny_bank(size, std=0.05)
     rows = make_rows([0] * size, prompts=prompts)  # each slot as member 0: equally many rows
     for work in (rows, make_rows(range(size), prompts=prompts)):
         batch = as_batch(work, mixed.sample(work))
@@ -63,7 +68,8 @@ def test_mixed_precision_agrees_with_full_precision(prompts, accelerators):
         got, expected = (bank.update(batch, loss, hyperparameters).reports for bank in (mixed, exact))
         for slot in range(size):
             assert got[slot].grad_norm == pytest.approx(expected[slot].grad_norm, rel=0.1)
-            moment, other = mixed.state(slot)["exp_avg"], exact.state(slot)["exp_avg"]
+            moment = mixed.state(slot)["exp_avg"]
+            other = exact.state(slot)["exp_avg"]
             assert float(torch.cosine_similarity(moment, other, dim=0)) > 0.98
 
 
@@ -81,7 +87,8 @@ def test_learning_matches_separate_peft_models(device):
     rows = make_rows(range(2), tokens=3, min_new_tokens=MIN_NEW_TOKENS, prompts=PROMPTS[:2])
     cpu_batch = as_batch(rows, bank.sample(rows).to(torch.device("cpu")))
     batch = cpu_batch.to(device)
-    old, scored = off_policy(cpu_batch.sampler_log_probs), bank.log_probs(batch).cpu()
+    old = off_policy(cpu_batch.sampler_log_probs)
+    scored = bank.log_probs(batch).cpu()
     reports = bank.update(batch, grpo_loss(batch, beta=0.1), HYPERPARAMETERS).reports
     for slot, oracle in enumerate(oracles):
         loss = reference_step(oracle, cpu_batch, old, slot, beta=0.1)
@@ -95,7 +102,8 @@ def test_learning_matches_separate_peft_models(device):
 @pytest.mark.gpu
 def test_resumed_run_equals_uninterrupted_run(tmp_path):
     device = "cuda"
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
     lengths = {"generations": 2, "steps_per_generation": 1}
     given = {"micro_batch_tokens": 64}
     finish(tiny_run(whole, size=2, options={"actor_network": tiny_model().to(device), **given}, **lengths))
@@ -108,6 +116,7 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path):
     assert again.run_state.step == 1
     finish(again)
     assert events_of(parts) == events_of(whole)
-    one, other = final_states(parts), final_states(whole)
+    one = final_states(parts)
+    other = final_states(whole)
     assert one.keys() == other.keys()
     assert all(torch.equal(values, other[name]) for name, values in one.items())

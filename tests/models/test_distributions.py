@@ -52,10 +52,8 @@ def test_illegal_actions_are_never_sampled(uniform):
 @pytest.mark.parametrize("uniform", [None, 0.0, 0.5, 1 - 2.0**-24])
 @pytest.mark.parametrize("value", [-2e9, -3e38, 3e38, -np.inf, np.inf, np.nan])
 def test_the_only_legal_action_is_taken_for_any_logits(value, uniform):
-    dist, legal = (
-        distribution_for(spaces.MultiDiscrete([3, 4])),
-        np.eye(7, dtype=bool)[[1]] | np.eye(7, dtype=bool)[[5]],
-    )
+    dist = distribution_for(spaces.MultiDiscrete([3, 4]))
+    legal = np.eye(7, dtype=bool)[[1]] | np.eye(7, dtype=bool)[[5]]
     uniforms = None if uniform is None else np.full((1, 2), uniform, np.float32)
     outputs = repeated([0, value, 3e38, np.nan, 1, value, np.inf], 1)
     with np.errstate(all="ignore"):
@@ -79,7 +77,8 @@ def test_bernoulli_frequencies_match_probabilities():
 def test_gaussian_samples_match_the_inverse_cdf():
     dist = distribution_for(BOX)
     actions, _ = dist.sample(repeated([0.5, 0.5, 0.5, 0.1, 0.2, 0.3]), UNIFORMS.repeat(3, 1), None, None)
-    middle, half = torch.tensor([1.0, 0.0, 1.5]).double(), torch.tensor([3.0, 1.0, 0.5]).double()
+    middle = torch.tensor([1.0, 0.0, 1.5]).double()
+    half = torch.tensor([3.0, 1.0, 0.5]).double()
     normal = laws.Normal(middle + half * 0.5, half * torch.tensor([0.1, 0.2, 0.3]).double().exp())
     expected = normal.icdf(torch.from_numpy(UNIFORMS.astype(np.float64)).expand(-1, 3))
     np.testing.assert_allclose(actions, expected.numpy(), rtol=1e-4, atol=2e-3)
@@ -93,7 +92,8 @@ def test_gaussian_samples_match_the_inverse_cdf():
 
 @pytest.mark.parametrize("space", [spaces.Discrete(4), spaces.MultiDiscrete([[2, 3]]), spaces.MultiBinary((2, 2)), BOX])
 def test_temperature_zero_takes_the_most_likely_action(space):
-    dist, rng = distribution_for(space), np.random.default_rng(0)
+    dist = distribution_for(space)
+    rng = np.random.default_rng(0)
     width = dist.outputs + sum(math.prod(shape) for shape in dist.free_parameters.values())
     outputs = rng.standard_normal((6, width)).astype(np.float32)
     drawn = [rng.random((6, dist.uniforms_per_action)).astype(np.float32) for _ in range(40)]
@@ -114,7 +114,8 @@ def test_temperature_zero_takes_the_most_likely_action(space):
 
 def test_gaussian_at_a_temperature_is_proportional_to_a_power():
     dist = distribution_for(spaces.Box(-np.inf, np.inf, (1,)))
-    outputs, points = torch.tensor([[0.3, -0.5]]), torch.linspace(-20, 20, 40_001)[:, None]
+    outputs = torch.tensor([[0.3, -0.5]])
+    points = torch.linspace(-20, 20, 40_001)[:, None]
     for temperature in (0.5, 3.0):
         temperatures = torch.full((len(points),), temperature)
         each = outputs.expand(len(points), 2)
@@ -175,7 +176,8 @@ def test_closed_forms_and_gradients_match_torch(name, size):
     divergence_of, made = CLOSED[name]
     random = torch.Generator().manual_seed(1)
     pair = [(size * torch.randn(6, 4, dtype=torch.float64, generator=random)).requires_grad_() for _ in range(2)]
-    found, expected = divergence_of(*pair), laws.kl_divergence(*map(made, pair))
+    found = divergence_of(*pair)
+    expected = laws.kl_divergence(*map(made, pair))
     torch.testing.assert_close(found, expected)
     assert float(found.detach().min()) > 0
     weights = torch.arange(6.0, dtype=torch.float64)
@@ -200,7 +202,8 @@ def test_kl_to_itself_is_exactly_zero(name):
 
 
 def test_values_excluded_in_both_have_no_effect():
-    logits, other = torch.tensor([[0.3, -1e9, 1.0]], requires_grad=True), torch.tensor([[1.0, -1e9, -0.5]])
+    logits = torch.tensor([[0.3, -1e9, 1.0]], requires_grad=True)
+    other = torch.tensor([[1.0, -1e9, -0.5]])
     value = distribution_for(spaces.Discrete(3)).kl(logits, other)
     expected = laws.kl_divergence(*(laws.Categorical(logits=each.detach()[:, [0, 2]]) for each in (logits, other)))
     torch.testing.assert_close(value.detach(), expected)

@@ -217,7 +217,8 @@ def test_user_hooks_run(change):
 
 
 def test_hooks_added_later_run():
-    bank, called = different_members(tiny_model("llama"), SIZE), []
+    bank = different_members(tiny_model("llama"), SIZE)
+    called = []
     handle = bank.base.model.model.layers[0].register_forward_hook(lambda *_: called.append(1))
     bank.sample(make_rows(range(SIZE), tokens=2))
     assert called

@@ -52,8 +52,10 @@ def test_entropy_gradients_equal_those_of_a_plain_model():
     )
     members = [PlainMember(full_members(MODEL, 2, eos_token_ids=END_IDS), slot) for slot in range(2)]
     for row in range(len(batch)):
-        member, mask = members[int(batch.member_ids[row])], batch.action_mask[row]
-        prompt, completion = batch.inputs.prompts[int(batch.inputs.prompt_ids[row])], batch.actions[row][mask].tolist()
+        member = members[int(batch.member_ids[row])]
+        mask = batch.action_mask[row]
+        prompt = batch.inputs.prompts[int(batch.inputs.prompt_ids[row])]
+        completion = batch.actions[row][mask].tolist()
         settings = {"temperature": float(batch.inputs.temperature[row])}
         entropies = member.entropies(prompt, completion, **settings)
         torch.testing.assert_close(update.entropies[row][mask], entropies.detach(), rtol=1e-4, atol=1e-4)
@@ -97,7 +99,8 @@ def test_a_checkpoint_is_a_model_of_transformers(architecture, tmp_path):
 
 def test_generation_settings_that_transformers_only_warns_about_are_exported(tmp_path):
     model = tiny_model()
-    model.generation_config.temperature, model.generation_config.do_sample = 0.6, False
+    model.generation_config.temperature = 0.6
+    model.generation_config.do_sample = False
     with pytest.raises(ValueError, match="temperature"):
         model.save_pretrained(tmp_path / "model")
     GRPO(actor_network=model, pad_token_id=PAD, full_finetuning=True).save_checkpoint(tmp_path / "agent")

@@ -54,10 +54,12 @@ def sample_turns(bank, rows, turns=3, like=None):
 
     `like` are turns of the same bank; their uniforms, which are clear of token boundaries, are used again.
     """
-    rows, found = replace(rows, keep=True), []
+    rows = replace(rows, keep=True)
+    found = []
     for turn in range(turns):
         rows = with_robust_uniforms(bank, rows) if like is None else replace(rows, uniforms=like[turn][0].uniforms)
-        rollout, replies = bank.sample(rows), example_replies(rows, turn)
+        rollout = bank.sample(rows)
+        replies = example_replies(rows, turn)
         again = bank.sample(replace(rows, kept=None, kept_rows=None))
         for name in ("actions", "present", "truncated"):
             assert torch.equal(getattr(rollout, name), getattr(again, name)), (turn, name)
@@ -160,11 +162,13 @@ def test_later_turns_match_a_plain_model(architecture, shared, system):
     """Turns that resume equal turns that run again, and both equal a plain model in scores and gradients."""
     bank = bank_with_early_ends(architecture, micro_batch_tokens=90)
     bank.base.shares_prefix = shared
-    ends, model = bank.end_ids.tolist(), bank.base.model
+    ends = bank.end_ids.tolist()
+    model = bank.base.model
     given = tuple((*system, *prompt) for prompt in PROMPTS)
     tokens = 7 if architecture == "gemma2" else 5
     found = sample_turns(bank, make_rows(range(3), tokens=tokens, min_new_tokens=MIN_TOKENS, prompts=given), turns=2)
-    rows, turns = found[0][0], [(rollout, replies) for _, rollout, replies in found]
+    rows = found[0][0]
+    turns = [(rollout, replies) for _, rollout, replies in found]
     assert turns[0][0].present.sum(1).unique().numel() > 2, "the test needs ragged completions"
     assert all((rollout.kept is not None) is shared for rollout, _ in turns)
     batch = join_turns(rows, turns)

@@ -53,11 +53,9 @@ def unusual(request):
 
 
 def test_the_model_is_restored_after_use(unusual):
-    before, weights, expected = (
-        state_of(unusual),
-        {k: v.clone() for k, v in unusual.state_dict().items()},
-        logits(unusual),
-    )
+    before = state_of(unusual)
+    weights = {k: v.clone() for k, v in unusual.state_dict().items()}
+    expected = logits(unusual)
     bank = different_members(unusual, 2)
     assert state_of(unusual) == before
     batch = sampled_batch(bank)
@@ -79,7 +77,8 @@ class ForcedError(Exception):
 def test_exceptions_restore_the_model(unusual):
     bank = different_members(unusual, 2)
     batch = sampled_batch(bank)
-    before, expected = state_of(unusual), logits(unusual)
+    before = state_of(unusual)
+    expected = logits(unusual)
     states = [bank.state(slot) for slot in range(2)]
 
     def failing(rows, log_probs, entropies):
@@ -119,7 +118,8 @@ def test_adapters_apply_only_in_passes_of_the_bank():
     """A loss function that runs the base gets its logits without adapters."""
     model = tiny_model("llama").eval()
     bank = different_members(model, 2)
-    batch, expected = sampled_batch(bank), logits(model)
+    batch = sampled_batch(bank)
+    expected = logits(model)
     seen = []
 
     def loss(rows, log_probs, entropies):
@@ -135,7 +135,8 @@ def test_dropout_of_the_base_is_off():
     model = tiny_model("gpt2").train()
     assert model.config.resid_pdrop > 0
     assert not torch.equal(model(input_ids=IDS).logits, model(input_ids=IDS).logits), "the test needs live dropout"
-    bank, still = different_members(model, 2), different_members(tiny_model("gpt2").eval(), 2)
+    bank = different_members(model, 2)
+    still = different_members(tiny_model("gpt2").eval(), 2)
     batch = sampled_batch(bank)
     assert torch.equal(batch.actions, sampled_batch(still).actions)
     assert torch.equal(bank.log_probs(batch), still.log_probs(batch))

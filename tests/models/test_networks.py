@@ -165,7 +165,9 @@ class Scaled(nn.Module):
 
     def __init__(self, change=lambda outputs, calls: outputs):
         super().__init__()
-        self.layer, self.scale, self.change = nn.Linear(3, 4), nn.Parameter(torch.tensor(2.0)), change
+        self.layer = nn.Linear(3, 4)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.change = change
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, observations):

@@ -13,8 +13,10 @@ HYPERPARAMETERS = {slot: Hyperparameters(lr=1e-2, max_grad_norm=1e6) for slot in
 
 @pytest.mark.parametrize(("most_rows", "failing_call"), [(4, None), (None, 4)])
 def test_micro_batches_are_halved_and_each_member_steps_once(most_rows, failing_call):
-    bank, roomy = tiny_bank(micro_batch_tokens=60), tiny_bank()
-    batch, sizes = sampled_batch(bank), []
+    bank = tiny_bank(micro_batch_tokens=60)
+    roomy = tiny_bank()
+    batch = sampled_batch(bank)
+    sizes = []
     loss = grpo_loss(batch)
 
     def scarce(rows, log_probs, entropies):
@@ -30,7 +32,8 @@ def test_micro_batches_are_halved_and_each_member_steps_once(most_rows, failing_
     for slot in range(3):
         assert got[slot].grad_norm == pytest.approx(expected[slot].grad_norm, rel=1e-3)
         assert got[slot].loss == pytest.approx(expected[slot].loss, rel=1e-3, abs=1e-5)
-        one, other = bank.state(slot), roomy.state(slot)
+        one = bank.state(slot)
+        other = roomy.state(slot)
         assert int(one["step"]) == 1
         assert_gradients_agree(one["exp_avg"], other["exp_avg"])
     # The smaller size is kept: the next step does not run out of memory again.
@@ -42,11 +45,14 @@ def test_micro_batches_are_halved_and_each_member_steps_once(most_rows, failing_
 
 def test_completion_beyond_memory_fails_one_member():
     """Also if it occurs twice, and runs once."""
-    bank, control = tiny_bank(micro_batch_tokens=1), tiny_bank(micro_batch_tokens=1)
+    bank = tiny_bank(micro_batch_tokens=1)
+    control = tiny_bank(micro_batch_tokens=1)
     batch = sampled_batch(bank, tokens=3, prompts=PROMPTS[:2])
-    count, giant = len(batch), int((batch.member_ids == 1).nonzero()[2])
+    count = len(batch)
+    giant = int((batch.member_ids == 1).nonzero()[2])
     batch = batch.select(torch.arange(count).repeat(2))
-    loss, before = grpo_loss(batch), bank.state(1)
+    loss = grpo_loss(batch)
+    before = bank.state(1)
 
     def never(rows, log_probs, entropies):
         if giant in (rows % count).tolist():
@@ -78,7 +84,8 @@ def test_other_errors_propagate():
 
 def test_scoring_uses_smaller_parts():
     bank = tiny_bank(micro_batch_tokens=64)
-    batch, head = sampled_batch(bank), bank.base.head
+    batch = sampled_batch(bank)
+    head = bank.base.head
     expected = bank.log_probs(batch)
 
     def small(hidden):

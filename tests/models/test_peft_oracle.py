@@ -35,7 +35,9 @@ LORA_CONFIGS = {
     ],
 )
 def test_exported_member_matches_peft(architecture, name, tmp_path):
-    model, lora_config, folder = tiny_model(architecture), LORA_CONFIGS[name], tmp_path
+    model = tiny_model(architecture)
+    lora_config = LORA_CONFIGS[name]
+    folder = tmp_path
     bank = different_members(model, 2, lora_config=lora_config)
     tensors, config = bank.peft_files(1)
     save_file(tensors, folder / "adapter_model.safetensors")
@@ -64,7 +66,9 @@ def reference_step(member, batch, old, slot, beta):
     """Return the oracle's loss of one member's rows, ready for backward."""
     rows = (batch.member_ids == slot).nonzero()[:, 0].tolist()
     advantages = outcome(batch.rewards[rows].tolist(), batch.group_ids[rows].tolist(), 1e-4)
-    new, behaviour, divergence = [], [], 0.0
+    new = []
+    behaviour = []
+    divergence = 0.0
     for row in rows:
         mask = batch.action_mask[row]
         prompt = batch.inputs.prompts[int(batch.inputs.prompt_ids[row])]

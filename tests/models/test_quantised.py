@@ -59,7 +59,8 @@ def base(kind: Any, stored: Path) -> PreTrainedModel:
 
 def test_population_equals_separate_agents(base: PreTrainedModel) -> None:
     """Members on a quantised base; fast_llama is not used."""
-    before, bank = fingerprint(base), tiny_population(1, actor_network=base).members.bank
+    before = fingerprint(base)
+    bank = tiny_population(1, actor_network=base).members.bank
     with bank.base.working():
         assert not bank.base.uses_fast_llama
     compare_learning_steps(base, base)
@@ -68,12 +69,14 @@ def test_population_equals_separate_agents(base: PreTrainedModel) -> None:
 
 def test_fingerprint_matches_the_plain_base(kind: Any, base: PreTrainedModel, stored: Path) -> None:
     """Equal fingerprint, similar logits, estimated size."""
-    plain, ids = tiny_model(), torch.arange(3, 12)[None]
+    plain = tiny_model()
+    ids = torch.arange(3, 12)[None]
     assert is_quantised(base)
     assert not is_quantised(plain)
     assert fingerprint(base) == fingerprint(plain)
     with torch.no_grad():
-        expected, got = plain.eval()(input_ids=ids).logits, base(input_ids=ids).logits
+        expected = plain.eval()(input_ids=ids).logits
+        got = base(input_ids=ids).logits
     off = float((got - expected).norm() / expected.norm())
     assert 1e-4 < off < 0.5
     estimate = quantised_bytes(load_outline(stored).model, kind, 4)

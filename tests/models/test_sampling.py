@@ -72,7 +72,9 @@ def token_probabilities(member, tokens, options, temperature):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_token_frequencies_match_transformers(name):
     """On a grid of uniforms, each token's frequency equals its probability: of the first token and of the next."""
-    options, bank, count = OPTIONS[name], tiny_bank(2), 400
+    options = OPTIONS[name]
+    bank = tiny_bank(2)
+    count = 400
     grid = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     for slot, temperature, first in ((0, 1.0, None), (1, 0.6, 0.3)):
         member = PeftMember(bank.base.model, lora(), bank.peft_files(slot)[0], [EOS])
@@ -119,7 +121,8 @@ def test_greedy_decoding_equals_transformers_generate(architecture, min_new_toke
 
 def test_greedy_and_sampled_rows_of_one_batch_do_not_affect_each_other():
     bank = tiny_bank()
-    greedy, sampled = make_rows(range(3), greedy=True), with_robust_uniforms(bank, make_rows(range(3)))
+    greedy = make_rows(range(3), greedy=True)
+    sampled = with_robust_uniforms(bank, make_rows(range(3)))
     cold = torch.arange(len(sampled.prompt_ids)) % 2 == 0
     mixed = bank.sample(replace(sampled, temperature=torch.where(cold, 0.0, sampled.temperature)))
     assert torch.equal(mixed.actions[cold], bank.sample(greedy).actions[cold])
@@ -160,7 +163,8 @@ def test_results_do_not_depend_on_order_or_waves(architecture, shared, device, m
     bank = different_members(tiny_model(architecture).to(device), 3)
     bank.base.shares_prefix = shared
     rows = make_rows(range(3), tokens=6)
-    expected, all_rows = bank.sample(rows).to(torch.device("cpu")), torch.arange(len(rows))
+    expected = bank.sample(rows).to(torch.device("cpu"))
+    all_rows = torch.arange(len(rows))
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
     parts = ((sampling.CACHED_TOKENS, all_rows[::3]), (1, order[:6]), (11 * 10, order))  # one wave, or several
     for cached_tokens, selected in parts:
@@ -184,7 +188,8 @@ def test_check_interval_does_not_change_completions(monkeypatch):
 
 
 def test_options_apply_alike_to_single_rows_and_further_turns():
-    bank, options = tiny_bank(), OPTIONS["all"]
+    bank = tiny_bank()
+    options = OPTIONS["all"]
     rows = with_robust_uniforms(bank, replace(make_rows(range(3), tokens=8), options=options))
     together = bank.sample(replace(rows, keep=True))
     for row in (0, 7, 20):
@@ -205,7 +210,8 @@ def test_options_apply_alike_to_single_rows_and_further_turns():
 
 def sample_with_reports(bank, rows):
     """Return a rollout and its reports: row, tokens and progress."""
-    reports, parts = [], [0.0]
+    reports = []
+    parts = [0.0]
 
     def on_finished(numbers, completions):
         reports.extend((*each, parts[-1]) for each in zip(numbers, completions, strict=True))
@@ -239,7 +245,9 @@ def test_reported_rows_survive_out_of_memory(moment, most, monkeypatch):
     monkeypatch.setattr(decode, "MAX_DISTINCT_SHARE", most)
     bank = bank_with_early_ends()
     rows = make_rows(range(3), tokens=12)
-    expected, head, calls = bank.sample(rows), bank.base.head, []
+    expected = bank.sample(rows)
+    head = bank.base.head
+    calls = []
 
     def once(hidden):
         calls.append(len(hidden))

@@ -28,7 +28,8 @@ def repeated(bank):
     batch = as_batch(rows, bank.sample(rows))
     batch = batch.select(torch.randperm(9 * len(rows), generator=torch.Generator().manual_seed(0)) % len(rows))
     kind = torch.arange(len(batch)) % 4
-    mask, chosen = batch.action_mask.clone(), batch.present.clone()
+    mask = batch.action_mask.clone()
+    chosen = batch.present.clone()
     mask[kind <= 1, 1] = False
     chosen[(kind == 0) & (batch.actions[:, 2] != EOS), 1] = False  # a reply, so the next token begins a turn
     temperature = batch.inputs.temperature * torch.where(kind == 2, 1.0 + torch.finfo(torch.float32).eps, 1.0)
@@ -41,7 +42,8 @@ def row_counts(monkeypatch):
     """Return a function that records the number of rows a bank runs."""
 
     def watch(bank):
-        sizes, hidden = [], bank.base.hidden
+        sizes = []
+        hidden = bank.base.hidden
 
         def watched(prompts, slots, rows, *others):
             sizes.append(len(rows))
@@ -65,7 +67,8 @@ def distinct(batch, *, of_base=False):
 def test_shared_rows_match_running_every_row(architecture, entropy_gradient, row_counts, monkeypatch):
     bank = tiny_bank(SIZE, architecture, micro_batch_tokens=70)
     batch = repeated(bank)
-    loss, sizes = grpo_loss(batch), row_counts(bank)
+    loss = grpo_loss(batch)
+    sizes = row_counts(bank)
 
     def loss_with_entropies(rows, log_probs, entropies):
         return loss(rows, log_probs, entropies) - 0.1 * entropies.sum(1)
@@ -163,7 +166,8 @@ def test_rows_run_separately_when_few_prefixes_are_equal(monkeypatch):
     "options", [SamplingOptions(), SamplingOptions(top_k=5, top_p=0.7, min_p=0.05, repetition_penalty=1.3)]
 )
 def test_shared_prefixes_match_with_all_options_and_different_temperatures(options, monkeypatch):
-    bank, rows = tiny_bank(SIZE), alike(tokens=8, min_new_tokens=8)
+    bank = tiny_bank(SIZE)
+    rows = alike(tokens=8, min_new_tokens=8)
     temperature = rows.temperature + 0.1 * (torch.arange(len(rows)) % 2)
     rows = with_robust_uniforms(bank, replace(rows, options=options, temperature=temperature))
     got = bank.sample(rows)
@@ -206,7 +210,8 @@ LENGTHS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 12)), min_size=0,
 @given(LENGTHS, st.lists(st.integers(1, 9), min_size=5, max_size=5), st.integers(1, 120))
 def test_micro_batches_respect_the_budget(rows, widths, budget):
     rows = sorted(rows, key=lambda row: row[0])
-    prefixes, lengths = [prefix for prefix, _ in rows], [length for _, length in rows]
+    prefixes = [prefix for prefix, _ in rows]
+    lengths = [length for _, length in rows]
     own_widths = [widths[prefix] for prefix in prefixes]
     parts = micro_batches(range(len(rows)), prefixes, own_widths, lengths, budget)
     assert [row for part in parts for row in part] == list(range(len(rows)))

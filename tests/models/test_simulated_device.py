@@ -22,7 +22,8 @@ def run_on_simulated_device(*arguments):
     from tests import simulated_device
 
     simulated_device.pytest_configure()
-    there, here = torch.ones(2, device=simulated_device.NAME), torch.ones(2)
+    there = torch.ones(2, device=simulated_device.NAME)
+    here = torch.ones(2)
     package = {"__name__": "evogrpo.somewhere", "torch": torch, "there": there, "here": here}
     for mixed in (
         "there + here",

@@ -66,7 +66,8 @@ def test_rows_act_independently_of_other_members(name, member_ids):
 
 
 def test_a_dict_or_tuple_of_one_box_acts_as_the_box():
-    ids, seen = np.zeros(5, np.int64), np.random.default_rng(0).standard_normal((5, *VECTOR.shape), np.float32)
+    ids = np.zeros(5, np.int64)
+    seen = np.random.default_rng(0).standard_normal((5, *VECTOR.shape), np.float32)
     plain = StackedBank(VECTOR, spaces.Discrete(3), size=1).act(seen, ids, uniforms=None)
     for space, same in ((spaces.Dict({"a": VECTOR}), {"a": seen}), (spaces.Tuple([VECTOR]), (seen,))):
         acted = StackedBank(space, spaces.Discrete(3), size=1).act(same, ids, uniforms=None)
@@ -99,7 +100,8 @@ def test_acting_uses_current_weights():
 @pytest.mark.parametrize("name", CASES)
 def test_devices_agree(name, device):
     case = CASES[name]
-    cpu, moved = case.bank(3), case.bank(3, device=device)
+    cpu = case.bank(3)
+    moved = case.bank(3, device=device)
     batch = acted_batch(case, cpu, range(3))
     for one, other in (
         (cpu.log_probs(batch), moved.log_probs(batch)),

@@ -12,7 +12,9 @@ from tests.policy_banks import assert_gradients_agree, assert_weights_agree
 from tests.tiny_networks import CASES, Case, acted_batch
 
 SIZE = 4
-LRS, MAX_NORMS, EPOCHS = (1e-2, 3e-3, 2e-2, 5e-3), (0.5, 1e6, 0.02, 1e6), (3, 1, 4, 2)
+LRS = (1e-2, 3e-3, 2e-2, 5e-3)
+MAX_NORMS = (0.5, 1e6, 0.02, 1e6)
+EPOCHS = (3, 1, 4, 2)
 DIFFERENT = (NetworkConfig(hidden=(8, 6), activation="relu"), NetworkConfig(hidden=(7,)), NetworkConfig(hidden=(8, 6)))
 SPACES = {
     "discrete": spaces.Discrete(4),
@@ -34,14 +36,16 @@ def test_learning_matches_separate_torch_optimizers(space, architectures):
     case = Case(actions=space, architectures=architectures)
     settings = Optimizer(weight_decay=0.05, betas=(0.8, 0.95), eps=1e-6, warmup_steps=2)
     bank = case.bank(SIZE, optimizer=settings)
-    clips, coefs = torch.tensor([0.2, 0.1, 0.3, 0.2]), torch.tensor([0.01, 0.0, 0.1, 0.02])
+    clips = torch.tensor([0.2, 0.1, 0.3, 0.2])
+    coefs = torch.tensor([0.01, 0.0, 0.1, 0.02])
     hyperparameters = [Hyperparameters(lr=lr, max_grad_norm=norm) for lr, norm in zip(LRS, MAX_NORMS, strict=True)]
     oracles = [TorchMember(bank, slot, 3, space) for slot in range(SIZE)]
     optimizers = [
         torch.optim.AdamW(member.ordered(), lr=1.0, betas=settings.betas, eps=settings.eps, weight_decay=0.05)
         for member in oracles
     ]
-    steps, clipped = [0] * SIZE, set()
+    steps = [0] * SIZE
+    clipped = set()
     for seed in range(2):
         batch = acted_batch(case, bank, range(SIZE), seed=seed, groups=(2, 3, 7))
         old = batch.sampler_log_probs + 0.3 * torch.sin(5.0 * batch.sampler_log_probs)
@@ -142,15 +146,18 @@ def test_any_split_into_passes_gives_the_same_gradient(name):
     torch.testing.assert_close(split.log_probs(batch), undivided.log_probs(batch), rtol=1e-4, atol=1e-3)
     for slot in range(3):
         assert reports[0][slot].grad_norm == pytest.approx(reports[1][slot].grad_norm, rel=1e-3)
-        one, other = undivided.state(slot)["exp_avg"], split.state(slot)["exp_avg"]
+        one = undivided.state(slot)["exp_avg"]
+        other = split.state(slot)["exp_avg"]
         assert_gradients_agree(one, other)
 
 
 def test_out_of_memory_halves_the_pass(monkeypatch):
     case = CASES["architectures"]
-    bank, control = case.bank(3), case.bank(3)
+    bank = case.bank(3)
+    control = case.bank(3)
     batch = acted_batch(case, bank, range(3))
-    plain, sizes = train_states.Stack.vjp, []
+    plain = train_states.Stack.vjp
+    sizes = []
 
     def cramped(stack, rows, observations):
         sizes.append(observations.shape[0] * observations.shape[1])
@@ -186,6 +193,7 @@ def test_flattened_actions_have_equal_log_probs_and_costs():
 
 def test_default_reference_is_the_initial_policy():
     case = CASES["architectures"]
-    bank, fresh = case.bank(3), Case(actions=case.actions, masked=True).bank(3, std=0.0)
+    bank = case.bank(3)
+    fresh = Case(actions=case.actions, masked=True).bank(3, std=0.0)
     batch = acted_batch(case, bank, range(3))
     torch.testing.assert_close(bank.reference_log_probs(batch), fresh.log_probs(batch), rtol=1e-5, atol=1e-5)

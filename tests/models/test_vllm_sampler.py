@@ -67,7 +67,8 @@ class TestVLLMSampler(SamplerTestCase):
 
     @pytest.fixture(autouse=True)
     def _serve(self, pair, tmp_path):
-        self.servers, self.folder = pair, tmp_path
+        self.servers = pair
+        self.folder = tmp_path
 
     def make_sampler(self, bank):
         return connected(bank, self.folder, *self.servers)
@@ -408,7 +409,8 @@ def test_an_adapter_that_was_not_loaded_is_loaded_by_the_next_sync(server, bank,
 
 def test_a_stop_ends_requests_at_once(server, bank, tmp_path):
     sampler = connected(bank, tmp_path, server)
-    server.delay, stop = 60.0, Stop()
+    server.delay = 60.0
+    stop = Stop()
     threading.Timer(0.1, stop.request, ["test"]).start()
     began = time.monotonic()
     rows = replace(make_rows(range(SIZE)), stop=stop)
@@ -423,7 +425,8 @@ def test_a_stop_ends_requests_at_once(server, bank, tmp_path):
 def test_members_of_a_population_learn_and_stay_marked_until_they_are_loaded(tmp_path):
     objective = Objective(importance_correction="token_truncate")
     population = tiny_population(2, objective=objective, lr=3e-3)
-    env, changed = tiny_env(), population.members.banks.changed
+    env = tiny_env()
+    changed = population.members.banks.changed
     with serving(model=tiny_model()) as server:
         population.sample_with(VLLMSampler(server.url, tmp_path))
         for step in range(2):
@@ -474,7 +477,9 @@ class TestVLLMSamplerWithVLLM(SamplerTestCase):
 
     @pytest.fixture(autouse=True)
     def _serve(self, smollm2, vllm, tmp_path):
-        self.model, self.server, self.folder = smollm2, vllm, tmp_path
+        self.model = smollm2
+        self.server = vllm
+        self.folder = tmp_path
 
     def make_bank(self):
         # For `min_tokens`, vLLM rules out the model's own end of sequence too.

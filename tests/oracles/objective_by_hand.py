@@ -32,7 +32,8 @@ class Row:
 def rows_of(batch: Batch) -> list[Row]:
     """Split a batch of one member into rows."""
     prompts = [batch.inputs.prompts[number] for number in batch.inputs.prompt_ids.tolist()]
-    present, counted = batch.present, batch.action_mask
+    present = batch.present
+    counted = batch.action_mask
     return [
         Row(prompts[row], batch.actions[row][present[row]].tolist(), counted[row][present[row]].tolist())
         for row in range(len(batch))
@@ -58,7 +59,9 @@ def advantages_of(
     batch: Batch, objective: Objective, h: Hyperparameters, penalties: Sequence[Sequence[float]] | None = None
 ) -> list[list[float]]:
     """Return the advantage of every counted action, in the order that `Objective` documents, without whitening."""
-    kind, eps, members = objective.advantage, objective.advantage_eps, [0] * len(batch)
+    kind = objective.advantage
+    eps = objective.advantage_eps
+    members = [0] * len(batch)
     groups = batch.group_ids.tolist()
     lengths = batch.action_mask.sum(1).tolist()
     if kind in STEP_ADVANTAGES:
@@ -105,7 +108,10 @@ class ByHand:
         eps: float = 1e-5,
         max_completion_length: int = 6,
     ) -> None:
-        self.member, self.rows, self.h, self.objective = member, rows_of(batch), h, objective
+        self.member = member
+        self.rows = rows_of(batch)
+        self.h = h
+        self.objective = objective
         self.max_completion_length = max_completion_length
         self.optimizer = torch.optim.AdamW(member.parameters.values(), lr=h.lr, eps=eps, weight_decay=0.0)
         with torch.no_grad():
@@ -130,7 +136,8 @@ class ByHand:
 
     def loss(self, chosen: Sequence[int], old: Sequence[Tensor] | None = None) -> Tensor:
         """Return the loss of an optimizer step on these rows, in float64."""
-        objective, h = self.objective, self.h
+        objective = self.objective
+        h = self.h
         mode = objective.aggregation or LOSS_TYPES[objective.loss_type].aggregation
         rows = [self.rows[number] for number in chosen]
         new = [self.log_probs(row).double() for row in rows]
@@ -177,7 +184,8 @@ class ByHand:
 
     def learn(self, plan: Sequence[Tensor]) -> list[float]:
         """Take one optimizer step for each entry of the plan; return the losses and keep the gradients' `norms`."""
-        losses, self.norms = [], list[float]()
+        losses = []
+        self.norms = list[float]()
         for chosen in plan:
             self.optimizer.zero_grad()
             loss = self.loss(chosen.tolist())

@@ -56,7 +56,8 @@ class TorchMember(nn.Module):
         self, observations: Tensor, actions: Tensor, temperature: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return both `[n, t]` for observations `[n, t, f]`, by torch.distributions."""
-        outputs, scale = self.layers(observations), temperature[:, None, None]
+        outputs = self.layers(observations)
+        scale = temperature[:, None, None]
         match self.space:
             case spaces.Box():
                 low, high = (torch.from_numpy(bound.copy()) for bound in (self.space.low, self.space.high))
@@ -69,9 +70,11 @@ class TorchMember(nn.Module):
                 dist = distributions.Bernoulli(logits=outputs / scale)
                 return dist.log_prob(actions.float()).sum(2), dist.entropy().sum(2)
             case spaces.Discrete():
-                parts, chosen = [outputs], [actions]
+                parts = [outputs]
+                chosen = [actions]
             case _:
-                parts, chosen = outputs.split(self.space.nvec.tolist(), dim=2), actions.unbind(2)
+                parts = outputs.split(self.space.nvec.tolist(), dim=2)
+                chosen = actions.unbind(2)
         laws = [distributions.Categorical(logits=part / scale) for part in parts]
         log_probs = sum(dist.log_prob(action) for dist, action in zip(laws, chosen, strict=True))
         return log_probs, sum(dist.entropy() for dist in laws)

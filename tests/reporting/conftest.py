@@ -39,7 +39,8 @@ def write_fake_run(
     begin = {"event": "run", "seed": seed, "evolvable": {name: EVOLVABLE[name] for name in evolve}, "task": task}
     begin |= {"model": "smollm2-135m", "samples_per_step": 64, "fitness": {"by": by}}
     events = [begin, baseline(0.05)]
-    best_ever, highest = None, 0.0
+    best_ever = None
+    highest = 0.0
     for number in range(1, generations + 1):
         results = []
         for each in members:
@@ -48,15 +49,19 @@ def write_fake_run(
             fitness = None if failed else level + 0.3 * rng.random()
             results.append(member(**each, fitness=fitness, failed="loss became NaN in step 12" if failed else None))
         ranked = sorted(results, key=lambda each: -1.0 if each["fitness"] is None else each["fitness"])
-        best, worst = ranked[-1], ranked[0]
+        best = ranked[-1]
+        worst = ranked[0]
         if best["fitness"] is not None and best["fitness"] > highest:
-            best_ever, highest = [best["index"], number], best["fitness"]
+            best_ever = [best["index"], number]
+            highest = best["fitness"]
         shown = {"examples": [EXAMPLE | example for example in examples], "best_ever": best_ever}
         events += [step(5 * number, generation=number, seconds=40.0)]
         events += [generation(number, *results, best=best["index"], step=5 * number, seconds=97.3 * number, **shown)]
         members = [each | {"reason": "kept: within noise"} for each in members]
         if number < generations and size > 1:
-            parent, slot, changes = members[best["slot"]], worst["slot"], {}
+            parent = members[best["slot"]]
+            slot = worst["slot"]
+            changes = {}
             if evolve:
                 name = str(rng.choice(evolve))
                 changes[name] = [old := parent["hyperparameters"][name], draw(name, rng, but=old)]

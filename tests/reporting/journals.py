@@ -69,7 +69,8 @@ def step(number, *members, generation=1, seconds=1.0, **others):
 def written(folder, *events):
     """Write a journal; a `resumed` event has the number of events to keep as its offset."""
     folder.mkdir(exist_ok=True)
-    lines, offsets = [], [0]
+    lines = []
+    offsets = [0]
     for event in events:
         version = {} if lines else {"journal_version": VERSION}
         offset = {"offset": offsets[event["offset"]]} if event["event"] == "resumed" else {}

@@ -18,7 +18,8 @@ def run_dir(stored_network_run):
 
 
 def test_frames_hold_the_journal(run_dir):
-    run, events = read_run(run_dir), read_journal(run_dir / "journal.jsonl")
+    run = read_run(run_dir)
+    events = read_journal(run_dir / "journal.jsonl")
     reported = [(event["generation"], each) for event in latest_generations(events) for each in event["members"]]
     rows = run.members.to_dict("records")
     assert [(row["generation"], row["member"], row["fitness"], row["lr"]) for row in rows] == [

@@ -28,8 +28,13 @@ class Page(HTMLParser):
 
     def __init__(self, content):
         super().__init__()
-        self.open, self.tags, self.attributes, self.pieces, self.blocks = [], [], [], [], []
-        self.scripts, self.styles = [], []
+        self.open = []
+        self.tags = []
+        self.attributes = []
+        self.pieces = []
+        self.blocks = []
+        self.scripts = []
+        self.styles = []
         self.feed(content)
         self.close()
         assert self.open == []
@@ -172,7 +177,8 @@ def test_the_page_shows_the_run(tmp_path, fake_run):
 def test_births_in_an_earlier_run_are_not_dated_in_this_run():
     """A population that has evolved before begins with children of generations of the earlier run."""
     begin = {"event": "run", "evolvable": {}}
-    old, child = journals.member(0, 6, parent=4, born=3), journals.member(0, 7, parent=6, born=1)
+    old = journals.member(0, 6, parent=4, born=3)
+    child = journals.member(0, 7, parent=6, born=1)
     events = [begin, journals.generation(1, old, best=6), journals.generation(2, child, best=7)]
     page = Page(html_page(summarise(events)))
     assert {"1 to 1", "2 to 2"} <= set(page.pieces)

@@ -24,8 +24,12 @@ def read(events):
 def random_family(seed, generations, size):
     """Return events of a run in which a random half of the members is replaced by children of random ones."""
     rng = np.random.default_rng(seed)
-    alive, parents, events, fresh = list(range(size)), dict.fromkeys(range(size)), [RUN], size
-    highest, best_ever = -math.inf, None
+    alive = list(range(size))
+    parents = dict.fromkeys(range(size))
+    events = [RUN]
+    fresh = size
+    highest = -math.inf
+    best_ever = None
     for number in range(1, generations + 1):
         scores = rng.standard_normal(size).tolist()
         rows = [member(slot, index, parents[index], scores[slot], born=number - 1) for slot, index in enumerate(alive)]
@@ -93,7 +97,8 @@ def run_with_test(folder, scores, *, data, measure="greedy", run=None, more=()):
 ENV = {"train starts": "100", "validation starts": "8", "test starts": "6", "seed": "0", "environment": "CartPole"}
 ASKED = {"train questions": "a", "validation questions": "b", "test questions": "c", "prompts": "p", "seed": "0",
          "reward score": "weight 1, code x"}  # fmt: skip
-ONE, OTHER = (1.0, 2.0, 4.0, 8.0, 16.0, 31.0), (2.0, 3.5, 5.0, 9.0, 17.5, 32.0)
+ONE = (1.0, 2.0, 4.0, 8.0, 16.0, 31.0)
+OTHER = (2.0, 3.5, 5.0, 9.0, 17.5, 32.0)
 
 
 def difference(tmp_path, reference, **others):

@@ -21,6 +21,7 @@ def test_generations_baseline_and_test_round_trip(any_stored_run):
     (event,) = any_stored_run.events("test")
     assert TestReport.from_json(event) == any_stored_run.reports[-1]
     (event,) = any_stored_run.events("baseline")
-    baseline, measured = BaselineReport.from_json(event), any_stored_run.trainer.run_state.baseline
+    baseline = BaselineReport.from_json(event)
+    measured = any_stored_run.trainer.run_state.baseline
     assert (baseline.fitness.mean, baseline.fitness.standard_error) == (measured.mean, measured.standard_error)
     assert baseline.questions == len(measured.scores)

@@ -84,7 +84,9 @@ class Fresh(Mapping[str, Tensor]):
     """Makes tensors of one megabyte when they are asked for, and notes how many bytes of tensors are alive then."""
 
     def __init__(self, length):
-        self.asked, self.alive, self._length = [], [], length
+        self.asked = []
+        self.alive = []
+        self._length = length
 
     def __getitem__(self, name):
         self.asked.append(name)
@@ -194,7 +196,8 @@ def test_leftovers_that_cannot_be_removed_yet_do_not_hinder_a_write(folder, monk
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_and_no_litter(folder, monkeypatch):
-    real, calls = os.fsync, []
+    real = os.fsync
+    calls = []
 
     def no_space(descriptor):
         calls.append(descriptor)

@@ -105,7 +105,8 @@ def die_before_every_operation(path):
 
     Each tensor has a file of its own, and the versions differ in the number of tensors.
     """
-    folder, outcomes = Path(path), []
+    folder = Path(path)
+    outcomes = []
 
     def write_version(version):
         tensors = {str(number): torch.full((8,), float(version)) for number in range(2 * version - 1)}
@@ -153,7 +154,9 @@ def test_a_kill_before_any_file_operation_of_a_replace_leaves_the_old_or_the_new
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks up what was synced in /proc")
 def test_everything_is_on_disk_before_the_rename_and_the_rename_before_the_return(tmp_path, monkeypatch):
-    real_fsync, real_rename, log = os.fsync, Path.rename, []
+    real_fsync = os.fsync
+    real_rename = Path.rename
+    log = []
 
     def fsync(descriptor):
         log.append(("sync", Path(f"/proc/self/fd/{descriptor}").readlink().name))

@@ -283,7 +283,8 @@ def test_later_events_complete_a_generation():
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "pipe", "folder"])
 def test_links_pipes_and_folders_are_no_journal(tmp_path, kind):
-    path, elsewhere = tmp_path / "journal.jsonl", tmp_path / "elsewhere"
+    path = tmp_path / "journal.jsonl"
+    elsewhere = tmp_path / "elsewhere"
     if kind == "link":
         elsewhere.write_text(f'{{"event": "run", "journal_version": {VERSION}}}\n')
     if kind in ("link", "dangling"):

@@ -88,7 +88,8 @@ def test_without_functions_that_windows_lacks_the_owner_is_written(tmp_path, mon
     monkeypatch.setattr("evogrpo.storage.lock.fcntl", None)
     for name in ("pread", "pwrite"):
         monkeypatch.delattr(os, name)
-    first, second = DirectoryLock(tmp_path), DirectoryLock(tmp_path)
+    first = DirectoryLock(tmp_path)
+    second = DirectoryLock(tmp_path)
     assert first.lost
     second.check()
     assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()

@@ -11,7 +11,8 @@ class TestBandit(StrategyTestCase):
         return Bandit(seed=3)
 
     def test_state_holds_the_fitness_of_members(self):
-        strategy, population = self.make_strategy(), SimulatedPopulation(4, failures=0.3, spread=3.0)
+        strategy = self.make_strategy()
+        population = SimulatedPopulation(4, failures=0.3, spread=3.0)
         histories = [history for history, _ in self.follow(strategy, population)]
         earned = [record.fitness for each in histories[-1].generations for record in each.slots]
         assert [mean for _, mean in strategy.observed] == [fitness.mean for fitness in earned if fitness is not None]

@@ -19,7 +19,8 @@ class Bandit:
     mutates = True
 
     def __init__(self, *, width: float = 0.2, seed: int = 0) -> None:
-        self.width, self.seed = width, seed
+        self.width = width
+        self.seed = seed
         self.observed: list[tuple[float, float]] = []
         self.failures = 0
         self.generator = np.random.default_rng(seed)
@@ -30,7 +31,8 @@ class Bandit:
         best = last.member(ranked[0]).hyperparameters
         self.observed += [(last.member(s).hyperparameters.lr, last.fitness[s].mean) for s in sorted(ranked)]
         self.failures += len(last.failed)
-        replaced, choices = {*last.failed, *ranked[1:][-1:]}, []
+        replaced = {*last.failed, *ranked[1:][-1:]}
+        choices = []
         for slot in range(history.capacity):
             if slot in replaced:
                 center = max(self.observed, key=lambda pair: pair[1])[0]
@@ -72,7 +74,8 @@ class Halving(Stateless):
     mutates = True
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
-        last, first = history.last, history.generations[0]
+        last = history.last
+        first = history.generations[0]
         ranked = last.ranked  # the best first
         elite = ranked[0]
         if len(ranked) > self.survivors:
@@ -86,7 +89,8 @@ class Halving(Stateless):
             return Plan.from_choices(history, choices, samples_per_step=2 * last.samples_per_step)
         space = history.space.for_samples_per_step(first.samples_per_step)
         new = proposals(Mutation(), history, last.member(elite), space)
-        choices, founded = [], False
+        choices = []
+        founded = False
         for slot in range(history.capacity):
             if slot in ranked:
                 choices.append(Choice(parent=slot, reason="kept: survived the round"))

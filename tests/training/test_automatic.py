@@ -24,7 +24,8 @@ BOTH = pytest.mark.parametrize("values", [QUESTIONS, PLAY], ids=["questions", "p
 
 
 def founders_of(config, size):
-    rng, samples = np.random.default_rng(0), config.schedule.samples_per_step
+    rng = np.random.default_rng(0)
+    samples = config.schedule.samples_per_step
     return spread_founders(config.hyperparameters, config.search_space, size, rng, samples)
 
 

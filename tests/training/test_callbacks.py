@@ -33,7 +33,9 @@ class Recorder(Callback):
 
 
 def test_hooks_are_called_in_order_also_of_a_resumed_run(tmp_path):
-    first, again, env = Recorder(), Recorder(), cart_pole()
+    first = Recorder()
+    again = Recorder()
+    env = cart_pole()
     schedule = {**QUICK, "generations": 1, "strategy": "fixed", "run_dir": tmp_path / "run"}
     list(evolve(step_population(2), env, callbacks=[first], **schedule))
     assert first.calls == ["start", "step 0", "step 1", "generation 1", "test", "end True"]

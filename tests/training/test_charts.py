@@ -78,7 +78,8 @@ def test_a_resumed_run_continues_the_curves_of_the_journal(run):
 
 @pytest.mark.parametrize("reports_before", [2, 4])
 def test_steps_after_the_checkpoint_of_a_killed_run_are_replaced(tmp_path, reports_before):
-    env, population = cart_pole(), step_population(2, cart_pole(), hp_config=EVOLVING)
+    env = cart_pole()
+    population = step_population(2, cart_pole(), hp_config=EVOLVING)
     folder = tmp_path / "run"
     schedule = Schedule(**QUICK)
     killed = Trainer(population, env, schedule=schedule, strategy=Tournament(), run_dir=RunDir(folder))

@@ -90,7 +90,8 @@ def test_invalid_overrides_are_refused(text, message):
 
 
 def test_paths_are_relative_to_their_source(tmp_path, monkeypatch):
-    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    project = tmp_path / "project"
+    elsewhere = tmp_path / "elsewhere"
     (project / "base").mkdir(parents=True)
     elsewhere.mkdir()
     files = {"train": "a.jsonl", "test": "../b.csv"}

@@ -170,7 +170,8 @@ def test_the_star_marks_the_best_member():
 @pytest.mark.parametrize(("fitness", "head"), [("validation", "fitness ± SE"), ("rollouts", "training ± SE")])
 def test_new_members_are_those_born_in_this_run(fitness, head):
     """The second run of a population begins with members that were born in the first one."""
-    population, env = step_population(3, hp_config=STEP_SPACE), cart_pole()
+    population = step_population(3, hp_config=STEP_SPACE)
+    env = cart_pole()
     finish(start_run(population, env, None, **SHORT))
     console = Console(file=io.StringIO(), width=160)
     run = start_run(population, env, None, fitness=fitness, **SHORT | {"samples_per_step": 16})

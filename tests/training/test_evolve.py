@@ -106,7 +106,8 @@ def test_costs_are_recorded_and_equal_for_equal_group_sizes():
 
 
 def test_a_finished_run_has_a_result(stored_language_run):
-    run, result = stored_language_run.trainer, stored_language_run.trainer.result
+    run = stored_language_run.trainer
+    result = stored_language_run.trainer.result
     assert (result.complete, result.generations, result.steps) == (True, 3, 6)
     assert result.reason == "3 generations"
     assert result.run_dir == stored_language_run.folder
@@ -180,7 +181,8 @@ def test_the_elite_is_unchanged_and_children_copy_their_parents():
     for report in run.reports():
         if not isinstance(report, GenerationReport) or report.plan is None:
             continue
-        plan, before = report.plan, watched.states[-1]
+        plan = report.plan
+        before = watched.states[-1]
         assert plan.parents[report.best.slot] == report.best.slot
         assert report.best.slot not in [child.slot for child in plan.children]
         elite = run.population[report.best.slot]

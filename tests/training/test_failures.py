@@ -123,7 +123,8 @@ class Fragile:
     __name__ = "variety"
 
     def __init__(self, call: int) -> None:
-        self.call, self.calls = call, 0
+        self.call = call
+        self.calls = 0
 
     def __call__(self, completion: str, answer: str, question: str) -> float:
         self.calls += 1
@@ -132,7 +133,10 @@ class Fragile:
         return variety(completion, answer, question)
 
 
-BASELINE, STEP, VALIDATION = 8, 3 * 8, 3 * 8  # calls of the reward function
+# calls of the reward function
+BASELINE = 8
+STEP = 3 * 8
+VALIDATION = 3 * 8
 MOMENTS = {
     "the baseline": (1, 0),
     "the second step": (BASELINE + STEP + 5, 1),
@@ -171,7 +175,8 @@ def sure(completion, answer, question):
 
 @pytest.mark.filterwarnings("ignore:.*left out", "ignore:.*completions excluded")
 def test_members_are_compared_on_questions_with_rewards_for_all():
-    population, members = random_population(3), random_population(3).members
+    population = random_population(3)
+    members = random_population(3).members
     full = evaluate(members, [0, 1, 2], tiny_env(reward_fn=sure), "validation")
     part = evaluate(members, [0, 1, 2], tiny_env(reward_fn=picky, on_reward_error="exclude"), "validation")
     rewarded = np.isfinite(part).all(0)
@@ -195,7 +200,8 @@ def test_a_run_records_the_number_of_rewarded_questions(tmp_path):
     assert min(counted) < 8
     assert run.result.complete
     assert run.result.test.questions < env.size("test")
-    before, after = run.result.test.before, run.result.test.after
+    before = run.result.test.before
+    after = run.result.test.after
     assert run.result.test.gain.mean == pytest.approx(after.mean - before.mean)  # the same questions for both
     assert finish(resumed_run(tmp_path / "run", env=env)) == []  # a finished run is not tested again
 

@@ -167,7 +167,8 @@ def test_a_callback_sees_every_generation_and_may_stop(kind):
 
 def test_callbacks_run_with_the_callers_number_of_threads(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    before, during = torch.get_num_threads(), []
+    before = torch.get_num_threads()
+    during = []
     torch.set_num_threads(2)
     try:
         train("CartPole-v1", 1, callback=lambda _: during.append(torch.get_num_threads()), **SMALL)

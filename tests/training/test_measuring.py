@@ -277,7 +277,8 @@ def test_limits_that_count_evaluations_reserve_room_for_them():
 
 def test_a_continued_run_takes_further_steps_although_evaluations_count():
     run = Run(step_run(None, generations=None, max_timesteps=4000, count_evaluations=True)).finish()
-    before, state = run.result.steps, run.trainer.run_state
+    before = run.result.steps
+    state = run.trainer.run_state
     spent = state.spent(evaluations=True)["timesteps"]
     assert state.evaluation_tokens > 1500
     run.learn(1500)

@@ -109,7 +109,8 @@ def test_half_retires_at_doubled_cost_until_all_slots_fill(halving):
     assert [birth.index for birth in newcomers] == [4, 5, 6]
     assert [birth.parent is None for birth in newcomers] == [True, False, False]
     # Retired slots do not learn.
-    living, fresh = {member.slot for member in generations[1].members}, state_of(tiny_population(1)[0])
+    living = {member.slot for member in generations[1].members}
+    fresh = state_of(tiny_population(1)[0])
     for slot in range(4):
         assert equal_states(states[0][slot], states[1][slot]) == (slot not in living)
         assert slot in living or equal_states(states[1][slot], fresh)

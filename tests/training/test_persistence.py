@@ -96,7 +96,8 @@ def test_a_run_killed_before_any_file_operation_ends_as_if_never_killed(uninterr
 
 @pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 6))])
 def test_a_run_killed_again_and_again_ends_as_if_never_killed(uninterrupted, tmp_path, number):
-    rng, folder = generator(number, "kills"), tmp_path / "run"
+    rng = generator(number, "kills")
+    folder = tmp_path / "run"
     for _ in range(6):
         if killed_at(int(rng.integers(1, 120)), folder):
             break
@@ -153,7 +154,8 @@ def test_killed_between_the_end_and_its_checkpoint_the_run_is_complete_and_teste
 def test_a_generation_costs_the_same_at_any_length(tmp_path):
     """Bytes of the checkpoint and of the journal's events, by generation."""
     run = step_run(tmp_path / "run", generations=8, size=2, steps_per_generation=1, test_questions=0)
-    sizes, journal = [], 0
+    sizes = []
+    journal = 0
     for report in run.reports():
         if hasattr(report, "plan"):
             files = generation_folder(tmp_path / "run", report.generation).iterdir()

@@ -55,7 +55,8 @@ def line_by_hand(folder):
     results = [
         (each["fitness"], -number) for number, all_ in generations.items() for each in all_ if each["index"] == index
     ]
-    line, number = {}, -max(results)[1]
+    line = {}
+    number = -max(results)[1]
     while number:
         member = next((each for each in generations[number] if each["index"] == index), None)
         if member is None:
@@ -154,11 +155,9 @@ def at(rate):
 
 
 def test_later_training_of_an_ancestor_is_excluded():
-    one, two, three = (
-        generation(1, member(0, 0, **at(1e-3)), member(1, 1, **at(1e-4)), step=5),
-        generation(2, member(0, 0, **at(1e-3)), member(1, 2, parent=0, **at(2e-3)), step=9),
-        generation(3, member(0, 0, **at(1e-3)), member(1, 2, parent=0, fitness=0.9, **at(2e-3)), best=2, step=12),
-    )
+    one = generation(1, member(0, 0, **at(1e-3)), member(1, 1, **at(1e-4)), step=5)
+    two = generation(2, member(0, 0, **at(1e-3)), member(1, 2, parent=0, **at(2e-3)), step=9)
+    three = generation(3, member(0, 0, **at(1e-3)), member(1, 2, parent=0, fitness=0.9, **at(2e-3)), best=2, step=12)
     found = best_schedule(summarise([RUN, one, two, three]))
     assert found.member.index == 2
     assert [(stage.hyperparameters.lr, stage.generations) for stage in found.stages] == [(1e-3, (5,)), (2e-3, (4, 3))]

@@ -97,7 +97,8 @@ SLOW_RUNS = {
 @pytest.mark.parametrize("name", [*QUICK_RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_RUNS)])
 def test_a_run_stopped_twice_resumes_equal(name, tmp_path):
     settings = {"start": step_run, "strategy": lambda: Tournament(z=0.0)} | (QUICK_RUNS | SLOW_RUNS)[name]
-    start, strategy = settings.pop("start"), settings.pop("strategy")
+    start = settings.pop("start")
+    strategy = settings.pop("strategy")
     uninterrupted = start(tmp_path / "whole", strategy=strategy(), **settings)
     finish(uninterrupted)
     stop_after(start(tmp_path / "run", strategy=strategy(), **settings), 2)  # before an evaluation
@@ -177,7 +178,9 @@ def test_a_run_killed_at_random_moments_ends_as_if_never_killed(uninterrupted, t
     """Real kills, -9, of a training process; every restart continues from the last complete generation."""
     context = multiprocessing.get_context("fork")  # children start at once, with everything imported
     delays = random.Random(0)
-    kills, finished, patience = 0, 0, 1.0
+    kills = 0
+    finished = 0
+    patience = 1.0
     while kills < 8 or not finished:
         folder = tmp_path / f"run-{finished}"
         process = context.Process(target=start_or_resume, args=(str(folder),))

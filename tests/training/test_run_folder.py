@@ -325,7 +325,8 @@ def test_other_files_beside_the_best_member_do_not_end_a_run(copies):
 
 
 def test_resuming_a_finished_run_warns_and_writes_nothing(copy):
-    journal, export = (copy / "journal.jsonl").read_bytes(), (copy / "best").stat().st_ino
+    journal = (copy / "journal.jsonl").read_bytes()
+    export = (copy / "best").stat().st_ino
     with pytest.warns(UserWarning, match="has finished"):
         run = resume(copy, cart_pole())
     assert list(run) == []

@@ -98,7 +98,8 @@ def test_explicit_sizes_beyond_the_held_out_questions_warn():
 
 def played(run):
     """Return the number of steps after each learning step, from the lengths of episodes."""
-    total, counted = 0.0, []
+    total = 0.0
+    counted = []
     for report in run.reports():
         if isinstance(report, StepReport):
             lengths = [member.metrics["completions/mean_length"] for member in report.learned.values()]

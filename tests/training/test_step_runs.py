@@ -15,7 +15,8 @@ from tests.tiny_training import finish, tiny_env
 
 
 def test_a_resumed_run_writes_the_same_records(tmp_path):
-    env, chosen = cart_pole(), {"keep_checkpoints": 1, "completions": 3}
+    env = cart_pole()
+    chosen = {"keep_checkpoints": 1, "completions": 3}
     population = step_population(2, env, hp_config=STEP_SPACE)
     for _ in evolve(population, env, run_dir=tmp_path / "run", **chosen, **(QUICK | {"generations": 1})):
         pass

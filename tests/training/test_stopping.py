@@ -25,7 +25,8 @@ class After(RunStop):
     """Stop request that becomes true at a given check; counts the checks."""
 
     def __init__(self, looks: float) -> None:
-        self.looks, self.left = 0, looks
+        self.looks = 0
+        self.left = looks
         super().__init__(Processes())
 
     @property
@@ -45,7 +46,8 @@ def test_a_run_stopped_anywhere_again_and_again_resumes_equal(request, kind, tmp
     run = stored.start(None)
     run.stop_request = After(float("inf"))
     finish(run)
-    checks, run = run.stop_request.looks, stored.start(tmp_path / "run")
+    checks = run.stop_request.looks
+    run = stored.start(tmp_path / "run")
     for share in (0.003, 0.15, 0.31, 0.27, 0.24, 0.4):  # most of a step is repeated after each stop
         run.stop_request = After(int(share * checks))
         finish(run)
@@ -94,7 +96,8 @@ def train_slowly() -> None:
         return variety(completion, answer, question)
 
     slow.__name__ = "variety"
-    env, short = tiny_env(reward_fn=slow), {"generations": 2, "steps_per_generation": 2, "samples_per_step": 8}
+    env = tiny_env(reward_fn=slow)
+    short = {"generations": 2, "steps_per_generation": 2, "samples_per_step": 8}
     run = evolve(tiny_population(2), env, run_dir="run", **short)
     for _ in run:
         pass
@@ -116,7 +119,8 @@ def test_a_loop_that_gets_a_signal_is_saved_before_it_ends(tmp_path, number):
 
 
 def test_a_run_stopped_by_a_signal_resumes_equal(stored_network_run, tmp_path, monkeypatch):
-    learn, calls = Population.learn, []
+    learn = Population.learn
+    calls = []
 
     def signalled(*args, **options):
         reports = learn(*args, **options)

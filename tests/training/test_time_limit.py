@@ -63,7 +63,8 @@ def run(env, *, size=3, **schedule):
 @pytest.mark.parametrize("limit", [0.1, 60.0])
 def test_a_step_begins_only_if_a_step_an_evaluation_and_the_test_still_fit(clock, limit):
     # 25 steps an episode: a step takes 6 s, an evaluation of three members 12 s, that of the base 4 s, the test 16 s.
-    env, before = costly(clock, validation_size=16, test_size=32), clock.now
+    env = costly(clock, validation_size=16, test_size=32)
+    before = clock.now
     finished, messages = run(env, max_seconds=limit)
     result = finished.result
     assert result.complete
@@ -96,7 +97,8 @@ def test_a_resumed_run_knows_how_long_a_step_and_an_evaluation_take(clock, tmp_p
 
 
 def test_one_part_may_exceed_the_limit_and_the_end_says_by_how_much(clock):
-    env, before = costly(clock, growth=10.0, after=60.0, validation_size=16, test_size=32), clock.now
+    env = costly(clock, growth=10.0, after=60.0, validation_size=16, test_size=32)
+    before = clock.now
     finished, _ = run(env, max_seconds=100.0)
     result = finished.result
     assert result.generations > 0

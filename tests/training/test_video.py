@@ -29,7 +29,8 @@ class Drawn(gymnasium.Env):
         self.render_mode = render_mode
         self.observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
         self.action_space = spaces.Discrete(3)
-        self.t, self.image = 0, image
+        self.t = 0
+        self.image = image
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -80,7 +81,8 @@ def test_cart_pole_is_played_as_in_evaluation(tmp_path):
     env = cart_pole(max_episode_steps=12)
     agent = step_agent(env, normalise_observations=True)
     collect_alone(agent, env, samples=8, block=2)  # for observation statistics
-    before, next_draw = state_of(agent), agent.clone().predict(np.zeros(4, np.float32))
+    before = state_of(agent)
+    next_draw = agent.clone().predict(np.zeros(4, np.float32))
     (record,) = record_video(agent, env, tmp_path / "best.mp4")
     assert record.seed == env.reset_seed("validation", 0)
     assert record.length == record.episode_return == evaluate(agent.members, [0], env, "validation", questions=1)

@@ -123,7 +123,8 @@ SMALL = {
 
 @pytest.mark.filterwarnings("ignore:founders")
 def test_a_configuration_names_the_earlier_run_and_stores_the_founders(stored_network_run, tmp_path):
-    earlier, folder = stored_network_run.folder, tmp_path / "run"
+    earlier = stored_network_run.folder
+    folder = tmp_path / "run"
     settings = {name: value for part in SMALL.values() for name, value in part.items()}
     settings["hp_config"] = HyperparameterConfig(lr=(1e-3, 2e-2), clip_coef=(0.1, 0.4))
     run = train("CartPole-v1", like=str(earlier), run_dir=folder, max_episode_steps=20, **settings)

@@ -25,7 +25,8 @@ def notebook(*outputs, executed=1):
 
 @pytest.mark.parametrize("source", execute.TUTORIALS, ids=lambda path: path.stem)
 def test_a_tutorial_is_in_step_states_its_purpose_and_asserts_its_results(source):
-    text, stored = jupytext.read(source), nbformat.read(source.with_suffix(".ipynb"), as_version=4)
+    text = jupytext.read(source)
+    stored = nbformat.read(source.with_suffix(".ipynb"), as_version=4)
     nbformat.validate(stored)
     cells, stored_cells = ([(cell.cell_type, cell.source) for cell in each.cells] for each in (text, stored))
     assert cells == stored_cells, f"out of step: make tutorials ARGS='--store {source.stem}'"

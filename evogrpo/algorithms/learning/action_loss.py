@@ -117,9 +117,12 @@ class ActionLosses:
             in_policy_loss: `[k, t]` True for actions that have a policy loss.
             divergences: `[k, t]` exact KL to the reference distributions; None = estimate KL from log-probabilities.
         """
-        batch, shared = self.training_rows.outcomes, self.objective
-        mask, advantages = select_rows(batch.action_mask, rows), select_rows(self.advantages, rows)
-        clip_low, clip_high = select_rows(self.per_row.clip_low, rows), select_rows(self.per_row.clip_high, rows)
+        batch = self.training_rows.outcomes
+        shared = self.objective
+        mask = select_rows(batch.action_mask, rows)
+        advantages = select_rows(self.advantages, rows)
+        clip_low = select_rows(self.per_row.clip_low, rows)
+        clip_high = select_rows(self.per_row.clip_high, rows)
 
         # 1. Policy loss, each row by its loss type.
         def typed_loss(name: str, part: Part) -> Tensor:
@@ -153,7 +156,8 @@ class ActionLosses:
 
     def _kl(self, rows: Tensor, log_probs: Tensor, old: Tensor, divergences: Tensor | None) -> Tensor:
         """Return the KL to the reference `[k, t]`; 0 where beta is 0, as there is no reference log-probability."""
-        shared, mask = self.objective, select_rows(self.training_rows.outcomes.action_mask, rows)
+        shared = self.objective
+        mask = select_rows(self.training_rows.outcomes.action_mask, rows)
         kl = divergences
         if kl is None:
             reference = old if shared.reference == "old" else select_rows(self.training_rows.reference, rows)
@@ -174,13 +178,15 @@ class ActionLosses:
             rows: `[k]` row indices.
             update: Log-probabilities, entropies and divergences of these rows in an optimizer step.
         """
-        log_probs, old = update.log_probs, select_rows(self.training_rows.old, rows)
+        log_probs = update.log_probs
+        old = select_rows(self.training_rows.old, rows)
         sums = torch.zeros(len(rows), len(ACTION_SUMS), dtype=torch.float64, device=log_probs.device)
         if not len(rows):
             return sums
         mask = select_rows(self.training_rows.outcomes.action_mask, rows)
         advantages = select_rows(self.advantages, rows)
-        clip_low, clip_high = select_rows(self.per_row.clip_low, rows), select_rows(self.per_row.clip_high, rows)
+        clip_low = select_rows(self.per_row.clip_low, rows)
+        clip_high = select_rows(self.per_row.clip_high, rows)
 
         def clipped(name: str, part: Part) -> Tensor:
             # Both masks in one tensor `[k, t, 2]`, as `by_loss_type` joins along the rows.

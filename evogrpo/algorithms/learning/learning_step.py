@@ -87,7 +87,8 @@ def learn(members: "PolicySet", learners: Sequence[Learner], experience: Experie
         if acting != sampled[policy]:
             batch = batch.select_members(sorted(acting))  # noqa: PLW2901
         step = _LearningStep(policies[policy], policy_learners, batch)
-        updates, slots = step.schedule_updates(), set(policy_learners) - step.step_sizes.idle
+        updates = step.schedule_updates()
+        slots = set(policy_learners) - step.step_sizes.idle
         noun = "actions" if policies[policy].bank.rows_are_transitions else "completions"
         while slots:  # usually once; members with `target_kl` may repeat their updates with another learning rate
             remaining = [{slot: rows for slot, rows in each.items() if slot in slots} for each in updates]
@@ -120,7 +121,8 @@ def minibatches(learner: Learner, batch: Batch, seed: int, *, keep_groups: bool 
     rows = (batch.member_ids == learner.slot).nonzero()[:, 0]
     size = learner.hyperparameters.batch_size
     rng = generator(seed, "minibatches", learner.step, learner.index)
-    group, groups = torch.arange(len(rows), device=rows.device), len(rows)
+    group = torch.arange(len(rows), device=rows.device)
+    groups = len(rows)
     if keep_groups:
         group, groups = consecutive_ids(batch.group_ids[rows])
     steps: list[Tensor] = []
@@ -137,7 +139,9 @@ class _LearningStep:
     def __init__(
         self, policy: "LanguagePolicySet | StackedPolicy", learners: Mapping[int, Learner], batch: Batch
     ) -> None:
-        self._bank, self._settings, self._learners = policy.bank, policy.settings, learners
+        self._bank = policy.bank
+        self._settings = policy.settings
+        self._learners = learners
         self._objective = objective = policy.settings.objective
         self._objectives = {slot: objective.of(learner.hyperparameters) for slot, learner in learners.items()}
         self._updates: dict[int, list[UpdateReport]] = {slot: [] for slot in learners}
@@ -149,7 +153,8 @@ class _LearningStep:
             raise ValueError("importance_correction needs sampler_log_probs in the batch. Add them or leave it out.")
 
         # 2. List the training rows, without groups of extreme mean reward.
-        low, high = objective.min_group_reward, objective.max_group_reward
+        low = objective.min_group_reward
+        high = objective.max_group_reward
         if low is not None or high is not None:
             inside = difficulty_mask(batch.rewards, batch.group_ids, low, high)
             batch = replace(batch, action_mask=batch.action_mask & inside[:, None])
@@ -231,8 +236,10 @@ class _LearningStep:
         """
         # 1. Compute the weights of all actions. Rows without gradient count too: skipping them must not change a
         #    denominator.
-        rows, objective = torch.cat(list(steps.values())), self._objective
-        mask, member_ids = select_rows(self._rows.action_mask, rows), select_rows(self._rows.member_ids, rows)
+        rows = torch.cat(list(steps.values()))
+        objective = self._objective
+        mask = select_rows(self._rows.action_mask, rows)
+        member_ids = select_rows(self._rows.member_ids, rows)
         max_actions = self._settings.max_actions
         weights = self._losses.by_loss_type(
             rows,
@@ -251,7 +258,8 @@ class _LearningStep:
         entropy_weights = select_rows(self._losses.per_row.entropy_coef, rows) * entropy_weights
 
         # 2. Run only the rows that can have a gradient.
-        computed_rows, needed = rows, select_rows(self._has_gradient, rows)
+        computed_rows = rows
+        needed = select_rows(self._has_gradient, rows)
         if not bool(needed.all()):
             computed_rows, weights, in_policy_loss, entropy_weights = (
                 part[needed] for part in (rows, weights, in_policy_loss, entropy_weights)
@@ -302,7 +310,8 @@ class _LearningStep:
     def reports(self) -> dict[int, LearnReport]:
         """Return a report for each member, then adapt its KL factor to the measured KL."""
         reports = {slot: self._report(slot) for slot in self._learners}
-        target, horizon = self._objective.kl_target, self._objective.kl_horizon
+        target = self._objective.kl_target
+        horizon = self._objective.kl_horizon
         for slot, report in reports.items():
             if target is not None and math.isfinite(report.kl):
                 # With more samples than the horizon the factor could change sign.
@@ -315,9 +324,11 @@ class _LearningStep:
     def _report(self, slot: int) -> LearnReport:
         """Return the report of one member: metrics of samples and updates, and why it has failed, if it has."""
         # 1. Select the member's rows.
-        updates, h = self._updates[slot], self._learners[slot].hyperparameters
+        updates = self._updates[slot]
+        h = self._learners[slot].hyperparameters
         own = self._episodes.member_ids == slot
-        episodes, member_advantages = self._episodes.select(own.nonzero()[:, 0]), self._advantages[own]
+        episodes = self._episodes.select(own.nonzero()[:, 0])
+        member_advantages = self._advantages[own]
 
         # 2. Measure the samples, the updates and the sampler.
         sums = dict(zip(ACTION_SUMS, self._sums[slot].tolist(), strict=True))
@@ -399,7 +410,9 @@ def compute_advantages(
     result = torch.zeros(batch.action_mask.shape, dtype=rewards.dtype, device=rewards.device)
     for kind, flag in per_row.advantages.items():
         rows = flag.nonzero()[:, 0]
-        part, gamma, bound = batch.select(rows), per_row.gamma[rows], per_row.advantage_clip[rows]
+        part = batch.select(rows)
+        gamma = per_row.gamma[rows]
+        bound = per_row.advantage_clip[rows]
         if kind in STEP_ADVANTAGES:
             _warn_equal_steps(kind, part)
         result[rows] = advantages(

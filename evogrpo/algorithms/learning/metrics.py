@@ -21,7 +21,8 @@ def sample_metrics(batch: Batch) -> dict[str, float]:
     Samples that are masked out of the loss count with their full length.
     """
     # 1. Rewards; NaN = no reward applies.
-    rewards, applies = batch.rewards, ~batch.rewards.isnan()
+    rewards = batch.rewards
+    applies = ~batch.rewards.isnan()
     group, count = consecutive_ids(batch.group_ids)
     statistics = group_statistics(rewards, applies, group, count)
     spread = statistics.std[statistics.amount > 1]
@@ -56,7 +57,8 @@ def update_metrics(steps: Sequence[UpdateReport], sums: Mapping[str, float], cou
     """
     # Means over no actions are NaN, and missing from the report. Clip ratios are fractions of all actions, as those
     # without a forward pass have advantage 0 and are not clipped.
-    computed, counted = sums["actions"] or math.nan, max(counted, 1.0)
+    computed = sums["actions"] or math.nan
+    counted = max(counted, 1.0)
     return {
         "loss": sum(step.loss for step in steps) / (len(steps) or math.nan),
         "learning_rate": steps[-1].lr if steps else math.nan,

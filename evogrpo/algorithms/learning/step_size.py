@@ -62,10 +62,17 @@ class StepControl:
     """
 
     def __init__(self, factor: float, ceiling: float, *, target: float, target_kl: float) -> None:
-        self.factor, self.ceiling, self.calibrated = factor, ceiling, ceiling > 0.0
-        self.passes, self.undone = 0, False
-        self._first, self._target, self._target_kl = factor, target, target_kl
-        self._low, self._high = 0.0, math.inf  # largest factor found too small, smallest found too large
+        self.factor = factor
+        self.ceiling = ceiling
+        self.calibrated = ceiling > 0.0
+        self.passes = 0
+        self.undone = False
+        self._first = factor
+        self._target = target
+        self._target_kl = target_kl
+        # largest factor found too small, smallest found too large
+        self._low = 0.0
+        self._high = math.inf
 
     def update(self, kl: float, clip_fraction: float) -> bool:
         """Record the measurement of a pass, set the next factor, and return True if the step must be repeated.
@@ -199,13 +206,18 @@ class StepSizes:
         advantages: Tensor,
         has_gradient: Tensor,
     ) -> None:
-        self._bank, self._training_rows, self._learners = bank, training_rows, learners
+        self._bank = bank
+        self._training_rows = training_rows
+        self._learners = learners
         self._objectives = objectives
-        self.idle, self.undone, self.metrics = set[int](), set[int](), dict[int, dict[str, float]]()
+        self.idle = set[int]()
+        self.undone = set[int]()
+        self.metrics = dict[int, dict[str, float]]()
         self.hyperparameters = {slot: learner.hyperparameters for slot, learner in learners.items()}
         self._controls = dict[int, StepControl]()
         self._rows = dict[int, Tensor]()
-        outcomes, transitions = training_rows.outcomes, bank.rows_are_transitions
+        outcomes = training_rows.outcomes
+        transitions = bank.rows_are_transitions
         for slot, learner in learners.items():
             target_kl = learner.hyperparameters.target_kl
             if target_kl is None:
@@ -251,7 +263,8 @@ class StepSizes:
         again = set[int]()
         for slot, log_probs in zip(slots, after.split([len(self._rows[slot]) for slot in slots]), strict=True):
             # 2. Measure the KL between the policies before and after the pass.
-            control, rows = self._controls[slot], self._rows[slot]
+            control = self._controls[slot]
+            rows = self._rows[slot]
             before = self._training_rows.old[rows]
             mask = self._training_rows.outcomes.action_mask[rows]
             kl, clipped = measured_step(before, log_probs, mask, *self._learners[slot].hyperparameters.clip_bounds)

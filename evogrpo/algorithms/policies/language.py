@@ -147,7 +147,8 @@ class LanguagePolicySet:
             )
         # 3. Build the bank. On CUDA, the default size of micro-batches depends on the memory that members leave.
         self.hp_config = hp_config
-        self.observation_space, self.action_space = observation_space, action_space
+        self.observation_space = observation_space
+        self.action_space = action_space
         self.start = start
         self.bank = AdapterBank(
             model,
@@ -309,7 +310,8 @@ class LanguagePolicySet:
             counts = [request.answers_per_question] * len(request.questions)
             return self._draw(HELD_OUT, turn, request.streams, counts).repeat(len(request.slots), 1)
 
-        start_ids, member_ids = request.start_ids, request.member_ids
+        start_ids = request.start_ids
+        member_ids = request.member_ids
         rows, rollout, conversations = self._generate(
             prompts, start_ids, member_ids, request.temperature, uniforms, base=request.base, stop=request.stop
         )
@@ -319,7 +321,8 @@ class LanguagePolicySet:
 
     def _draw(self, purpose: str, turn: int, streams: Sequence[tuple[int, ...]], counts: Sequence[int]) -> Tensor:
         """Return random numbers `[sum(counts), max_output_tokens]` of a turn, `counts[i]` rows of stream i."""
-        name, length = purpose if not turn else f"{purpose} turn {turn}", self.settings.max_output_tokens
+        name = purpose if not turn else f"{purpose} turn {turn}"
+        length = self.settings.max_output_tokens
         parts = [
             generator(self.settings.seed, name, *stream).random((count, length), dtype=np.float32)
             for stream, count in zip(streams, counts, strict=True)
@@ -436,7 +439,8 @@ class LanguagePolicySet:
         single = isinstance(prompts, str) or not hasattr(prompts, "__len__")
         if single or any(isinstance(prompt, dict) for prompt in prompts):
             raise ValueError("prompts must be a list of texts or conversations. Put a single one in a list.")
-        settings, n = self.settings, whole_between("n", n, 1)
+        settings = self.settings
+        n = whole_between("n", n, 1)
         length = settings.max_output_tokens
         if max_output_tokens is not None:
             length = whole_between("max_output_tokens", max_output_tokens, 1)
@@ -476,7 +480,8 @@ class LanguagePolicySet:
         """Convert `(completion_ids, action_masks, rewards)` to a batch; the second value is for small networks."""
         # 1. Convert and check the tokens.
         check_own_loop(self.settings.objective, ("dynamic_sampling", "overlong_buffer"))
-        hyperparameters, shortest = learner.hyperparameters, self.settings.min_output_tokens
+        hyperparameters = learner.hyperparameters
+        shortest = self.settings.min_output_tokens
         batch = as_batch(experiences, learner.slot, hyperparameters, shortest, self.device)
         tokens = [int(batch.actions.max()), int(batch.actions.min())]
         check_token_ids(self.bank.base.model, tokens, "completion_ids")
@@ -568,7 +573,8 @@ class LanguagePolicySet:
             ValueError: If it cannot be found.
         """
         # 1. Load the base model if it was not passed, and check that it is the same one.
-        source, model = str(record["source"]), actor_network
+        source = str(record["source"])
+        model = actor_network
         if model is None:
             remedy = "Pass the base model as actor_network=, loaded with evogrpo.load_base"
             if is_path(source):

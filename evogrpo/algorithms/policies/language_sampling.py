@@ -64,7 +64,8 @@ def prompt_rows(
                     f"prompt {number}: {name} must have shape [P] or [1, P], got {list(values.shape)}. Pass one "
                     "mapping per prompt."
                 )
-        ids, mask = ids.reshape(-1), mask.reshape(-1).bool()
+        ids = ids.reshape(-1)
+        mask = mask.reshape(-1).bool()
         if mask.shape != ids.shape:
             raise ValueError(
                 f"prompt {number}: attention_mask must be as long as input_ids, got {len(mask)} and {len(ids)}."
@@ -104,7 +105,9 @@ def as_completions(
         Per prompt `[g, P + C]` ids and `[g, P + C - 1]` masks for a prompt of P tokens and completions of up to C: mask
         j is True if token j + 1 was sampled.
     """
-    ids, masks, group_size = [], [], len(rollout.actions) // len(prompts)
+    ids = []
+    masks = []
+    group_size = len(rollout.actions) // len(prompts)
     for number, prompt in enumerate(prompts):
         group = slice(number * group_size, (number + 1) * group_size)
         present = rollout.present[group]
@@ -166,7 +169,8 @@ def as_batch(
             raise ValueError(f"All rows of completion_ids[{number}] must begin with the same prompt.")
         rows.extend(zip(ids[:, start:], mask[:, start - 1 :], strict=True))
     # 3. Pad all rows to the longest.
-    width, device = max(len(ids) for ids, _ in rows), torch.device(device)
+    width = max(len(ids) for ids, _ in rows)
+    device = torch.device(device)
     actions = torch.stack([pad(ids, (0, width - len(ids))) for ids, _ in rows]).to(device)
     mask = torch.stack([pad(counted, (0, width - len(counted))) for _, counted in rows]).to(device)
     # 4. Build the batch.
@@ -202,20 +206,24 @@ def rewarded_batch(
     # 1. Read the rewards. Step rewards are as wide as the longest conversation: they are padded to the rollout, or lose
     #    the columns of a last reply, which have no rewards.
     device = rollout.actions.device
-    components, weights = dict(scores.components), scores.weights
-    rewards, steps = torch.from_numpy(scores.rewards).to(device), None
+    components = dict(scores.components)
+    weights = scores.weights
+    rewards = torch.from_numpy(scores.rewards).to(device)
+    steps = None
     if scores.step_rewards is not None:
         steps = torch.from_numpy(scores.step_rewards).to(device)
         steps = pad(steps, (0, rollout.present.shape[1] - steps.shape[1]), value=torch.nan)
     # 2. Add the overlong penalty. Rows without a reward stay NaN.
     if settings.objective.overlong_buffer is not None:
-        sampled, lengths = rollout.action_mask, 1 + positions_in_turn(rollout.action_mask)
+        sampled = rollout.action_mask
+        lengths = 1 + positions_in_turn(rollout.action_mask)
         ends = sampled & ~pad(sampled, (0, 1))[:, 1:]  # last tokens of turns: a reply has at least one token
         by_turn = overlong_penalty(lengths, settings.max_output_tokens, settings.objective.overlong_buffer).double()
         by_turn = torch.where(ends, by_turn, 0.0)
         penalty = torch.where(rewards.isnan(), torch.nan, by_turn.sum(1))
         rewards = rewards + penalty
-        components, weights = {**components, PENALTY: penalty.cpu().numpy()}, (*weights, 1.0)
+        components = {**components, PENALTY: penalty.cpu().numpy()}
+        weights = (*weights, 1.0)
         if steps is not None:
             penalised = ends & ~rewards.isnan()[:, None]
             steps = torch.where(penalised, steps.nan_to_num(nan=0.0) + by_turn, steps)
@@ -324,7 +332,8 @@ def sample_conversations(
 
     # 2. First turn of all conversations; KV caches are kept for the next one.
     states = [_State() for _ in starts]
-    sampled, active = sampler.sample(replace(rows, keep=True), base=base).to(device), list(range(len(rows)))
+    sampled = sampler.sample(replace(rows, keep=True), base=base).to(device)
+    active = list(range(len(rows)))
     exact = sampled.exact
     _append(states, active, sampled)
 
@@ -364,7 +373,8 @@ def sample_conversations(
 def _stream_groups(batch: SingleTurnBatch, rows: SamplingBatch) -> FinishedCallback:
     """Return a callback for finished rows that starts to score each group when all of its rows are finished."""
     groups = list(zip(rows.member_ids.tolist(), rows.prompt_ids.tolist(), strict=True))
-    unfinished, finished = Counter(groups), dict[tuple[int, int], list[Conversation]]()
+    unfinished = Counter(groups)
+    finished = dict[tuple[int, int], list[Conversation]]()
 
     def on_finished(numbers: Sequence[int], completions: Sequence[Sequence[int]]) -> None:
         for row, tokens in zip(numbers, completions, strict=True):
@@ -419,7 +429,8 @@ def _stack(states: Sequence[_State], device: torch.device, exact: bool) -> Rollo
     turns = [list(zip(state.completions, [[], *state.replies], state.log_probs, strict=False)) for state in states]
     width = max(sum(len(reply) + len(tokens) for tokens, reply, _ in row_turns) for row_turns in turns)
     shape = (len(states), width)
-    actions, log_probs = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, device=device)
+    actions = torch.zeros(shape, dtype=torch.long)
+    log_probs = torch.zeros(shape, device=device)
     action_mask, present = (torch.zeros(shape, dtype=torch.bool) for _ in range(2))
     for row, row_turns in enumerate(turns):
         end = 0

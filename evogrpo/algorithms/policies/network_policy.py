@@ -77,9 +77,12 @@ class StackedPolicy:
     ) -> None:
         if module is not None and settings.evolve_network is not None:
             raise ValueError("The architecture of a custom module cannot evolve. Leave out evolve_network.")
-        self.observation_space, self.action_space, self.settings = observation_space, action_space, settings
+        self.observation_space = observation_space
+        self.action_space = action_space
+        self.settings = settings
         # A copy, because the reference policy must not change with the user's module.
-        self.custom, self._normalised_entries = deepcopy(module), 0
+        self.custom = deepcopy(module)
+        self._normalised_entries = 0
         if settings.normalise_observations:
             self._normalised_entries = ObservationStatistics.empty(1, observation_space).mean.shape[1]
         # Running statistics of observations: one count, and a mean and a sum of squared deviations per entry.
@@ -146,7 +149,10 @@ class StackedPolicy:
             temperature: Sampling temperature of each episode.
         """
         # 1. Normalise the observations. Steps that were not taken are 0 again afterwards.
-        acted, member_ids, observations, summary = episodes.present, members[episodes.rows], episodes.observations, None
+        acted = episodes.present
+        member_ids = members[episodes.rows]
+        observations = episodes.observations
+        summary = None
         if self.statistics is not None:
             space = self.observation_space
             leaves = flatten(space, observations)
@@ -163,7 +169,8 @@ class StackedPolicy:
         earned = episodes.own_rewards if own_credit else episodes.team_rewards
         rewards = np.where(acted.any(axis=1), earned.cumsum(axis=1)[:, -1], np.nan)
         # 3. Build the batch.
-        present, truncated = torch.from_numpy(acted), torch.from_numpy(episodes.truncated)
+        present = torch.from_numpy(acted)
+        truncated = torch.from_numpy(episodes.truncated)
         masks = episodes.action_masks
         batch = Batch(
             inputs=ObservationInputs(
@@ -187,7 +194,8 @@ class StackedPolicy:
 
     def propose_architecture(self, slot: int, rng: np.random.Generator) -> ArchitectureChange | None:
         """Draw a change of a member's architecture; None = no change."""
-        limits, config = self.settings.evolve_network, self.bank.architecture(slot)
+        limits = self.settings.evolve_network
+        config = self.bank.architecture(slot)
         if limits is None or config is None or rng.random() >= limits.probability:
             return None
         try:
@@ -216,7 +224,9 @@ class _PolicyModule(nn.Module):
     def __init__(self, policy: StackedPolicy, slot: int, base: bool) -> None:
         super().__init__()
         stack, row = (policy.bank.base, 0) if base else policy.bank.locate(slot)
-        self._source, self._space, self._normalised = stack.network, policy.observation_space, tuple[int, ...]()
+        self._source = stack.network
+        self._space = policy.observation_space
+        self._normalised = tuple[int, ...]()
         # 1. Weights, by their names in the network; then those that do not depend on observations.
         weights = {name: value.clone() for name, value in split(stack.row("weights", row), stack.shapes).items()}
         if isinstance(stack.network, ModuleNetwork):
@@ -246,7 +256,8 @@ class _PolicyModule(nn.Module):
         """Return distribution parameters `[m, o]` for raw observations `[m, ...]`."""
         # 1. Normalise the observations.
         parameters = dict(self.network.named_parameters())
-        device, column = next(iter(parameters.values())).device, 0
+        device = next(iter(parameters.values())).device
+        column = 0
         leaves = [torch.as_tensor(leaf, device=device) for leaf in flatten(self._space, observations)]
         for number in self._normalised:
             flat = leaves[number].reshape(leaves[number].shape[0], -1)
@@ -287,7 +298,8 @@ def check_observations(space: spaces.Space[Any], observation: Any) -> tuple[Any,
     if reset and not isinstance(space, spaces.Tuple):
         raise ValueError("An observation must be given without info. Unpack it: observation, info = env.reset().")
     # 2. Check each array: it has the shape of its leaf, or a batch axis before it.
-    leaves, counts = [], set[int | None]()
+    leaves = []
+    counts = set[int | None]()
     for leaf, value in zip(leaf_spaces(space), values, strict=True):
         array = _array(value)
         shape: tuple[int, ...] = leaf.shape or ()
@@ -361,7 +373,8 @@ def as_step_batch(
             f"was given, if any; got {got}."
         )
     observations, actions, masks, rewards, *further = experiences
-    present, earned = np.asarray(masks, dtype=np.bool_), np.asarray(rewards, dtype=np.float64)
+    present = np.asarray(masks, dtype=np.bool_)
+    earned = np.asarray(rewards, dtype=np.float64)
     if present.ndim != 3 or earned.shape != present.shape or present.shape[1] < 2:
         raise ValueError(
             "action_masks and rewards must both be [starts, group_size, steps] with groups of at least 2, got "
@@ -373,7 +386,8 @@ def as_step_batch(
         raise ValueError("action_masks must be True for the first steps of every episode, at least one, then False.")
     # 2. Check actions; discrete ones are numbered from 0.
     starts, size, steps = present.shape
-    lead, space = (starts * size, steps), networks.action_space
+    lead = (starts * size, steps)
+    space = networks.action_space
     chosen = np.asarray(actions)
     if chosen.shape != (*present.shape, *(space.shape or ())):
         raise ValueError(f"actions must be [{starts}, {size}, {steps}, ...] of {space}, got {chosen.shape}.")
@@ -394,7 +408,8 @@ def as_step_batch(
             )
         leaves.append(_converted(leaf, array, present).reshape(*lead, *array.shape[3:]))
     # 4. Build the batch.
-    n, rewards = starts * size, np.where(present, earned, 0.0).reshape(lead)
+    n = starts * size
+    rewards = np.where(present, earned, 0.0).reshape(lead)
     episodes = PolicyEpisodes(
         rows=np.arange(n),
         agents=("",) * n,
@@ -429,7 +444,8 @@ def _legal(masks: Any, chosen: NDArray[Any], present: NDArray[np.bool_], space: 
         raise ValueError(
             f"experiences[4], the action masks that get_action was given, must have shape {shape}, got {flags.shape}."
         )
-    rows, steps = flags.reshape(-1, sum(sizes)), present.reshape(-1)
+    rows = flags.reshape(-1, sum(sizes))
+    steps = present.reshape(-1)
     legal = legal_actions(space, [row if step else None for row, step in zip(rows, steps, strict=True)])
     assert legal is not None  # every episode has a step
     # The masks of all components are side by side, so a component's values start after those before it.

@@ -88,7 +88,10 @@ class NetworkPolicySet:
         module: nn.Module | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.mapping, self.settings, self.hp_config, self.device = mapping, settings, hp_config, torch.device(device)
+        self.mapping = mapping
+        self.settings = settings
+        self.hp_config = hp_config
+        self.device = torch.device(device)
         self._single = mapping.policies is None
         self.kind = "networks" if self._single else "joint"
         self.policies = {}
@@ -138,7 +141,8 @@ class NetworkPolicySet:
 
     def arguments(self) -> dict[str, Any]:
         """Return the constructor arguments that are not in the settings, or differ from them."""
-        module, arguments = self._module, {**self._spaces(), "device": self.device}
+        module = self._module
+        arguments = {**self._spaces(), "device": self.device}
         if self._single:
             arguments["actor_network"] = module
         return arguments if module is None else {**arguments, "network": None}
@@ -338,7 +342,8 @@ class NetworkPolicySet:
         base: bool,
     ) -> NDArray[Any]:
         """Return one policy's actions `[m, ...]` for observations `[m, ...]`; no `rng` = the most likely ones."""
-        policy, m = self.policies[name], len(masks)
+        policy = self.policies[name]
+        m = len(masks)
         width = policy.bank.distribution.uniforms_per_action
         acted = policy.act(
             observations,

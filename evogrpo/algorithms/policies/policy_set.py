@@ -346,7 +346,8 @@ def space_from_json(values: Mapping[str, Any], stored_bytes: int = 0) -> spaces.
         case "tuple":
             return spaces.Tuple([space_from_json(part, stored_bytes) for part in values["parts"]])
         case "box":
-            dtype, shape = np.dtype(values["dtype"]), tuple(values["shape"])
+            dtype = np.dtype(values["dtype"])
+            shape = tuple(values["shape"])
             check_stored_size(2 * math.prod(shape) * dtype.itemsize, stored_bytes)
             low, high = (_bounds_from_json(values[name], shape, dtype) for name in ("low", "high"))
             return spaces.Box(low, high, shape, dtype.type)

@@ -42,7 +42,8 @@ def check_action_objective(objective: Objective) -> None:
             "advantage='gdpo' needs several reward functions, but an environment has one reward. Choose "
             "'return_to_go_timestep' or 'outcome'."
         )
-    loss_type, aggregation = objective.loss_type, objective.aggregation or LOSS_TYPES[objective.loss_type].aggregation
+    loss_type = objective.loss_type
+    aggregation = objective.aggregation or LOSS_TYPES[objective.loss_type].aggregation
     if not LOSS_TYPES[loss_type].per_action:
         raise ValueError(f"loss_type={loss_type!r} needs whole completions. Choose 'dapo', 'bnpo' or 'cispo'.")
     if aggregation != "token-mean":

@@ -79,7 +79,8 @@ class ClassicControl(VectorEnv):
         rewards, terminated = self._advance(actions[DEFAULT_POLICY])
         self._elapsed += 1
         truncated = self._elapsed >= self.max_episode_steps
-        self._observations, self._finished = self._observe(), terminated | truncated
+        self._observations = self._observe()
+        self._finished = terminated | truncated
         return VectorStep(rewards, terminated, truncated)
 
     def close(self) -> None:
@@ -202,7 +203,8 @@ class Acrobot(ClassicControl):
 def _derivatives(state: Sequence[_Vector], torque: _Vector) -> tuple[_Vector, ...]:
     """Return the time derivative of the two angles and the two angular velocities."""
     theta1, theta2, dtheta1, dtheta2 = state
-    cos2, sin2 = np.cos(theta2), np.sin(theta2)
+    cos2 = np.cos(theta2)
+    sin2 = np.sin(theta2)
     d1 = _HALF**2 + (1.0 + _HALF**2 + 2 * _HALF * cos2) + 1.0 + 1.0
     d2 = (_HALF**2 + _HALF * cos2) + 1.0
     phi2 = _HALF * _ACROBOT_GRAVITY * np.cos(theta1 + theta2 - pi / 2.0)
@@ -227,7 +229,8 @@ def _wrap(angle: _Vector) -> None:
         angle[below] += 2 * pi
 
 
-_LOWEST, _HIGHEST = -1.2, 0.6
+_LOWEST = -1.2
+_HIGHEST = 0.6
 _CAR_MAX_SPEED = 0.07
 _CAR_FORCE = 0.001
 _CAR_GRAVITY = 0.0025

@@ -48,7 +48,9 @@ class ActionNoise:
         rows: Sequence[int],
         width_of: Callable[[str], int],
     ) -> None:
-        self._seed, self._purpose, self._width_of = seed, purpose, width_of
+        self._seed = seed
+        self._purpose = purpose
+        self._width_of = width_of
         self._streams = tuple(zip(streams, rows, strict=True))
         self._tables: dict[str, NDArray[np.float32]] = {}  # `[rows, steps, width]` of each agent
         self._chunks: dict[str, int] = defaultdict(int)
@@ -58,10 +60,13 @@ class ActionNoise:
         names = sorted(set(agents)) or [""]
         for agent in names:
             # 1. Draw the numbers of further steps.
-            table, last = self._tables.get(agent), t.max(initial=0)
+            table = self._tables.get(agent)
+            last = t.max(initial=0)
             while table is None or table.shape[1] <= last:
-                part, width = self._chunks[agent], self._width_of(agent)
-                purpose, length = f"{self._purpose} for {agent}" if agent else self._purpose, _FIRST_CHUNK << part
+                part = self._chunks[agent]
+                width = self._width_of(agent)
+                purpose = f"{self._purpose} for {agent}" if agent else self._purpose
+                length = _FIRST_CHUNK << part
                 chunk = np.concatenate(
                     [
                         generator(self._seed, purpose, *name, part).random((count, length, width), dtype=np.float32)
@@ -371,7 +376,8 @@ def episode_statistics(
     """
     count = np.bincount(member_ids, weights=present.sum(1), minlength=members).astype(np.float64)
     chosen = [leaves[number] for number in numbers]
-    means, deviations = [], []
+    means = []
+    deviations = []
     for member in range(members):
         rows = member_ids == member
         values = np.concatenate(

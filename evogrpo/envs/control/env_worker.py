@@ -134,7 +134,8 @@ class _Environment:
 
     def close(self) -> None:
         """Close the environment, if there is one."""
-        env, self._env = self._env, None
+        env = self._env
+        self._env = None
         if env is not None:
             env.close()
 

@@ -144,7 +144,8 @@ class GymnasiumGroups(SeededGroups):
             # Environments with a limit of their own end their episodes themselves, so ours may be larger.
             limit = declared_limit(example.unwrapped)
             self._make = replace(self._make, max_episode_steps=max(DEFAULT_MAX_EPISODE_STEPS, limit or 0))
-        self.max_episode_steps, self.uses_default_limit = limit or DEFAULT_MAX_EPISODE_STEPS, limit is None
+        self.max_episode_steps = limit or DEFAULT_MAX_EPISODE_STEPS
+        self.uses_default_limit = limit is None
         example.close()
         mapping = single_agent(self.observation_space, self.action_space)
         try:
@@ -166,7 +167,8 @@ class GymnasiumGroups(SeededGroups):
         self._processes = vectorization == "processes"
 
         # 4. Check that episodes are deterministic. Native environments carry no state and have no noise.
-        self.recreate_env, self.reseed_noise = bool(recreate_env), bool(reseed_noise)
+        self.recreate_env = bool(recreate_env)
+        self.reseed_noise = bool(reseed_noise)
         if not self.native:
             self.recreate_env, noisy = check_determinism(
                 self.name,

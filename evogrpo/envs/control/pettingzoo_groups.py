@@ -75,7 +75,9 @@ class JointEnv:
     """
 
     def __init__(self, env: "ParallelEnv[Any, Any, Any]", max_episode_steps: int, action_spaces: AgentSpaces) -> None:
-        self.env, self._limit, self._action_spaces = env, max_episode_steps, action_spaces
+        self.env = env
+        self._limit = max_episode_steps
+        self._action_spaces = action_spaces
         self._ids: dict[str, Any] = {}
         self._ended: set[str] = set()
         self._steps = 0
@@ -84,7 +86,9 @@ class JointEnv:
         """Start an episode."""
         with EndForkedChildren():
             observations, infos = checked_results(self.env.reset(seed=seed), RESET_RESULTS)
-        self._ids, self._ended, self._steps = {str(agent): agent for agent in self.env.agents}, set(), 0
+        self._ids = {str(agent): agent for agent in self.env.agents}
+        self._ended = set()
+        self._steps = 0
         for name, agent in self._ids.items():
             if name in self._action_spaces:
                 check_same_actions(self._action_spaces[name], self.env.action_space(agent), "reset")
@@ -194,7 +198,8 @@ class JointVectorEnv(SerialVectorEnv):
                     self._acting.setdefault(mapping.policy_of(agent), []).append((position, agent))
         result = {}
         for policy, acting in self._acting.items():
-            spec, agents = mapping.specs[policy], tuple(agent for _, agent in acting)
+            spec = mapping.specs[policy]
+            agents = tuple(agent for _, agent in acting)
             pairs = [(self._running[position][1], agent) for position, agent in acting]
             observations = [spec.split_mask(latest.observations[agent])[0] for latest, agent in pairs]
             result[policy] = PolicyInput(
@@ -215,7 +220,8 @@ class JointVectorEnv(SerialVectorEnv):
         for (env, _), joint in zip(self._running, chosen, strict=True):
             self.stop.check()
             stepped.append((env, env.step(joint)))
-        self._running, steps = stepped, [step for _, step in stepped]
+        self._running = stepped
+        steps = [step for _, step in stepped]
         entries = [(position, agent) for position, step in enumerate(steps) for agent in step.rewards]
         return VectorStep(
             rewards=np.array([reward for step in steps for reward in step.rewards.values()], dtype=np.float64),
@@ -248,7 +254,8 @@ class JointGymEnv(gymnasium.Env[AgentDict, AgentDict]):
         action_space: gymnasium.spaces.Dict,
     ) -> None:
         self._env = JointEnv(env, max_episode_steps, action_space.spaces)
-        self.observation_space, self.action_space = observation_space, action_space
+        self.observation_space = observation_space
+        self.action_space = action_space
         self.metadata = dict(getattr(env, "metadata", {}))
         self.render_mode = getattr(env, "render_mode", None)
 
@@ -260,7 +267,8 @@ class JointGymEnv(gymnasium.Env[AgentDict, AgentDict]):
     def step(self, action: Mapping[str, Any]) -> tuple[AgentDict, float, bool, bool, AgentDict]:
         """Step with the actions of all agents; the episode ends when no agent is active."""
         result = self._env.step(action)
-        over, cut = not result.observations, bool(result.truncated)
+        over = not result.observations
+        cut = bool(result.truncated)
         observations, infos = self._inputs(result)
         return observations, float(sum(result.rewards.values())), over and not cut, over and cut, infos
 
@@ -393,7 +401,8 @@ class PettingZooGroups(SeededGroups):
         super().__init__(seed, sizes, env_kwargs, {"max_episode_steps": max_episode_steps})
         if recreate_env is not None:
             flag("recreate_env", recreate_env)
-        self._make, self._num_envs = env, whole_between("num_envs", num_envs, 1)
+        self._make = env
+        self._num_envs = whole_between("num_envs", num_envs, 1)
 
         # 2. Create an example for the agents, their spaces and the step limit.
         example = make_example(self._create)

@@ -86,12 +86,14 @@ class PolicySpec:
     @cached_property
     def observation_space(self) -> spaces.Space[Any]:
         """Observation space of the policy: an agent's space, with one flag per agent added if `agent_ids` is set."""
-        space, flags = self.agent_space, len(self.agents)
+        space = self.agent_space
+        flags = len(self.agents)
         if not self.agent_ids:
             return space
         if _is_vector(space):
             ends = np.zeros(flags, space.dtype), np.ones(flags, space.dtype)
-            low, high = np.concatenate([space.low, ends[0]]), np.concatenate([space.high, ends[1]])
+            low = np.concatenate([space.low, ends[0]])
+            high = np.concatenate([space.high, ends[1]])
             return spaces.Box(low, high, dtype=space.dtype)
         return spaces.Tuple((space, spaces.Box(0.0, 1.0, (flags,), np.float32)))
 
@@ -227,7 +229,8 @@ def prefix_of(agent: str) -> str:
 
 def _same_spaces(observation_spaces: AgentSpaces, action_spaces: AgentSpaces, one: str, other: str) -> bool:
     """Return True if one network fits both agents; the bounds of observations do not matter."""
-    a, b = observation_spaces[one], observation_spaces[other]
+    a = observation_spaces[one]
+    b = observation_spaces[other]
     if isinstance(a, spaces.Box) and isinstance(b, spaces.Box):
         same = a.shape == b.shape and a.dtype == b.dtype
     else:

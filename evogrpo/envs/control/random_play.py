@@ -54,7 +54,9 @@ def play_randomly(
     step: VectorStep | None = None
     for steps in range(max_steps + 1):  # 0 is the reset
         # 1. Results of the last step.
-        finished, values, actions = bool(env.finished()[0]), Values(), dict[str, NDArray[Any]]()
+        finished = bool(env.finished()[0])
+        values = Values()
+        actions = dict[str, NDArray[Any]]()
         if step is not None:
             check_finite_rewards(step, np.array([seed]), np.array([steps - 1]))
             columns = (("reward", step.rewards), ("terminated", step.terminated), ("truncated", step.truncated))
@@ -63,7 +65,9 @@ def play_randomly(
         # 2. Observations, and a random action for each agent. No action follows the last observation of an episode, so
         # it is not compared.
         for policy, inputs in {} if finished else env.inputs(mapping).items():
-            space, rows, masks = mapping.specs[policy].action_space, len(inputs.observations[0]), inputs.action_masks
+            space = mapping.specs[policy].action_space
+            rows = len(inputs.observations[0])
+            masks = inputs.action_masks
             check_finite(inputs, np.full(rows, seed), np.full(rows, steps))
             for row, agent in enumerate(inputs.agents or ("",)):
                 for number, leaf in enumerate(inputs.observations, 1):
@@ -95,7 +99,8 @@ def random_action(space: spaces.Space[Any], mask: NDArray[Any] | None, rng: np.r
     """
     match space:
         case spaces.Box():
-            low, high = np.float64(space.low), np.float64(space.high)
+            low = np.float64(space.low)
+            high = np.float64(space.high)
             bounded = (np.abs(low) < _USABLE_BOUND) & (np.abs(high) < _USABLE_BOUND)
             within = rng.uniform(np.where(bounded, low, 0.0), np.where(bounded, high, 1.0))
             chosen = np.where(bounded, within, rng.standard_normal(low.shape))
@@ -156,7 +161,8 @@ def check_determinism(
         'vectorization="processes".'
     )
     if again is None and recreate_env is None:
-        chosen, noisy = True, noisy_again
+        chosen = True
+        noisy = noisy_again
         fix = "A new environment per episode avoids this. Set recreate_env=True to confirm, or fix its reset()."
     elif again is None:
         fix = "State is carried over between episodes. Leave out recreate_env=False, or fix its reset()."

@@ -131,7 +131,8 @@ class EpisodeRecorder:
     """
 
     def __init__(self, mapping: PolicyMapping, groups: NDArray[np.int64]) -> None:
-        self._mapping, self._groups = mapping, groups
+        self._mapping = mapping
+        self._groups = groups
         self._agents: dict[str, int] = {}
         self._columns: dict[str, dict[str, list[Any]]] = {}
         self._earned: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]] = []
@@ -172,7 +173,8 @@ class EpisodeRecorder:
         self._lengths[rows] = t + 1
         if step.positions is not None and step.totals is not None:
             self._totals.append((rows, t, step.totals))
-            rows, t = rows[step.positions], t[step.positions]
+            rows = rows[step.positions]
+            t = t[step.positions]
             for row, agent, reward in zip(rows.tolist(), step.agents, step.rewards.tolist(), strict=True):
                 returns = self._returns[row]
                 returns[agent] = returns.get(agent, 0.0) + reward
@@ -183,7 +185,9 @@ class EpisodeRecorder:
 
     def finish(self) -> Episodes:
         """Return the episodes once all have ended; empties the recorder."""
-        agents, n, steps = list(self._agents) or [AGENT], len(self._groups), max(1, int(self._lengths.max()))
+        agents = list(self._agents) or [AGENT]
+        n = len(self._groups)
+        steps = max(1, int(self._lengths.max()))
         earned = _table(self._earned, (len(agents) * n, steps))
         totals = _table(self._totals, (n, steps)) if self._agents else earned
         rewards = _total(totals)
@@ -208,13 +212,15 @@ class EpisodeRecorder:
             totals: `[n, steps]` rewards of all agents together; `earned` itself if there is a single agent.
         """
         # 1. Complete the masks.
-        columns, n = self._columns.pop(policy), len(self._groups)
+        columns = self._columns.pop(policy)
+        n = len(self._groups)
         masks = columns["masks"]
         width = next((mask.shape[1] for mask in masks if mask is not None), None)
         if width is not None:  # in steps without a mask, all actions are legal
             all_legal = [np.ones((len(step), width), dtype=np.bool_) for step in columns["entries"]]
             masks[:] = [full if mask is None else mask for mask, full in zip(masks, all_legal, strict=True)]
-        entries, t = np.concatenate(columns["entries"]), np.concatenate(columns["t"])
+        entries = np.concatenate(columns["entries"])
+        t = np.concatenate(columns["t"])
         # 2. Choose one row per episode and agent that acts in the episode's group: by episode, then in the order of
         # agents. So the episodes of a group have the same agents, which are compared with each other.
         acted = np.zeros(len(agents) * n, dtype=np.bool_)
@@ -264,7 +270,8 @@ def _scatter(parts: list[Any], shape: tuple[int, int], cells: NDArray[np.int64],
         cells: Flat position `row * t + step` of every value.
         fill: Value where there is none.
     """
-    array, first = np.full((math.prod(shape), *parts[0].shape[1:]), fill, dtype=parts[0].dtype), 0
+    array = np.full((math.prod(shape), *parts[0].shape[1:]), fill, dtype=parts[0].dtype)
+    first = 0
     # A few dozen steps per assignment: one step is slow, and all steps would need twice the memory.
     while parts:
         values = np.concatenate(parts[:_STEPS_AT_ONCE])
@@ -374,7 +381,8 @@ class StartBatch:
             ValueError: If an agent has no policy, actions or masks do not fit the action space, a reward or an
                 observation is not finite, or an episode does not end.
         """
-        n, members = len(start_of_row), np.asarray(member_ids, dtype=np.int64)
+        n = len(start_of_row)
+        members = np.asarray(member_ids, dtype=np.int64)
         starts = np.asarray(start_of_row, dtype=np.int64)
         _, groups = np.unique(members * len(self.seeds) + starts, return_inverse=True)
         # Position of each row among the rows of its group.
@@ -436,16 +444,20 @@ def play_episodes(
         if finished.any():
             kept = np.flatnonzero(~finished)
             env.select(kept)
-            rows, t = rows[kept], t[kept]
+            rows = rows[kept]
+            t = t[kept]
         # 2. Start waiting rows, then sort by member and row. An episode may be finished right after its reset.
         free = min(num_envs - len(rows), len(queue))
         if free:
-            new, queue = queue[:free], queue[free:]
+            new = queue[:free]
+            queue = queue[free:]
             env.add(request.seeds[new].tolist(), request.replicas[new].tolist())
-            rows, t = np.concatenate([rows, new]), np.concatenate([t, np.zeros_like(new)])
+            rows = np.concatenate([rows, new])
+            t = np.concatenate([t, np.zeros_like(new)])
             order = np.lexsort((rows, members[rows]))
             env.select(order)
-            rows, t = rows[order], t[order]
+            rows = rows[order]
+            t = t[order]
             continue
         # A running episode counts as the fraction of its maximum length.
         progress.set(total - len(queue) - len(rows) + int(t.sum()) / (max_episode_steps or math.inf))
@@ -459,9 +471,11 @@ def play_episodes(
         chosen = {}
         for policy, inputs in env.inputs(mapping).items():
             positions = slice(None) if inputs.positions is None else inputs.positions
-            input_rows, input_t = rows[positions], t[positions]
+            input_rows = rows[positions]
+            input_t = t[positions]
             check_finite(inputs, request.seeds[input_rows], input_t)
-            space, action_space = mapping.specs[policy].observation_space, mapping.specs[policy].action_space
+            space = mapping.specs[policy].observation_space
+            action_space = mapping.specs[policy].action_space
             acted = actors[policy].act(
                 unflatten(space, inputs.observations),
                 members[input_rows],

@@ -78,7 +78,8 @@ class SeededGroups(ABC):
         for name, value in counts.items():
             if value is not None:
                 whole_between(name, value, 1)
-        self.seed, self._sizes = whole_number("seed", seed), dict(sizes)
+        self.seed = whole_number("seed", seed)
+        self._sizes = dict(sizes)
         if env_kwargs is not None and not _is_keywords(env_kwargs):
             raise ValueError(f"env_kwargs must be a mapping of keyword arguments, got {shown(env_kwargs)}.")
         self._kwargs = dict(env_kwargs or {})
@@ -96,7 +97,8 @@ class SeededGroups(ABC):
 
     def close(self) -> None:
         """Close all environments and processes; the next `play` creates new ones."""
-        env, self._vector_env = self._vector_env, None
+        env = self._vector_env
+        self._vector_env = None
         if env is not None:
             env.close()
 
@@ -133,7 +135,8 @@ class SeededGroups(ABC):
             raise ValueError(f"starts of {split} must be in [0, {size - 1}], got {list(starts)}.")
         # An odd multiplier permutes the range: no seed repeats, and a larger split keeps the smaller one's seeds.
         factor, shift = generator(self.seed, "reset seeds", SPLITS.index(split)).integers(SEEDS_PER_SPLIT, size=2)
-        base, odd = SPLITS.index(split) * SEEDS_PER_SPLIT, int(factor) | 1
+        base = SPLITS.index(split) * SEEDS_PER_SPLIT
+        odd = int(factor) | 1
         return tuple(base + (odd * int(start) + int(shift)) % SEEDS_PER_SPLIT for start in starts)
 
     def open(self, split: Split, starts: Sequence[int]) -> StartBatch:

@@ -278,7 +278,8 @@ class EnvFactory:
             env = self.env(**self.env_kwargs)
             check_env(env)
             if self.max_episode_steps is not None:
-                limit, steps = time_limit(env), self.max_episode_steps
+                limit = time_limit(env)
+                steps = self.max_episode_steps
                 if limit is not None and limit < steps:
                     raise ValueError(f"max_episode_steps must be at most the environment's {limit}, got {steps}.")
                 env = TimeLimit(env, self.max_episode_steps)

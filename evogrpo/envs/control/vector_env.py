@@ -105,7 +105,8 @@ class SerialVectorEnv(VectorEnv):
     """
 
     def __init__(self, make: Callable[[], Any], *, recreate_env: bool) -> None:
-        self._make, self._recreate_env = make, recreate_env
+        self._make = make
+        self._recreate_env = recreate_env
         self._running: list[tuple[Any, Any]] = []  # environments and their latest results
         self._idle: list[Any] = []
 
@@ -140,7 +141,8 @@ class SerialVectorEnv(VectorEnv):
     def close(self) -> None:
         """Close all environments."""
         envs = [*self._idle, *(env for env, _ in self._running)]
-        self._idle, self._running = [], []
+        self._idle = []
+        self._running = []
         close_all(envs)
 
 
@@ -179,7 +181,8 @@ class GymnasiumVectorEnv(SerialVectorEnv):
     def inputs(self, mapping: PolicyMapping) -> Mapping[str, PolicyInput]:
         """See `VectorEnv`; a mask in the observation replaces that of the info."""
         spec = mapping.specs[DEFAULT_POLICY]
-        observations, masks = [], []
+        observations = []
+        masks = []
         for _, (observation, _, mask) in self._running:
             rest, own_mask = spec.split_mask(observation)
             observations.append(rest)

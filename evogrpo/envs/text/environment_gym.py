@@ -146,7 +146,8 @@ class EnvironmentPool:
     def close(self) -> None:
         """Close all unused environments. Further conversations make new ones."""
         with self._lock:
-            unused, self._free = self._free, []
+            unused = self._free
+            self._free = []
         for _, environment in unused:
             close_environment(environment)
 
@@ -394,7 +395,8 @@ class EnvironmentBatch(SingleTurnBatch):
         name = "A tool" if factory is None else f"Environment {getattr(factory, '__name__', factory)}"
         failure = RewardError(f"{name} {_reason(error)}"[:1000])
         failure.__cause__ = error
-        episode.error, episode.abandoned = str(failure), isinstance(error, CallFailedError)
+        episode.error = str(failure)
+        episode.abandoned = isinstance(error, CallFailedError)
         return failure
 
     def _messages(self, conversation: Conversation) -> list[Message]:
@@ -620,7 +622,8 @@ class EnvironmentGym(PromptEnvironment):
             ValueError: If the split or an index does not exist.
         """
         fields = self._batch_fields(split, starts)
-        questions, numbers = self._splits[split], [self._splits[split].rows[start] for start in starts]
+        questions = self._splits[split]
+        numbers = [self._splits[split].rows[start] for start in starts]
         table: ObservedTable = questions.table
         return EnvironmentBatch(
             **fields,

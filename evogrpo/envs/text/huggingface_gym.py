@@ -166,7 +166,9 @@ class PromptEnvironment:
         self.tokenizer = tokenizer
         self.seed = whole_number("seed", seed)
         self.on_reward_error: OnRewardError = on_reward_error
-        self._rewards, self._template, self._columns = rewards, template, tuple(columns)
+        self._rewards = rewards
+        self._template = template
+        self._columns = tuple(columns)
         self._given_options = check_options(chat_template_kwargs, TEMPLATE_OPTIONS)
         own_template = getattr(tokenizer, "chat_template", None)
         self._chat_template: Any = self._given_options.get("chat_template", own_template)
@@ -187,7 +189,9 @@ class PromptEnvironment:
             if size is not None and split in datasets:
                 raise ValueError(f"{split}_size requires that {split}_dataset is not set, got both.")
         # 3. Tokenized, deduplicated splits.
-        self._datasets, self._sizes, self._max_prompt_length = datasets, sizes, max_prompt_length
+        self._datasets = datasets
+        self._sizes = sizes
+        self._max_prompt_length = max_prompt_length
         self._fix_date(datetime.now().isoformat(timespec="seconds"))
         vocabulary = gymnasium.spaces.Discrete(len(tokenizer))
         self.observation_space = gymnasium.spaces.Sequence(vocabulary)
@@ -341,7 +345,8 @@ class PromptEnvironment:
         hashes = []
         for number in range(len(table)):
             # 1. Checks of the row.
-            row, row_name = table[number], numbered(number, where)
+            row = table[number]
+            row_name = numbered(number, where)
             for name in self._columns:
                 if isinstance(row[name], bytes | bytearray):
                     raise ValueError(f"{row_name} must have text as {name}, got bytes. Decode it first.")
@@ -517,7 +522,8 @@ class HuggingFaceGym(PromptEnvironment):
         system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
         entries = [task[number] for number in range(sum(counts.values()))]
         rows = [{"prompt": [*system, {"role": "user", "content": entry["question"]}], **entry} for entry in entries]
-        tables, first = {}, 0
+        tables = {}
+        first = 0
         for split in SPLITS:
             tables[split] = rows[first : first + counts[split]]
             first += counts[split]
@@ -572,13 +578,15 @@ class HuggingFaceGym(PromptEnvironment):
             ValueError: If there is no current batch, or a shape or prompt does not match it.
             RewardError: If a reward function fails.
         """
-        cursor, batch = self._cursor, self._cursor.batch
+        cursor = self._cursor
+        batch = self._cursor.batch
         if batch is None:
             raise ValueError("step needs the prompts of reset. Call reset first.")
         # 1. Cut the completions out of the padded rows.
         if not isinstance(completion_ids, Sequence) or any(getattr(ids, "ndim", 0) != 2 for ids in completion_ids):
             raise ValueError(f"completion_ids must be a list of tensors [group, tokens], got {shown(completion_ids)}.")
-        sizes, smallest = {len(group) for group in completion_ids}, 2 if cursor.split == "train" else 1
+        sizes = {len(group) for group in completion_ids}
+        smallest = 2 if cursor.split == "train" else 1
         if len(completion_ids) != len(batch.prompts) or len(sizes) != 1 or min(sizes) < smallest:
             raise ValueError(
                 f"completion_ids must be {len(batch.prompts)} groups of equal size of at least {smallest}, got shapes "

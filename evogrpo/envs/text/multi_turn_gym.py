@@ -76,7 +76,8 @@ class MultiTurnBatch(SingleTurnBatch):
                 text.encode()
             except UnicodeEncodeError as error:
                 raise ValueError(f"reply must return valid text, got an incomplete character ({error}).") from error
-            options, completion = {**self.options, **row_options(row)}, conversation.completions[-1]
+            options = {**self.options, **row_options(row)}
+            completion = conversation.completions[-1]
             message = {"role": "user", "content": text}
             tokens = reply_tokens(ANSWER, [message], self.tokenizer, options, completion)
             self._replies[conversation.row, len(conversation.turns), tokens] = text
@@ -165,7 +166,8 @@ class MultiTurnGym(PromptEnvironment):
         max_turns = whole_between("max_turns", max_turns, 2)
         _check_reply(reply)
         rewards = make_rewards(None, reward_funcs, reward_weights)
-        self._reply, self._max_turns = reply, max_turns
+        self._reply = reply
+        self._max_turns = max_turns
         self._reply_code = code_hash(reply)  # before its first call
         super().__init__(train_dataset, test_dataset, tokenizer, rewards=rewards, **options)
         # Raises if the template is not suitable.

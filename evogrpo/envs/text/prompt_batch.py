@@ -221,7 +221,8 @@ class SingleTurnBatch:
         """Return the `[n, t]` reward at each sampled token; rewards of whole completions are at the last one."""
         table = np.full((len(inputs.texts), max(1, *map(len, inputs.token_ids))), np.nan)
         for row, conversation in enumerate(conversations):
-            ids, sampled = inputs.token_ids[row], conversation.sampled
+            ids = inputs.token_ids[row]
+            sampled = conversation.sampled
             if np.isnan(result.rewards[row]) or not ids:  # a user's own loop may give a completion without tokens
                 continue
             # Rewards at tokens of a reply belong to the last sampled token before it.

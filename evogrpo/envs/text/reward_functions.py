@@ -197,7 +197,8 @@ class InProcessRunner:
     num_workers = 1  # jobs that run in parallel
 
     def __init__(self, functions: Mapping[str, Function], timeout: float | None = None) -> None:
-        self._functions, self._timeout = dict(functions), timeout
+        self._functions = dict(functions)
+        self._timeout = timeout
         self._loop: asyncio.AbstractEventLoop | None = None
         self._prints = contextlib.ExitStack()
         self._running: set[Future[Results]] = set()
@@ -248,7 +249,8 @@ class InProcessRunner:
 
     def close(self) -> None:
         """Cancel unfinished calls and stop the event loop."""
-        loop, self._loop = self._loop, None
+        loop = self._loop
+        self._loop = None
         if loop is not None:
             asyncio.run_coroutine_threadsafe(_shut_down(), loop)
 
@@ -288,7 +290,8 @@ class StepRewards:
     unit: PositionUnit = "token"
 
     def __post_init__(self) -> None:
-        values, positions = _checked_list("values", self.values), _checked_list("positions", self.positions)
+        values = _checked_list("values", self.values)
+        positions = _checked_list("positions", self.positions)
         if not isinstance(self.unit, str) or self.unit not in get_args(PositionUnit):
             raise ValueError(f'unit of StepRewards must be "token" or "character", got {shown(self.unit)}.')
         if len(values) != len(positions):

@@ -122,7 +122,8 @@ def render(messages: list[Message], tokenizer: Tokenizer, options: Options | Non
     last = messages[-1]
     prefill = _is_prefill(last)
     if prefill and not last["content"]:  # an empty prefill is the same as a fresh assistant turn
-        messages, prefill = messages[:-1], False
+        messages = messages[:-1]
+        prefill = False
     # 1. Render, with the last message open or an assistant turn opened.
     mode = "continue_final_message" if prefill else "add_generation_prompt"
     keywords = {**(options or {}), mode: True}
@@ -182,7 +183,8 @@ def reply_tokens(
     """
     before, after = render_reply([QUESTION, assistant], reply, tokenizer, options)
     # 1. Find the markers that end a turn of the assistant: they follow the text of a plain answer.
-    plain, answer = render_chat(tokenizer, [QUESTION, ANSWER], **options), ANSWER["content"]
+    plain = render_chat(tokenizer, [QUESTION, ANSWER], **options)
+    answer = ANSWER["content"]
     if answer not in plain:
         raise ValueError(
             f"chat_template must render the text of assistant messages, got {shown(plain)}. Set another template."
@@ -312,7 +314,8 @@ def tokenize(prompts: Sequence[tuple[Prompt, Options]], tokenizer: Tokenizer, wh
             if _without_spaces(text) not in _without_spaces(read):
                 pairs = enumerate(zip(text, read, strict=False))
                 place = next((place for place, (wanted, got) in pairs if wanted != got), 0)
-                wanted, got = text[place:], read[place:]
+                wanted = text[place:]
+                got = read[place:]
                 changes.add(
                     "tokens", len(tokenized), f"the tokenizer changes the text {shown(wanted, 40)} to {shown(got, 40)}"
                 )
@@ -413,7 +416,8 @@ class _Changes:
                 self.add(f"key {name}", row, f"the chat template does not use the key {shown(name)} of messages")
         # 2. For each row: find contents that are changed, and special tokens in them.
         for number, message in enumerate(messages):
-            name, content = _named(messages, number), message["content"]
+            name = _named(messages, number)
+            content = message["content"]
             if not _contains(text, content):
                 self.add("content", row, f"the chat template changes the content of {name}: {shown(content)}")
             for token in self._special:

@@ -124,7 +124,8 @@ def parse_completion(
         opening = str(tokenizer.decode(list(prefix[-10:]))).rstrip()
         if opening.endswith("<think>") or (ends and "<think>" not in thought):
             text = f"<think>{text}"
-        template, prefix_text = hermes_template(tokenizer), ""
+        template = hermes_template(tokenizer)
+        prefix_text = ""
     try:
         parsed: Message = tokenizer.parse_response(
             text,
@@ -135,7 +136,8 @@ def parse_completion(
     except Exception as error:  # noqa: BLE001 (sampled text may break a parser in any way)
         return ToolTurn(message=plain, error=f"malformed tool call: {error}")
     # 2. Check the form of the calls, whose names and arguments are sampled text.
-    content, last = parsed.get("content") or "", list(completion[-1:])
+    content = parsed.get("content") or ""
+    last = list(completion[-1:])
     if not tokenizer.decode(last, skip_special_tokens=True):  # a special token that ended the completion
         content = content.removesuffix(str(tokenizer.decode(last)))
     message = {**parsed, "content": content}
@@ -190,7 +192,8 @@ def check_tool_template(tokenizer: Tokenizer, options: Options, schemas: Sequenc
         schemas: Schemas of some tools.
     """
     # 1. The template must show tools, calls and results, and leave earlier turns unchanged once a result follows.
-    name, content = "name_of_a_tool", "result_of_a_tool"
+    name = "name_of_a_tool"
+    content = "result_of_a_tool"
     result = {"role": "tool", "name": name, "content": content}
     before, after = render_reply([QUESTION, tool_call(name)], [result], tokenizer, options)
     shown = {  # one text if the template ignores tools
@@ -235,11 +238,13 @@ def call_tool(tools: Mapping[str, Tool], name: str, arguments: Any) -> tuple[str
         unknown = [each for each in arguments if each not in parameters or parameters[each].kind in _MANY]
         if unknown:
             raise ValueError(f"Tool {name} has no argument {unknown[0]}. Its arguments are: {', '.join(parameters)}.")
-        result, failed = str(finished(tools[name](**arguments))), False
+        result = str(finished(tools[name](**arguments)))
+        failed = False
     except ConnectionError:
         raise
     except Exception as error:  # noqa: BLE001 (the model reads it)
-        result, failed = str({"error": str(error)}), True
+        result = str({"error": str(error)})
+        failed = True
     return result.encode("utf-8", "replace").decode(), failed
 
 
@@ -288,7 +293,8 @@ def run_calls(
         return results
     # 1. Daemon threads take calls from a queue; they never keep the program from ending.
     futures: list[Future[Any]] = [Future() for _ in calls]
-    waiting, started = deque(enumerate(calls)), dict[int, float]()
+    waiting = deque(enumerate(calls))
+    started = dict[int, float]()
 
     def work() -> None:
         with suppress(IndexError, InvalidStateError):  # no call is left, or this one took too long

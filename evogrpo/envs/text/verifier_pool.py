@@ -63,7 +63,8 @@ class _Worker:
     """
 
     def __init__(self, setup: bytes, tasks: "SimpleQueue[_Task | None]") -> None:
-        self._setup, self._tasks = setup, tasks
+        self._setup = setup
+        self._tasks = tasks
         self.process: subprocess.Popen[bytes] | None = None
         self.future: Future[Results] | None = None
         self.lock = threading.Lock()
@@ -137,7 +138,8 @@ class _Worker:
         try:
             answered, reply = json.loads(line, object_hook=_decoded)
         except (ValueError, TypeError):
-            answered, reply = None, None
+            answered = None
+            reply = None
         if answered != number:
             complete = line.endswith(b"\n") or len(line) == MAX_REPLY_BYTES
             ending = _kill(process, patience=0.0 if complete else 1.0)
@@ -238,7 +240,8 @@ class VerifierPool:
         }
         setup = {"path": list(sys.path), "files": files, "functions": pickled, "timeout": timeout}
         # 2. Create the workers, whose processes start with their first job.
-        self.num_workers, self._timeout = workers, timeout
+        self.num_workers = workers
+        self._timeout = timeout
         self._async = {name for name, function in functions.items() if is_async(function)}
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._workers = [_Worker(pickle.dumps(setup), self._tasks) for _ in range(workers)]

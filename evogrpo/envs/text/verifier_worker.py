@@ -24,7 +24,8 @@ from evogrpo.text import class_name, one_line, shown, text_of
 def main() -> None:
     """Process requests until the parent process ends."""
     # 1. Keep the pipes for messages; printed text goes to standard error.
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "w")
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(2, 1)

@@ -49,7 +49,8 @@ def strategy_from_json(
     Raises:
         ValueError: If the name or a setting is unknown, missing or invalid.
     """
-    name, settings = values.get("name"), {key: value for key, value in values.items() if key != "name"}
+    name = values.get("name")
+    settings = {key: value for key, value in values.items() if key != "name"}
     kind = BUILT_IN.get(name, custom) if isinstance(name, str) else custom
     if kind is None:
         raise unknown_name_error("strategy", name, BUILT_IN)

@@ -53,8 +53,10 @@ class Narrowing(Stateless):
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Retire failed members, and at a rung all except the best; replace the worst of the remaining ones."""
         # 1. Choose the members that stay.
-        first, last = history.generations[0], history.last
-        founders, member_count = len(first.members), len(last.members)
+        first = history.generations[0]
+        last = history.last
+        founders = len(first.members)
+        member_count = len(last.members)
         stagnated = has_stagnated(history, self.z)
         is_rung = not stagnated and (last.number - first.number + 1) % self.every == 0
         survivor_count = max(self.min_members, math.ceil(member_count / self.eta)) if is_rung else member_count

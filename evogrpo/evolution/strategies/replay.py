@@ -77,7 +77,8 @@ class Replay(Stateless):
         """
         last = history.last
         stage, steps = self.stage_of(last.number + 1)
-        choices, healthy = [], last.ranked
+        choices = []
+        healthy = last.ranked
         for slot in range(history.capacity):
             if slot not in healthy:
                 choices.append(Choice(parent=None, reason="empty" if slot in last.empty else "retired: failed"))

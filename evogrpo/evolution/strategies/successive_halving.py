@@ -43,7 +43,8 @@ class SuccessiveHalving(Stateless):
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Retire failed members, and at a rung all members except the best."""
-        first, last = history.generations[0], history.last
+        first = history.generations[0]
+        last = history.last
         rungs, remainder = divmod(last.number - first.number + 1, self.every)
         survivor_count = max(1, math.ceil(len(first.members) / self.eta**rungs))  # in a long run it underflows
         survivors = last.ranked[:survivor_count]
@@ -71,7 +72,8 @@ class SuccessiveHalving(Stateless):
 
     def _budgets(self, history: History, members: int) -> tuple[int, int]:
         """Return steps per generation and samples per step for this number of members."""
-        first, last = history.generations[0], history.last
+        first = history.generations[0]
+        last = history.last
         if self.grow == "samples_per_step":  # a multiple, so that group sizes divide it
             return last.steps_per_generation, first.samples_per_step * max(1, len(first.members) // members)
         # Count from the start of the run, so that learning steps lost to rounding are added to a later generation.

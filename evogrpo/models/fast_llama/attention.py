@@ -93,7 +93,8 @@ def attention(
 def _in_blocks(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None, keep: bool) -> Tensor:
     """Compute attention in blocks of query tokens; see `BLOCK`."""
     kv, n, _, d = q.shape
-    by_token, outputs = q.view(kv, n, -1, t, d), list[Tensor]()
+    by_token = q.view(kv, n, -1, t, d)
+    outputs = list[Tensor]()
     for at in range(0, t - BLOCK + 1, BLOCK):
         end = at + BLOCK if at + 2 * BLOCK <= t else t  # the last block takes the rest
         visible = k.shape[2] - t + end  # keys up to the last query of the block: later ones are masked anyway
@@ -183,7 +184,8 @@ class _Attention(torch.autograd.Function):
         weights = _attention_weights(q, k, t, bias, shared_bias, runs, shared[:1])
         past = weights.shape[-1] - k.shape[2]
         ctx.save_for_backward(q, k, v, bias, shared_bias, weights if keep else None, *shared)
-        ctx.t, ctx.runs = t, runs
+        ctx.t = t
+        ctx.runs = runs
         out = weights[..., past:].flatten(0, 1) @ v.flatten(0, 1)
         if runs is not None:
             _add_weighted(out.view(q.shape), weights[..., :past], shared[1], runs)
@@ -202,7 +204,8 @@ class _Attention(torch.autograd.Function):
         grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
         grad_own = grad_scores[..., past:].flatten(0, 1)
         grad_q = grad_own @ k.flatten(0, 1)
-        grad_k, grad_v = grad_own.mT @ q.flatten(0, 1), weights[..., past:].flatten(0, 1).mT @ grad_out.flatten(0, 1)
+        grad_k = grad_own.mT @ q.flatten(0, 1)
+        grad_v = weights[..., past:].flatten(0, 1).mT @ grad_out.flatten(0, 1)
         grad_shared: list[Tensor] = []
         if runs is not None:
             _add_weighted(grad_q.view(q.shape), grad_scores[..., :past], shared[0], runs)

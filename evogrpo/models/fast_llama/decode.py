@@ -108,13 +108,18 @@ class FastDecoding:
     def __init__(
         self, passes: FastLlama, prefix: Prefix, rows: Tensor, slots: Tensor, room: int, make_hook: HookFactory
     ) -> None:
-        self._passes, self._make_hook, self._slots = passes, make_hook, slots
+        self._passes = passes
+        self._make_hook = make_hook
+        self._slots = slots
         self._windows = {layer.window for layer in passes.layout.layers}
         self._last_hidden = prefix.last_hidden[rows]
         self._mask = prefix.mask[rows]
-        self._past, self._length, self._max_length = prefix.mask.shape[1], 0, room
+        self._past = prefix.mask.shape[1]
+        self._length = 0
+        self._max_length = room
         self._prompts = [(keys.transpose(0, 1), values.transpose(0, 1)) for keys, values in prefix.layers]
-        heads, width = passes.layout.heads[0], passes.layout.width
+        heads = passes.layout.heads[0]
+        width = passes.layout.width
         self._own = [[keys.new_empty((heads, len(rows), 0, width)) for _ in range(2)] for keys, _ in prefix.layers]
         self._lowest = torch.finfo(self._own[0][0].dtype).min / 2  # as in `attention_biases`
         self._set_prompts(rows)
@@ -158,7 +163,8 @@ class FastDecoding:
     def advance(self, tokens: Tensor) -> Tensor:
         """Feed one token per row."""
         # 1. Make room for the token, and make it visible from now on.
-        room, at = self._own[0][0].shape[2], self._length
+        room = self._own[0][0].shape[2]
+        at = self._length
         if at == room:
             self._reallocate(None, min(self._max_length, room + max(MIN_GROWTH, room // 4)))
             self._set_bias()
@@ -201,7 +207,8 @@ class FastDecoding:
         (kv, rep), width = self._passes.layout.heads, self._passes.layout.width
         # 1. Queries, keys and values: `[kv * rep * d, n]` -> heads first, `[heads, d, n]`.
         q, k, v = self._projected(_normed(hidden, layer.before_attention), layer.projections)
-        heads, v = torch.cat([q, k]).view(kv * (rep + 1), width, -1), v.view(kv, width, -1)
+        heads = torch.cat([q, k]).view(kv * (rep + 1), width, -1)
+        v = v.view(kv, width, -1)
         if layer.head_norms is not None:
             norms = zip(heads.split([kv * rep, kv]), layer.head_norms, strict=True)
             heads = torch.cat([_normed(x, norm) for x, norm in norms])
@@ -296,7 +303,8 @@ class _SharedDecoding:
     """
 
     def __init__(self, decoding: Decoding, prefix_of: Tensor, size: int) -> None:
-        self._decoding, self._size = decoding, size
+        self._decoding = decoding
+        self._size = size
         self._prefix_of: Tensor | None = prefix_of  # None = each row runs separately
         # Numbers of tokens: decoded per row; copied by forks; saved by rows that share a prefix. `advance` compares the
         # last two.
@@ -313,7 +321,8 @@ class _SharedDecoding:
             return self._decoding.advance(tokens)
         # 1. Distinct (prefix, token) pairs, each as one integer: they are the prefixes after this step.
         pairs, pair_of = torch.unique(prefix_of << 32 | tokens, return_inverse=True)
-        parents, next_tokens = pairs >> 32, pairs & (1 << 32) - 1
+        parents = pairs >> 32
+        next_tokens = pairs & (1 << 32) - 1
         # Pairs are sorted, so those of one prefix are neighbours.
         forked = bool((parents[1:] == parents[:-1]).any())
         self._length += 1
@@ -329,7 +338,8 @@ class _SharedDecoding:
             padding = padded_rows(len(pairs)) - len(pairs)  # copies of the last prefix
             parents, next_tokens = (torch.cat([x, x[-1:].expand(padding)]) for x in (parents, next_tokens))
             self._decoding.keep(parents)
-            self._prefix_of, self._size = pair_of, len(parents)
+            self._prefix_of = pair_of
+            self._size = len(parents)
         else:
             next_tokens = tokens.new_zeros(self._size).index_copy(0, parents, next_tokens)  # unused rows get token 0
         return self._by_row(self._decoding.advance(next_tokens))

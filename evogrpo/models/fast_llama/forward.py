@@ -43,7 +43,8 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out, inverses = torch.empty_like(x), x.new_empty((len(x), 1), dtype=torch.float32)
+        out = torch.empty_like(x)
+        inverses = x.new_empty((len(x), 1), dtype=torch.float32)
         for rows, inverse, out_rows in _tiles(x, inverses, out):
             torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32, out=inverse)
             inverse.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -85,7 +86,8 @@ class _GatedUnit(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad = grads[0]
         gate, up = ctx.saved_tensors
-        grad_gate, grad_up = torch.empty_like(grad), torch.empty_like(grad)
+        grad_gate = torch.empty_like(grad)
+        grad_up = torch.empty_like(grad)
         for rows in row_tiles(grad):
             torch.mul(silu(gate[rows]), grad[rows], out=grad_up[rows])
             grad_gate[rows] = torch.ops.aten.silu_backward(grad[rows] * up[rows], gate[rows])
@@ -104,7 +106,8 @@ def _by_head(x: Tensor, shape: torch.Size, heads: tuple[int, int]) -> Tensor:
 def _rotate_into(x: Tensor, cos: Tensor, sin: Tensor, sign: float, out: Tensor) -> None:
     """Write rotated `[kv, n, rep, t, d]` into `out`. A `sign` of -1 rotates back, which is the transpose."""
     (left, right), (new_left, new_right) = x.chunk(2, -1), out.chunk(2, -1)
-    cos, sin = cos[None, :, None], sin[None, :, None]
+    cos = cos[None, :, None]
+    sin = sin[None, :, None]
     torch.mul(left, cos, out=new_left)
     new_left.addcmul_(right, sin, value=-sign)
     torch.mul(right, cos, out=new_right)
@@ -146,7 +149,8 @@ rotated = _Rotate.apply
 
 def projected(x: Tensor, layers: Sequence[NamedLinear], hook: LoraHook | None) -> Sequence[Tensor]:
     """Return the outputs `[m, out]` of linear layers with adapters, given their common input `[m, in]`."""
-    names, linears = tuple(name for name, _ in layers), [layer for _, layer in layers]
+    names = tuple(name for name, _ in layers)
+    linears = [layer for _, layer in layers]
     if hook is None or torch.is_grad_enabled():
         leaves_of = {} if hook is None else hook.adapters.leaves
         slots = () if hook is None else hook.slots
@@ -162,7 +166,8 @@ def _add_adapters(x: Tensor, outputs: Sequence[Tensor], adapters: Sequence[Stack
     low = x.new_empty((len(x), adapters[0].a.shape[1])) if adapters else None
     for part in adapters:
         assert low is not None
-        tokens, slots = part.tokens, len(part.a)
+        tokens = part.tokens
+        slots = len(part.a)
         torch.bmm(x[tokens].view(slots, -1, x.shape[1]), part.a.mT, out=low[tokens].view(slots, -1, low.shape[1]))
         for module, columns, b in part.b:
             out = outputs[module]
@@ -186,7 +191,9 @@ class _Linears(torch.autograd.Function):
         outputs = tuple(frozen_linear(x, layer.weight, layer.bias) for layer in layers)
         low = None if hook is None else _add_adapters(x, outputs, hook.stacked(names, len(x), x.dtype))
         ctx.set_materialize_grads(False)
-        ctx.layers, ctx.hook, ctx.names = layers, hook, names
+        ctx.layers = layers
+        ctx.hook = hook
+        ctx.names = names
         ctx.save_for_backward(x, low)
         return outputs
 
@@ -205,12 +212,14 @@ class _Linears(torch.autograd.Function):
         if low is None:
             return grad_x, None, None, None
         # 2. B: its gradient, and that of x A^T.
-        adapters, slots = ctx.hook.stacked(ctx.names, len(x), x.dtype), len(ctx.hook.slots)
+        adapters = ctx.hook.stacked(ctx.names, len(x), x.dtype)
+        slots = len(ctx.hook.slots)
         dtype = ctx.hook.adapters.weights.dtype
         grad_low = torch.zeros_like(low)
         grad_b = {module: b.new_zeros((slots, b.shape[2], b.shape[1]), dtype=dtype) for module, _, b in adapters[0].b}
         for part in adapters:
-            tokens, count = part.tokens, len(part.a)
+            tokens = part.tokens
+            count = len(part.a)
             for module, columns, b in part.b:
                 grad = grads[module]
                 if grad is not None:
@@ -221,7 +230,8 @@ class _Linears(torch.autograd.Function):
         # 3. A, and the adapters' part of the gradient of x.
         grad_a = x.new_zeros((slots, *adapters[0].a.shape[1:]), dtype=dtype)
         for part in adapters:
-            tokens, count = part.tokens, len(part.a)
+            tokens = part.tokens
+            count = len(part.a)
             low_part = grad_low[tokens].view(count, -1, low.shape[1])
             grad_a[part.slots] += torch.bmm(low_part.mT, x[tokens].view(count, -1, x.shape[1]))
             if grad_x is not None:
@@ -252,7 +262,8 @@ class FastLlama:
     """
 
     def __init__(self, layout: WeightLayout, sharded_layers: ShardedLayers | None = None) -> None:
-        self.layout, self.sharded_layers = layout, sharded_layers
+        self.layout = layout
+        self.sharded_layers = sharded_layers
 
     @torch.no_grad()
     def matches_model(self) -> bool:
@@ -261,7 +272,8 @@ class FastLlama:
         Each layer gets the model's own input, because bfloat16 rounding errors of two correct passes grow over layers.
         """
         # 1. Record inputs and outputs of the model's own layers.
-        decoder, recorded = self.layout.decoder, list[tuple[Tensor, Tensor]]()
+        decoder = self.layout.decoder
+        recorded = list[tuple[Tensor, Tensor]]()
         ids = torch.tensor([PROBE], device=decoder.embed_tokens.weight.device) % len(decoder.embed_tokens.weight)
 
         def record(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
@@ -281,7 +293,8 @@ class FastLlama:
             return error <= relative * size + rounding * stream
 
         mask = torch.ones_like(ids, dtype=torch.bool)
-        rotations, attend = self.rotations(mask, ids.shape[1]), self._attend_within(mask, ids.shape[1], None)
+        rotations = self.rotations(mask, ids.shape[1])
+        attend = self._attend_within(mask, ids.shape[1], None)
         if not torch.equal(self.embed(ids)[0], recorded[0][0]):
             return False
         for number, (before, after) in enumerate(recorded):
@@ -293,7 +306,8 @@ class FastLlama:
 
     def run(self, ids: Tensor, mask: Tensor, cache: Cache | None, hook: LoraHook | None) -> Tensor:
         """Return final hidden states `[n, t, h]`; see `CausalModel.run`."""
-        hidden, rotations = self.embed(ids).flatten(0, 1), self.rotations(mask, ids.shape[1])
+        hidden = self.embed(ids).flatten(0, 1)
+        rotations = self.rotations(mask, ids.shape[1])
         attend = self._attend_within(mask, ids.shape[1], cache)
         for number in range(len(self.layout.layers)):
             hidden = self._layer(number, hidden, [rotations], hook, lambda *heads: attend(*heads)[0])
@@ -323,7 +337,8 @@ class FastLlama:
         rotations = [self.rotations(prompt_mask, prompt_ids.shape[1]), self.rotations(mask, ids.shape[1])]
         # 2. Attention: prompts within themselves, rows on top of the prompts' keys and values `[kv, m, P, d]`.
         attend_prompts = self._attend_within(prompt_mask, prompt_ids.shape[1], cache)
-        past, t = prompt_mask.shape[1], ids.shape[1]
+        past = prompt_mask.shape[1]
+        t = ids.shape[1]
         own_biases = attention_biases(self.layout, mask, t, slice(past, None))
         prompt_biases = attention_biases(self.layout, mask, t, slice(past))
         order, runs = prompt_runs(rows, len(prompt_mask))
@@ -368,9 +383,13 @@ class FastLlama:
 
     def rotations_at(self, positions: Tensor) -> Rotations:
         """Return the rotary embeddings at positions `[n, t]`; those of queries contain the attention scale."""
-        decoder, half, scaling = self.layout.decoder, self.layout.width // 2, self.layout.scaling
+        decoder = self.layout.decoder
+        half = self.layout.width // 2
+        scaling = self.layout.scaling
         cos, sin = decoder.rotary_emb(decoder.norm.weight, positions)
-        cos, sin = cos[..., :half], sin[..., :half]  # the second half repeats the first
+        # the second half repeats the first
+        cos = cos[..., :half]
+        sin = sin[..., :half]
         return (cos, sin), (cos * scaling, sin * scaling)
 
     def _layer(

@@ -119,7 +119,8 @@ def find_weight_layout(model: PreTrainedModel, decoder: nn.Module) -> WeightLayo
     untyped: Any = decoder
     layers = []
     for number, layer in enumerate(untyped.layers[: config.num_hidden_layers]):
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
+        mlp = layer.mlp
         slides = windows == "all" or (windows == "named" and config.layer_types[number] == "sliding_attention")
         q, k, v, output, gate, up, down = (
             (names[module], module)

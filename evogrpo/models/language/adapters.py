@@ -30,14 +30,17 @@ def runs_of(sizes: Sequence[int], begin: int = 0) -> list[Run]:
         sizes: Tokens of each slot's segment.
         begin: Offset of the first token.
     """
-    found, first, at = list[Run](), 0, begin
+    found = list[Run]()
+    first = 0
+    at = begin
     while first < len(sizes):
         last = first
         while last < len(sizes) and sizes[last] == sizes[first]:
             last += 1
         end = at + sizes[first] * (last - first)
         found.append((slice(at, end), slice(first, last), last - first))
-        first, at = last, end
+        first = last
+        at = end
     return found
 
 
@@ -106,8 +109,11 @@ class LoraHook:
     def __init__(
         self, adapters: LoraAdapters, slots: Sequence[int], rows: Sequence[int], later: Sequence[int] = ()
     ) -> None:
-        self.adapters, self.slots = adapters, slots
-        self._rows, self._later, self._all_rows = rows, later, sum(rows) + sum(later)
+        self.adapters = adapters
+        self.slots = slots
+        self._rows = rows
+        self._later = later
+        self._all_rows = sum(rows) + sum(later)
 
     def by_token(self, tokens: int, later: "LoraHook", later_tokens: int) -> "LoraHook":
         """Return a hook for the tokens of these rows and then the tokens of later rows, as one row per token.
@@ -118,7 +124,8 @@ class LoraHook:
             later_tokens: Tokens of each later row.
         """
         assert self.slots == later.slots
-        rows, later_rows = [n * tokens for n in self._rows], [n * later_tokens for n in later._rows]
+        rows = [n * tokens for n in self._rows]
+        later_rows = [n * later_tokens for n in later._rows]
         return LoraHook(self.adapters, self.slots, rows, later_rows)
 
     def stacked(
@@ -138,13 +145,15 @@ class LoraHook:
         if not acting:
             return []
         # 1. Matrices of all slots of the pass: views of the weights if slots are adjacent.
-        weights, slots = self.adapters.weights, self.slots
+        weights = self.adapters.weights
+        slots = self.slots
         weights = weights[slots[0] : slots[-1] + 1] if slots[-1] - slots[0] + 1 == len(slots) else weights[slots]
         every_a, every_b = zip(*(target.matrices(weights) for _, target in acting), strict=True)
         a = (every_a[0] if len(every_a) == 1 else torch.cat(every_a, 1)).to(dtype)
         b = [matrix.to(dtype) for matrix in every_b]
         if transposed:
-            a, b = a.mT.contiguous().mT, [matrices.mT.contiguous().mT for matrices in b]
+            a = a.mT.contiguous().mT
+            b = [matrices.mT.contiguous().mT for matrices in b]
         rank = acting[0][1].rank
         # 2. One product for each run of segments with equally many tokens. The segments are the slots' tokens.
         # Rows of `by_token` are tokens, which may be followed by more padding tokens than there are rows.
@@ -166,7 +175,8 @@ class LoraHook:
             inputs: Input of the module, row by row.
             output: Output of the base's module.
         """
-        target, scale = self.adapters.targets[module], self.adapters.scale
+        target = self.adapters.targets[module]
+        scale = self.adapters.scale
         x = inputs.reshape(-1, target.width_in).to(output.dtype)
         out = output.reshape(-1, target.width_out)
         # Not output.shape[0]: some architectures flatten rows and positions.
@@ -225,7 +235,8 @@ class AdapterStates:
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}.")
         # 1. Warn once per model about layers left out.
-        self.lora_config, self.trained = lora_config, trained
+        self.lora_config = lora_config
+        self.trained = trained
         if (summary := self.trained.summary(model)) and model not in _WARNED:
             _WARNED.add(model)
             warn(f"Adapters train {summary}")
@@ -258,7 +269,8 @@ class AdapterStates:
         zero = initial.new_zeros(())
         self._initial_state = {self.weights_key: initial, "reference": initial, "exp_avg": zero, "exp_avg_sq": zero}
         self._initial_state["running_stats"] = self.running_stats[0].clone()
-        self._steps, self.changes = [0] * size, [0] * size
+        self._steps = [0] * size
+        self.changes = [0] * size
         # 3. Views of the weights for the passes.
         self._views = dict[PolicyVersion, LoraAdapters | MemberModels]()
         versions: dict[PolicyVersion, Tensor | None] = {"weights": self.weights, "reference": self.reference}

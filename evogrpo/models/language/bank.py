@@ -253,7 +253,8 @@ class AdapterBank(AdapterSampler):
 
         In lockstep, a rank without a micro-batch in the last round repeats the last one, marked with False.
         """
-        rank, size = self.processes.rank, self.processes.size
+        rank = self.processes.rank
+        size = self.processes.size
         numbers = [first + rank for first in range(0, parts, size)]
         return [(min(n, parts - 1), n < parts) for n in numbers if n < parts or self.base.lockstep]
 
@@ -336,7 +337,9 @@ class AdapterBank(AdapterSampler):
         member_ids = batch.member_ids
         members = [sorted(set(member_ids[part.run].tolist())) for part, _ in parts]
         last = {slot: number for number, present in enumerate(members) for slot in present}
-        losses, gradients, trained = dict.fromkeys(slots, 0.0), dict[int, Tensor](), self._views["weights"]
+        losses = dict.fromkeys(slots, 0.0)
+        gradients = dict[int, Tensor]()
+        trained = self._views["weights"]
         try:
             # 2. Members without rows have a zero gradient: AdamW's moments still move their weights.
             for slot in slots:
@@ -433,8 +436,10 @@ class AdapterBank(AdapterSampler):
         # 2. Hidden states `[k, used, h]` that predict the actions, then the actions' log-probabilities and entropies.
         members = _scoring_slots(batch, policy)
         pairs, rows = distinct_prefixes(members, inputs.prompt_ids.to(members.device))
-        prompts, slots = [inputs.prompts[prompt] for _, prompt in pairs], [slot for slot, _ in pairs]
-        fed, present = batch.actions[:, : used - 1], batch.present[:, : used - 1]
+        prompts = [inputs.prompts[prompt] for _, prompt in pairs]
+        slots = [slot for slot, _ in pairs]
+        fed = batch.actions[:, : used - 1]
+        present = batch.present[:, : used - 1]
         model = self.model_of(policy, slots[0])
         with model.autocast():
             make_hook = self.hook_factory(policy)
@@ -453,7 +458,8 @@ class AdapterBank(AdapterSampler):
                 train_head=train_head,
             )
         # 3. Scatter to `[k, t]`, then copy to identical rows.
-        zeros, places = torch.zeros(batch.actions.shape, device=mask.device), mask.nonzero(as_tuple=True)
+        zeros = torch.zeros(batch.actions.shape, device=mask.device)
+        places = mask.nonzero(as_tuple=True)
         log_probs, entropies = (zeros.index_put(places, values)[part.run_as] for values in scores)
         return log_probs, entropies
 

@@ -104,7 +104,8 @@ class CausalModel:
                 explicit_positions=explicit_positions,
             )
             # `_check_prefix` sets the shortest root to 1, so the real value comes after it.
-            self.shares_prefix, self._shortest_root = self._check_prefix(), SHORTEST_ROOT
+            self.shares_prefix = self._check_prefix()
+            self._shortest_root = SHORTEST_ROOT
             self._usable_fast_llama = self._checked_fast_llama()  # passed its check
         if not self.shares_prefix:
             warn(
@@ -115,7 +116,8 @@ class CausalModel:
     def with_model(self, model: PreTrainedModel) -> "CausalModel":
         """Return the passes of a model that differs in its weights only; checks are not repeated."""
         other = copy(self)
-        other.model, other.decoder = model, find_decoder(model)
+        other.model = model
+        other.decoder = find_decoder(model)
         with torch.no_grad():
             other.head = find_head(model, other.decoder)
         layout = None if self._usable_fast_llama is None else find_weight_layout(model, other.decoder)
@@ -127,7 +129,8 @@ class CausalModel:
 
         fast_llama computes no gradients of weights, so passes with gradients use the model's own `forward`.
         """
-        self.autocast, self.shares_prefix = base.autocast, base.shares_prefix
+        self.autocast = base.autocast
+        self.shares_prefix = base.shares_prefix
         use_fast_llama = base.uses_fast_llama and not torch.is_grad_enabled()
         self._active_fast_llama = self._usable_fast_llama if use_fast_llama else None
         return self
@@ -149,10 +152,13 @@ class CausalModel:
         """Return True if completions on top of shared prompts get the model's own hidden states."""
 
         def continued(prompts: Sequence[tuple[int, ...]], rows: Tensor, ids: Tensor) -> Tensor:
-            present, members = torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(rows)
+            present = torch.ones_like(ids, dtype=torch.bool)
+            members = torch.zeros_like(rows)
             return self.hidden(prompts, [0] * len(prompts), rows, ids, present, members, lambda slots: None)[:, 1:]
 
-        self.shares_prefix, self._shortest_root = True, 1  # so that the check uses a root
+        # so that the check uses a root
+        self.shares_prefix = True
+        self._shortest_root = 1
         return prefix_cache_works(continued, self.model, self.decoder)
 
     @property
@@ -182,7 +188,8 @@ class CausalModel:
                 handles.extend(module.register_forward_hook(self._hook(name)) for name, module in changed.items())
                 yield
         finally:
-            self._working, self._active_fast_llama = False, None
+            self._working = False
+            self._active_fast_llama = None
             if self._sharded_layers is not None:
                 self._sharded_layers.reshard()
             for handle in handles:
@@ -252,12 +259,15 @@ class CausalModel:
         owners, rows = torch.unique_consecutive(torch.tensor(slots), return_inverse=True)
         # The common beginning is at least one token shorter than each prompt. All prompts share what the first and the
         # last in alphabetical order share.
-        shortest, low, high = min(map(len, prompts)) - 1, min(prompts), max(prompts)
+        shortest = min(map(len, prompts)) - 1
+        low = min(prompts)
+        high = max(prompts)
         common = next((place for place in range(shortest) if low[place] != high[place]), shortest)
         # In lockstep, the number of passes must not depend on the prompts of a rank.
         if self.lockstep or common < self._shortest_root or len(owners) == len(prompts):
             return None, torch.arange(len(prompts)), prompts
-        beginnings, prefix_of = [prompts[0][:common]] * len(owners), torch.arange(len(owners))
+        beginnings = [prompts[0][:common]] * len(owners)
+        prefix_of = torch.arange(len(owners))
         root = self._run_on(None, prefix_of, beginnings, make_hook(owners))
         return root, rows.to(self.device), [prompt[common:] for prompt in prompts]
 

@@ -88,7 +88,8 @@ def context_of(model: PreTrainedModel) -> int | None:
 
     With longrope embeddings it is the pretraining length: if one row is longer, the frequencies of all rows change.
     """
-    text, name = model.config.get_text_config(), "original_max_position_embeddings"
+    text = model.config.get_text_config()
+    name = "original_max_position_embeddings"
     limits = [getattr(text, "max_position_embeddings", None)]
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     for settings in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # of all layers, or by type
@@ -109,7 +110,8 @@ def check_context(context: int | None, width: int) -> None:
 
 def end_ids_of(model: PreTrainedModel) -> set[int]:
     """Return the tokens that end a completion in any of the model's configurations."""
-    config, size = model.config, vocabulary_of(model)
+    config = model.config
+    size = vocabulary_of(model)
     ends: set[int] = set()
     for part in (model.generation_config, config, config.get_text_config()):
         named = getattr(part, "eos_token_id", None)
@@ -290,7 +292,8 @@ def close(got: Tensor, expected: Tensor) -> bool:
     return got.shape == expected.shape and float((got - expected).float().abs().max()) <= tolerance * scale
 
 
-PROMPTS, CONTINUED = ((3, 1, 2, 3), (3, 1, 1)), (0, 0, 1)
+PROMPTS = ((3, 1, 2, 3), (3, 1, 1))
+CONTINUED = (0, 0, 1)
 FOLLOWING = ((2, 1, 3), (3, 3, 1), (1, 2, 2))
 """Token ids of `prefix_cache_works`: prompts, prompt of each row, and tokens of each row after its prompt."""
 BLOCKS = re.compile(r"compress|block_size|stride|attention_chunk_size|attn_chunk_length")
@@ -400,7 +403,8 @@ def prefix_cache_works(
         model: The model.
         decoder: Inner model with the hidden states.
     """
-    vocabulary, device = vocabulary_of(model), next(model.parameters()).device
+    vocabulary = vocabulary_of(model)
+    device = next(model.parameters()).device
     prompts = [tuple(token % vocabulary for token in prompt) for prompt in PROMPTS]
     ids = torch.tensor(FOLLOWING, device=device) % vocabulary
     try:

@@ -59,7 +59,8 @@ class ShardedLayers:
     def in_lockstep(self) -> Iterator[None]:
         """Run passes together with all ranks; an error inside ends the run, as the other ranks cannot follow."""
         ranks = processes()
-        before, ranks.interruptible = ranks.interruptible, False
+        before = ranks.interruptible
+        ranks.interruptible = False
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -92,7 +93,8 @@ class ShardedLayers:
         # 1. Gather this layer, unless it is prefetched. Free the previous one, and one prefetched by mistake.
         handle = None
         if self._prefetched is not None and self._prefetched[0] is layer:
-            handle, self._prefetched = self._prefetched[1], None
+            handle = self._prefetched[1]
+            self._prefetched = None
         if layer is not self._whole:
             self.reshard()
         ranks.wait(layer.unshard if handle is None else handle.wait)

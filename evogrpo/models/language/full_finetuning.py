@@ -128,7 +128,8 @@ def transformers_files(model: PreTrainedModel, end_ids: Sequence[int]) -> dict[s
     tensors = {name: values.detach().cpu() for name, values in model.state_dict().items()}
     # `save_pretrained` raises for generation settings that `from_pretrained` accepts, such as a temperature without
     # do_sample. Write them to their file without that check.
-    saved, settings = copy.copy(model), copy.copy(model.generation_config)
+    saved = copy.copy(model)
+    settings = copy.copy(model.generation_config)
     saved.generation_config = GenerationConfig()
     if settings is not None and end_ids_of(model) != set(end_ids):
         settings.eos_token_id = list(end_ids)

@@ -84,7 +84,8 @@ def gather_rows(parts: Sequence[KVCache], part_of: Tensor, row_of: Tensor) -> KV
     """Return rows of several caches, padded to the widest: row i is row `row_of[i]` of part `part_of[i]`."""
     # 1. Rows of each part, part by part; `back` restores the caller's order.
     numbers = part_of.unique().tolist()
-    used, rows = [parts[number] for number in numbers], [row_of[part_of == number] for number in numbers]
+    used = [parts[number] for number in numbers]
+    rows = [row_of[part_of == number] for number in numbers]
     back = torch.argsort(torch.argsort(part_of, stable=True))
     width = max(part.mask.shape[1] for part in used)
 
@@ -167,7 +168,9 @@ class CachedDecoding:
     """
 
     def __init__(self, run: ForwardPass, prefix: Prefix, rows: Tensor, slots: Tensor, make_hook: HookFactory) -> None:
-        self._run, self._make_hook, self._slots = run, make_hook, slots
+        self._run = run
+        self._make_hook = make_hook
+        self._slots = slots
         self._first = prefix.last_hidden[rows]
         self._mask = prefix.mask[rows]
         self._prompt_width = prefix.mask.shape[1]
@@ -211,8 +214,11 @@ class PlainDecoding:
     """
 
     def __init__(self, run: ForwardPass, prompts: Prompts, rows: Tensor, slots: Tensor, make_hook: HookFactory) -> None:
-        self._run, self._make_hook, self._slots = run, make_hook, slots
-        self._ids, self._mask = prompts.ids[rows], prompts.mask[rows]
+        self._run = run
+        self._make_hook = make_hook
+        self._slots = slots
+        self._ids = prompts.ids[rows]
+        self._mask = prompts.mask[rows]
         self._adapter_hook = make_hook(slots)
 
     def start(self) -> Tensor:

@@ -72,7 +72,8 @@ class Target:
     def matrices(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """Return A `[..., r, in]` and B `[..., out, r]` as views of flat vectors `[..., k]`."""
         middle = self.start + self.rank * self.width_in
-        a, b = flat[..., self.start : middle], flat[..., middle : self.end]
+        a = flat[..., self.start : middle]
+        b = flat[..., middle : self.end]
         return a.unflatten(-1, (self.rank, self.width_in)), b.unflatten(-1, (self.width_out, self.rank))
 
 
@@ -289,7 +290,8 @@ def _not_linear(model: PreTrainedModel, targets: Sequence[Target]) -> dict[str, 
     These are routers that return tuples, block-diagonal layers, experts that see some tokens, image encoders, and
     layers whose weights the model reads without a call.
     """
-    rows, tokens = 2, 5
+    rows = 2
+    tokens = 5
     reasons = {target.name: UNUSED for target in targets}  # until a layer is called
 
     def watching(target: Target) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
@@ -367,7 +369,8 @@ def _loadable_by_peft(model: PreTrainedModel, targets: Sequence[Target], config:
     if key in _LOADABLE:
         return _LOADABLE[key]
     # 2. Drop targets until PEFT loads all that are left.
-    outline, fitting = _outline(model), list(targets)
+    outline = _outline(model)
+    fitting = list(targets)
 
     def misread(chosen: Sequence[Target]) -> set[str]:
         """Return the targets that do not load; if all load but PEFT adapts other modules as well, all targets."""
@@ -415,10 +418,13 @@ def _not_loaded_by_peft(
     except Exception:  # noqa: BLE001  # any error means that PEFT does not load the adapter
         return set(shapes), False
     # 2. Find each number in the module that its tensor's name belongs to.
-    factor, loaded_names, strays = scaling(LoraConfig(**values)), set[str](), False
+    factor = scaling(LoraConfig(**values))
+    loaded_names = set[str]()
+    strays = False
     layers = [(name, layer) for name, layer in loaded.named_modules() if isinstance(layer, LoraLayer)]
     for (module, layer), part in product(layers, "AB"):
-        name, weight = f"{module}.lora_{part}.weight", getattr(layer, f"lora_{part}")["default"].weight
+        name = f"{module}.lora_{part}.weight"
+        weight = getattr(layer, f"lora_{part}")["default"].weight
         mark = marks.get(name)
         if mark is None:
             strays = True
@@ -492,7 +498,8 @@ def check_export(folder: Path, model: nn.Module) -> int:
     return len(shapes)
 
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
 NOT_ARGUMENTS = ("peft_type", "auto_mapping")
 """Keys of adapter_config.json that are not arguments of LoraConfig."""
 TRAINING_FIELDS = {"lora_dropout": 0.0, "init_lora_weights": True, "inference_mode": False, "task_type": "CAUSAL_LM"}

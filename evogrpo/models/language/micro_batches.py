@@ -75,13 +75,18 @@ def micro_batches(
     widest = longest = 0
     for row in order:
         prefixes = seen | {prefix_ids[row]}
-        wide, long = max(widest, prefix_lengths[row]), max(longest, lengths[row])
+        wide = max(widest, prefix_lengths[row])
+        long = max(longest, lengths[row])
         if parts and (len(parts[-1]) + 1) * long + len(prefixes) * wide <= budget:
             parts[-1].append(row)
-            seen, widest, longest = prefixes, wide, long
+            seen = prefixes
+            widest = wide
+            longest = long
         else:
             parts.append([row])
-            seen, widest, longest = {prefix_ids[row]}, prefix_lengths[row], lengths[row]
+            seen = {prefix_ids[row]}
+            widest = prefix_lengths[row]
+            longest = lengths[row]
     return parts
 
 

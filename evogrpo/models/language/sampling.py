@@ -121,7 +121,8 @@ class AdapterSampler(AdapterStates):
                 for prompt, later in zip(rows.prompt_ids.tolist(), rows.history, strict=True)
             ]
             rows = replace(rows, prompts=tuple(numbers), prompt_ids=torch.tensor(ids), history=None)
-        model, width = self.base, max(len(prompt) for prompt in rows.prompts) + rows.max_new_tokens
+        model = self.base
+        width = max(len(prompt) for prompt in rows.prompts) + rows.max_new_tokens
         check_context(model.context, width)
         # 2. Find rows that continue from a saved cache.
         versions: list[WeightsVersion] = [
@@ -144,7 +145,8 @@ class AdapterSampler(AdapterStates):
                 waves += [(wave, caches) for wave in (torch.tensor(group).chunk(count) if group else ())]
         # 4. Sample them.
         with torch.no_grad(), model.working(), model.autocast():
-            sampler, budget = _Sampler(self, policy, rows, on_finished), CACHED_TOKENS
+            sampler = _Sampler(self, policy, rows, on_finished)
+            budget = CACHED_TOKENS
             for wave, caches in waves:
                 budget -= len(wave) * width
                 sampler.sample(wave, caches, keep=rows.keep and budget >= 0)
@@ -175,11 +177,15 @@ class _Sampler:
     def __init__(
         self, bank: AdapterSampler, policy: PolicyVersion, rows: SamplingBatch, on_finished: FinishedCallback | None
     ) -> None:
-        self._bank, self._policy, self._rows, self.on_finished = bank, policy, rows, on_finished
+        self._bank = bank
+        self._policy = policy
+        self._rows = rows
+        self.on_finished = on_finished
         self._model = model = bank.base
         self._make_hook = bank.hook_factory(policy)
         self._counter = rows.stop.progress("writing", len(rows), "completions")
-        device, shape = model.device, (len(rows), rows.max_new_tokens)
+        device = model.device
+        shape = (len(rows), rows.max_new_tokens)
         uniforms = torch.rand(shape, generator=torch.default_generator) if rows.uniforms is None else rows.uniforms
         self._uniforms = uniforms.to(device)
         temperature = rows.temperature.to(device)
@@ -246,17 +252,20 @@ class _Sampler:
 
     def _prefill(self, wave: Tensor) -> Decoding:
         """Run each prompt once per member."""
-        rows, device = self._rows, self._model.device
+        rows = self._rows
+        device = self._model.device
         members = rows.member_ids.cpu()[wave]
         pairs, prefix_of = distinct_prefixes(members, rows.prompt_ids.cpu()[wave])
-        prompts, slots = [rows.prompts[prompt] for _, prompt in pairs], [member for member, _ in pairs]
+        prompts = [rows.prompts[prompt] for _, prompt in pairs]
+        slots = [member for member, _ in pairs]
         prefix = self._model.prefix(prompts, slots, self._make_hook)
         room = rows.max_new_tokens - 1
         return self._model.decode(prefix, prefix_of.to(device), members.to(device), room, self._make_hook)
 
     def _resume(self, wave: Tensor, kept: CachedRows) -> Decoding:
         """Run the tokens of each row that its saved cache does not contain."""
-        rows, device = self._rows, self._model.device
+        rows = self._rows
+        device = self._model.device
         saved = wave if rows.kept_rows is None else rows.kept_rows.cpu()[wave]
         prompts = [rows.prompts[prompt] for prompt in rows.prompt_ids.cpu()[wave].tolist()]
         new = [prompt[len(kept.tokens[row]) :] for row, prompt in zip(saved.tolist(), prompts, strict=True)]
@@ -273,7 +282,8 @@ class _Sampler:
             numbers: Numbers of these rows.
             keep: Copy their caches for the next turn.
         """
-        model, width = self._model, self._rows.max_new_tokens
+        model = self._model
+        width = self._rows.max_new_tokens
         on_cpu = model.device.type == "cpu"
         check_every = CHECK_EVERY_ON_CPU if on_cpu else CHECK_EVERY
 
@@ -283,9 +293,11 @@ class _Sampler:
             if cache is not None:
                 self._caches.append((numbers[local], cache))
 
-        live, tokens = torch.ones_like(numbers, dtype=torch.bool), torch.zeros_like(numbers)
+        live = torch.ones_like(numbers, dtype=torch.bool)
+        tokens = torch.zeros_like(numbers)
         # Number of unfinished rows at the latest check, and of tokens per row until then.
-        alive, checked = len(numbers), 0
+        alive = len(numbers)
+        checked = 0
         for step in range(width):
             if on_cpu or step % CHECK_EVERY == 0:
                 self._rows.stop.check()
@@ -302,7 +314,8 @@ class _Sampler:
             if (step + 1) % check_every and not last:
                 continue
             # 2. Check for finished rows. An unfinished row counts its fraction of the maximum length.
-            before, alive = alive, int(live.sum())
+            before = alive
+            alive = int(live.sum())
             self._counter.add((alive * (step + 1 - checked) + (before - alive) * (width - checked)) / width)
             checked = step + 1
             if self.on_finished is not None:
@@ -320,20 +333,27 @@ class _Sampler:
                 save((~staying).nonzero()[:, 0], step)
                 rows = staying.nonzero()[:, 0]
                 decoding.keep(rows)
-                numbers, live, tokens = numbers[rows], live[rows], tokens[rows]
+                numbers = numbers[rows]
+                live = live[rows]
+                tokens = tokens[rows]
 
     def _sample_tokens(self, hidden: Tensor, numbers: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return the next token of each row and its log-probability (0 for greedy rows)."""
-        tokens, log_probs = torch.empty_like(numbers), torch.zeros(len(numbers), device=hidden.device)
-        options, uniforms, context = self._rows.options, self._uniforms[numbers, step], None
+        tokens = torch.empty_like(numbers)
+        log_probs = torch.zeros(len(numbers), device=hidden.device)
+        options = self._rows.options
+        uniforms = self._uniforms[numbers, step]
+        context = None
         if self._prompts is not None:  # tokens so far, for the repetition penalty, padded with tokens of the prompt
-            prompts, completions = self._prompts[numbers], self._actions[numbers]
+            prompts = self._prompts[numbers]
+            completions = self._actions[numbers]
             past = torch.arange(completions.shape[1], device=hidden.device) < step
             context = torch.cat([prompts, torch.where(past, completions, prompts[:, :1])], dim=1)
         for start in range(0, len(hidden), ROWS_OF_LOGITS):
             all_logits = self._model.logits(hidden[start : start + ROWS_OF_LOGITS])
             for tile in row_tiles(all_logits):
-                rows, logits = slice(start + tile.start, start + tile.stop), all_logits[tile]
+                rows = slice(start + tile.start, start + tile.stop)
+                logits = all_logits[tile]
                 greedy = self._greedy[numbers[rows]]
                 # 1. Penalties, temperature, forbidden end tokens. The logits are overwritten.
                 if context is not None:

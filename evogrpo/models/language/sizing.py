@@ -91,7 +91,8 @@ def widths_of(model: PreTrainedModel) -> Widths:
             value = max(value, default=0)
         return int(value or default)
 
-    hidden, heads = width("hidden_size", 0), width("num_attention_heads", 0)
+    hidden = width("hidden_size", 0)
+    heads = width("num_attention_heads", 0)
     head = width("head_dim", hidden // heads) if heads else 0
     return Widths(
         layers=width("num_hidden_layers", 1),

@@ -147,7 +147,8 @@ class VLLMSampler:
             raise ValueError(NO_FULL_WEIGHTS)
         ranks = bank.processes
         self._id = ranks.broadcast(self._id)  # adapters have the names that rank 0 gives them
-        self._bank, self._versions = bank, dict(enumerate(bank.changes))
+        self._bank = bank
+        self._versions = dict(enumerate(bank.changes))
         with ranks.section():
             for server in self._servers:
                 bases = [name for name, parent in server.models(threading.Event()).items() if parent is None]
@@ -234,7 +235,8 @@ class VLLMSampler:
         shutil.rmtree(self._folder / old, ignore_errors=True)
 
     def _load(self, slot: int, version: int, ended: threading.Event) -> None:
-        server, name = self._server_of(slot), self._name(slot, version)
+        server = self._server_of(slot)
+        name = self._name(slot, version)
         body = {"lora_name": name, "lora_path": str(self._folder / name)}
         status, content = server.call("/v1/load_lora_adapter", body, ended=ended, final=True)
         # A repeated request fails if the first one was carried out.
@@ -244,7 +246,8 @@ class VLLMSampler:
     def _check_log_probs(self, server: "_Server") -> None:
         """Sample a text from the base on the server, and score it with the trainer."""
         # 1. Sample.
-        bank, zeros = self._connected(), torch.zeros(PROBE_ROWS, dtype=torch.long)
+        bank = self._connected()
+        zeros = torch.zeros(PROBE_ROWS, dtype=torch.long)
         rows = SamplingBatch(
             prompts=(tuple(token % vocabulary_of(bank.base.model) for token in PROBE),),
             prompt_ids=zeros,
@@ -258,7 +261,8 @@ class VLLMSampler:
         )
         # 2. Score the same tokens.
         device = bank.base.device
-        present, zeros = rollout.present.to(device), zeros.to(device)
+        present = rollout.present.to(device)
+        zeros = zeros.to(device)
         batch = Batch(
             inputs=TokenInputs(
                 prompts=rows.prompts, prompt_ids=zeros, temperature=rows.temperature.to(device), min_new_tokens=0
@@ -301,9 +305,11 @@ class VLLMSampler:
         self, rows: SamplingBatch, requests: "Sequence[_Request]", on_finished: FinishedCallback | None
     ) -> Rollout:
         """Send the requests and collect the completions."""
-        bank, width = self._connected(), rows.max_new_tokens
+        bank = self._connected()
+        width = rows.max_new_tokens
         actions = torch.full((len(rows), width), bank.base.pad_id)
-        log_probs, lengths = torch.zeros(len(rows), width), torch.zeros(len(rows), dtype=torch.long)
+        log_probs = torch.zeros(len(rows), width)
+        lengths = torch.zeros(len(rows), dtype=torch.long)
         counter = rows.stop.progress("writing", len(rows), "completions")
 
         def collect(number: int, choices: "Sequence[_Choice]") -> None:
@@ -327,10 +333,14 @@ class VLLMSampler:
     ) -> "list[_Choice]":
         """Return the completions of some rows, all of one member (None: the base) and temperature."""
         # 1. Send the request; load the adapter again if the server was restarted.
-        bank, options = self._connected(), rows.options
-        ids, histories, ends = rows.prompt_ids.tolist(), rows.history, bank.end_ids.tolist()
+        bank = self._connected()
+        options = rows.options
+        ids = rows.prompt_ids.tolist()
+        histories = rows.history
+        ends = bank.end_ids.tolist()
         name = server.base if slot is None else self._name(slot, self._versions[slot])
-        shortest, longest = min(rows.min_new_tokens, rows.max_new_tokens), rows.max_new_tokens
+        shortest = min(rows.min_new_tokens, rows.max_new_tokens)
+        longest = rows.max_new_tokens
         body: dict[str, Any] = {
             "model": name,
             "prompt": [[*rows.prompts[ids[row]], *(() if histories is None else histories[row])] for row in numbers],
@@ -370,7 +380,8 @@ class VLLMSampler:
         for choice, prompt in zip(choices, body["prompt"], strict=True):
             if choice.prompt_token_ids not in (None, prompt):
                 raise VLLMError(f"{server.url} returned the completions in another order than the prompts.")
-            tokens, values = choice.token_ids, choice.logprobs.token_logprobs
+            tokens = choice.token_ids
+            values = choice.logprobs.token_logprobs
             places = [place for place, token in enumerate(tokens) if token in ends]
             # A completion ends with its only end token, or has the maximum length.
             whole = len(tokens) == longest if not places else shortest <= places[0] == len(tokens) - 1 < longest
@@ -606,7 +617,8 @@ def _run(
         stop: Checked while waiting.
         on_result: Called in this thread with number and result of each finished task.
     """
-    ended, results = threading.Event(), SimpleQueue[tuple[int, Any, Exception | None]]()
+    ended = threading.Event()
+    results = SimpleQueue[tuple[int, Any, Exception | None]]()
 
     def work(number: int, task: Callable[[threading.Event], Any]) -> None:
         try:

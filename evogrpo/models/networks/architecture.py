@@ -11,7 +11,9 @@ from torch import Tensor
 from evogrpo.validation import REAL, WHOLE, PositiveShare, settings
 
 Activation = Literal["tanh", "relu", "elu"]
-MAX_LAYERS, MAX_UNITS = 64, 65_536  # larger values are typing errors that would exhaust memory
+# larger values are typing errors that would exhaust memory
+MAX_LAYERS = 64
+MAX_UNITS = 65_536
 _Layers = Annotated[int, Field(ge=1, le=MAX_LAYERS), WHOLE]
 _Units = Annotated[int, Field(ge=1, le=MAX_UNITS), WHOLE]
 Convolution = tuple[_Units, _Units, _Units]
@@ -107,7 +109,8 @@ def mutate_architecture(config: NetworkConfig, limits: ArchitectureLimits, rng: 
         NothingToChangeError: If the limits allow no change.
     """
     # 1. Collect the possible changes by kind.
-    hidden, kinds = config.hidden, dict[str, list[NetworkConfig]]()
+    hidden = config.hidden
+    kinds = dict[str, list[NetworkConfig]]()
 
     def propose(kind: str, **fields: Any) -> None:
         kinds.setdefault(kind, []).append(replace(config, **fields))
@@ -218,7 +221,8 @@ def add_layer(state: StateParameters, depth: int, activation: Activation) -> Sta
     scale, shift = (TANH_SCALE, 0.0) if activation == "tanh" else (1.0, float(activation == "elu"))
     changed = {}
     for name, parameters in state.items():
-        out, bias = parameters["output.weight"], parameters["output.bias"]
+        out = parameters["output.weight"]
+        bias = parameters["output.bias"]
         new = torch.zeros(out.shape[0], out.shape[0]).to(out)
         power = MOMENTS.get(name, -1)  # a weight divided by s has a gradient multiplied by s
         if name not in MOMENTS:

@@ -112,7 +112,8 @@ class StackedBank(StackedTrainStates):
 
         Environments and optimizer steps often repeat the same slots, so the latest layouts of each purpose are cached.
         """
-        key, cached = (self.version, base), self._layout_cache.get(purpose)
+        key = (self.version, base)
+        cached = self._layout_cache.get(purpose)
         if cached is None or cached[0] != key or not np.array_equal(cached[1], slots):
             if base:
                 layouts = [(self.base, layout) for layout in lay_out(np.zeros_like(slots))]
@@ -193,7 +194,8 @@ class StackedBank(StackedTrainStates):
 
     def cost(self, batch: Batch) -> dict[int, int]:
         """Return the number of environment steps that one pass over the batch processes, by slot."""
-        member_ids, steps = batch.member_ids.cpu(), torch.zeros(self.size, dtype=torch.int64)
+        member_ids = batch.member_ids.cpu()
+        steps = torch.zeros(self.size, dtype=torch.int64)
         steps.index_add_(0, member_ids, batch.action_mask.sum(1).cpu())
         rows = member_ids.bincount(minlength=self.size).tolist()
         return {slot: count for slot, count in enumerate(steps.tolist()) if rows[slot]}
@@ -244,7 +246,8 @@ class StackedBank(StackedTrainStates):
         reverse_kl: bool,
     ) -> tuple[list[float], list[Tensor]]:
         """Compute the gradients of all stacks; return the losses by slot, and the scores `[n, t]` of each kind."""
-        losses, scores = torch.zeros(self.size), list[Tensor]()
+        losses = torch.zeros(self.size)
+        scores = list[Tensor]()
         for stack in self.stacks:
             stack.gradient.zero_()
         for part in self._parts(batch, hyperparameters):
@@ -275,7 +278,8 @@ class StackedBank(StackedTrainStates):
 
     def _parts(self, batch: Batch, slots: Mapping[int, Any] | None = None) -> list[Tensor]:
         """Split the rows with actions (of some members) into parts, each with a share of every member's rows."""
-        counts, member_ids = batch.action_mask.sum(1).cpu().numpy(), batch.member_ids.cpu().numpy()
+        counts = batch.action_mask.sum(1).cpu().numpy()
+        member_ids = batch.member_ids.cpu().numpy()
         included = counts > 0
         if slots is not None and len(slots) < self.size:
             included &= np.isin(member_ids, list(slots))
@@ -347,8 +351,11 @@ class StackedBank(StackedTrainStates):
     ) -> list[Tensor]:
         """Return log-probabilities, entropies and, with reference distributions, divergences `[c]` of some actions."""
         # 1. Temperatures and masks of legal actions; None = they change nothing.
-        take, distribution = partial(_take, places=places), self.distribution
-        temperature, masks, legal = batch.inputs.temperature, batch.inputs.action_masks, None
+        take = partial(_take, places=places)
+        distribution = self.distribution
+        temperature = batch.inputs.temperature
+        masks = batch.inputs.action_masks
+        legal = None
         if bool((temperature == 1).all()):
             temperature = None
         else:
@@ -363,7 +370,8 @@ class StackedBank(StackedTrainStates):
             return parameters if legal is None else parameters.masked_fill(~legal, MASKED_LOGIT)
 
         # 3. Log-probabilities and entropies; divergences if there is a reference.
-        actions, policy = take(batch.actions).to(outputs.device), adjusted(outputs)
+        actions = take(batch.actions).to(outputs.device)
+        policy = adjusted(outputs)
         found = list(distribution.evaluate_actions(policy, actions, entropy_gradient=entropy_gradient))
         if reference is not None:
             pair = adjusted(outputs), adjusted(take(reference).to(outputs.device))

@@ -107,8 +107,11 @@ class Categorical(Distribution):
     """
 
     def __init__(self, counts: tuple[int, ...], shape: tuple[int, ...], dtype: Any) -> None:
-        self.counts, self.shape, self.dtype = counts, shape, dtype
-        self.outputs, self.uniforms_per_action = sum(counts), len(counts)
+        self.counts = counts
+        self.shape = shape
+        self.dtype = dtype
+        self.outputs = sum(counts)
+        self.uniforms_per_action = len(counts)
         ends = np.cumsum(counts).tolist()
         self._parts = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
@@ -143,7 +146,8 @@ class Categorical(Distribution):
     def evaluate_actions(self, outputs: Tensor, actions: Tensor, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies; see `Distribution`."""
         chosen = actions.reshape(len(outputs), len(self.counts)).long()
-        log_probs, entropies = [], []
+        log_probs = []
+        entropies = []
         for number, part in enumerate(self._parts):
             values = torch.log_softmax(outputs if len(self.counts) == 1 else outputs[:, part], 1)
             log_probs.append(values.gather(1, chosen[:, number, None])[:, 0])
@@ -169,12 +173,14 @@ class Bernoulli(Distribution):
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
-        self.shape, self.dtype = shape, dtype
+        self.shape = shape
+        self.dtype = dtype
         self.outputs = self.uniforms_per_action = math.prod(shape)
 
     def sample(self, outputs: Floats, uniforms: Floats | None, temperature: Floats | None, legal: Legal) -> Samples:
         """Sample one action per row; see `Distribution`."""
-        logits, bits = outputs, outputs > 0
+        logits = outputs
+        bits = outputs > 0
         if uniforms is not None:
             greedy, divisor = _greedy_and_divisor(temperature)
             logits = logits if divisor is None else logits / divisor[:, None]
@@ -209,10 +215,13 @@ class DiagonalGaussian(Distribution):
     """
 
     def __init__(self, space: spaces.Box) -> None:
-        self.shape, self.dtype, self.outputs = space.shape, space.dtype, math.prod(space.shape)
+        self.shape = space.shape
+        self.dtype = space.dtype
+        self.outputs = math.prod(space.shape)
         self.uniforms_per_action = self.outputs
         self.free_parameters = {"log_std": (self.outputs,)}
-        low, high = space.low.ravel().astype(np.float64), space.high.ravel().astype(np.float64)
+        low = space.low.ravel().astype(np.float64)
+        high = space.high.ravel().astype(np.float64)
         with np.errstate(over="ignore"):
             bounded = high - low <= MAX_RANGE
         self._middle = np.where(bounded, (np.where(bounded, low, 0) + np.where(bounded, high, 0)) / 2, 0)
@@ -222,7 +231,8 @@ class DiagonalGaussian(Distribution):
 
     def sample(self, outputs: Floats, uniforms: Floats | None, temperature: Floats | None, legal: Legal) -> Samples:
         """Sample one action per row; see `Distribution`."""
-        mean, log_std = outputs[:, : self.outputs], outputs[:, self.outputs :]
+        mean = outputs[:, : self.outputs]
+        log_std = outputs[:, self.outputs :]
         if uniforms is None:
             noise: Floats = np.zeros_like(mean)
         else:
@@ -246,7 +256,8 @@ class DiagonalGaussian(Distribution):
 
     def evaluate_actions(self, outputs: Tensor, actions: Tensor, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies; see `Distribution`."""
-        mean, log_std = outputs[:, : self.outputs], outputs[:, self.outputs :]
+        mean = outputs[:, : self.outputs]
+        log_std = outputs[:, self.outputs :]
         middle, half = (torch.from_numpy(values).to(outputs.device) for values in (self._middle, self._half))
         values = (actions.reshape(mean.shape) - middle) / half
         noise = (values.to(mean) - mean) * torch.exp(-log_std)

@@ -47,7 +47,8 @@ class ObservationEncoder:
     def __init__(self, space: spaces.Space[Any] | None) -> None:
         if space is None:
             raise ValueError("observation_space must be a Gymnasium space, got None.")
-        self.space, self._leaves = space, leaf_spaces(space)
+        self.space = space
+        self._leaves = leaf_spaces(space)
         self.images: list[Image] = [shape for leaf in self._leaves if (shape := _image(leaf)) is not None]
         self.features = sum(spaces.flatdim(leaf) for leaf in self._leaves if _image(leaf) is None)
 
@@ -61,7 +62,8 @@ class ObservationEncoder:
         Raises:
             ValueError: If the observations do not fit the space.
         """
-        vectors, images = [], []
+        vectors = []
+        images = []
         numbers = flatten(self.space, preprocess_observation(observations, self.space, device))
         for leaf, part in zip(self._leaves, numbers, strict=True):
             values = part / 255 if leaf.dtype == np.uint8 and isinstance(leaf, spaces.Box) else part
@@ -116,7 +118,8 @@ class Workspace:
         view = self._views.get((name, shape))
         if view is not None:
             return view
-        storage, count = self._storage.get(name), math.prod(shape)
+        storage = self._storage.get(name)
+        count = math.prod(shape)
         if storage is None or storage.numel() < count:
             storage = self._storage[name] = like.new_empty(count)
             self._views.clear()
@@ -151,7 +154,8 @@ MIN_NATURE_SIDE = 36  # minimum side of an image for NATURE
 
 def split(flat: Tensor, shapes: Shapes) -> Parameters:
     """View flat vectors `[..., k]` as parameters `[..., *shape]` by name."""
-    parameters, start = {}, 0
+    parameters = {}
+    start = 0
     for name, shape in shapes.items():
         count = math.prod(shape)
         parameters[name] = flat[..., start : start + count].view((*flat.shape[:-1], *shape))
@@ -186,11 +190,13 @@ class DefaultNetwork:
     """
 
     def __init__(self, config: NetworkConfig, space: spaces.Space[Any] | None, outputs: int) -> None:
-        self.config, self.encoder = config, ObservationEncoder(space)
+        self.config = config
+        self.encoder = ObservationEncoder(space)
         self.shapes: Shapes = {}
         self.values_per_observation = self.encoder.features
         # Workspaces that no pass uses, and names and strides of the convolutions of each image.
-        self._idle, self._images = list[Workspace](), list[list[tuple[str, int]]]()
+        self._idle = list[Workspace]()
+        self._images = list[list[tuple[str, int]]]()
         features = self.encoder.features
         for number, image in enumerate(self.encoder.images):
             layers, size = self._add_image(number, image)
@@ -218,7 +224,8 @@ class DefaultNetwork:
             name = f"image{number}.layer{depth}"
             self.shapes |= {f"{name}.weight": (channels, width, kernel, kernel), f"{name}.bias": (channels,)}
             layers.append((name, stride))
-            width, sides = channels, [(side - kernel) // stride + 1 for side in sides]
+            width = channels
+            sides = [(side - kernel) // stride + 1 for side in sides]
             self.values_per_observation += 2 * width * math.prod(sides)
         return layers, width * math.prod(sides)
 
@@ -232,7 +239,8 @@ class DefaultNetwork:
             if name.endswith(".bias"):
                 parameters[name] = torch.zeros(shape)
             else:
-                rng, gain = generator(seed, f"init {name}"), 0.01 if name == "output.weight" else 2**0.5
+                rng = generator(seed, f"init {name}")
+                gain = 0.01 if name == "output.weight" else 2**0.5
                 parameters[name] = gain * orthogonal(rng, shape[0], math.prod(shape[1:])).reshape(shape)
         return parameters
 
@@ -291,7 +299,8 @@ class DefaultNetwork:
 
         Measured with 8 members, 32 rows each and two layers of 64: 40 microseconds; 105 in torch, mostly for its tanh.
         """
-        workspace, values = self._idle.pop() if self._idle else Workspace(), features
+        workspace = self._idle.pop() if self._idle else Workspace()
+        values = features
         for name in self._layers[:-1]:
             weight = parameters[f"{name}.weight"]
             hidden = workspace.take(name, (*values.shape[:2], weight.shape[2]), _NUMBERS)
@@ -315,7 +324,8 @@ class DefaultNetwork:
             for row, pixels in enumerate(image.unflatten(0, lead)):
                 values = pixels
                 for name, stride in layers:
-                    weight, bias = parameters[f"{name}.weight"][row], parameters[f"{name}.bias"][row]
+                    weight = parameters[f"{name}.weight"][row]
+                    bias = parameters[f"{name}.bias"][row]
                     values = conv2d(values, weight, bias, stride).relu()
                 features.append(values.flatten(1))
             parts.append(torch.stack(features))
@@ -325,7 +335,8 @@ class DefaultNetwork:
         """Return the inputs of each layer, and the outputs `[q, w, o]`."""
         values = [features]
         for name in self._layers[:-1]:
-            weight, bias = parameters[f"{name}.weight"], parameters[f"{name}.bias"]
+            weight = parameters[f"{name}.weight"]
+            bias = parameters[f"{name}.bias"]
             hidden = workspace.take(name, (*features.shape[:2], weight.shape[2]), features)
             torch.baddbmm(bias[:, None], values[-1], weight, out=hidden)
             self._activate(hidden)
@@ -374,7 +385,9 @@ class ModuleNetwork:
         # 1. Copy the module, and collect the parameters that members train.
         ObservationEncoder(space)  # checks the space
         assert space is not None
-        self.module, self._space, self.name = deepcopy(module).to(device).eval(), space, type(module).__qualname__
+        self.module = deepcopy(module).to(device).eval()
+        self._space = space
+        self.name = type(module).__qualname__
         trained = [pair for pair in self.module.named_parameters() if pair[1].requires_grad]
         self._initial = {name: value.detach().float() for name, value in trained}
         if not self._initial:

@@ -122,7 +122,9 @@ class Stack:
         slots: Sequence[int],
         tensors: Mapping[str, Tensor],
     ) -> None:
-        self.network, self.config, self.slots = network, config, list(slots)
+        self.network = network
+        self.config = config
+        self.slots = list(slots)
         self.shapes: Shapes = network.shapes | dict(distribution.free_parameters)
         self._length = next(iter(tensors.values())).shape[1]
         # With whole vector registers, the rounding of a row does not depend on the rows after it.
@@ -148,7 +150,8 @@ class Stack:
 
         The function takes the loss's gradient with respect to the outputs, `[q, w, o]`; see `DefaultNetwork.vjp`.
         """
-        parameters, all_members = self._parameters("weights", rows), len(rows) == len(self.slots)
+        parameters = self._parameters("weights", rows)
+        all_members = len(rows) == len(self.slots)
         outputs, add_gradients = self.network.vjp(parameters, observations)
 
         def backward(grad: Tensor) -> None:
@@ -273,11 +276,15 @@ class StackedTrainStates:
         extra_stats: int = 0,
     ) -> None:
         self.distribution = distribution_for(action_space)
-        self._observation_space, self._optimizer = observation_space, optimizer or Optimizer()
-        self.own_reference, self.device, self.version = own_reference, torch.device(device), 0
+        self._observation_space = observation_space
+        self._optimizer = optimizer or Optimizer()
+        self.own_reference = own_reference
+        self.device = torch.device(device)
+        self.version = 0
         # 1. The initial network.
         self._module: ModuleNetwork | None = None
-        config, free = None, self.distribution.free_parameters
+        config = None
+        free = self.distribution.free_parameters
         if not isinstance(network, nn.Module):
             config = network or NetworkConfig()
         else:
@@ -307,7 +314,9 @@ class StackedTrainStates:
         self._initial = _TrainState(config=config, tensors=tensors, running_stats=stats, step=0)
         # 4. The base, and all members.
         self.base = Stack(initial, self.distribution, config, [0], {"weights": weights[None]})
-        self.size, self._stats, self._steps = size, stats.repeat(size, 1), [0] * size
+        self.size = size
+        self._stats = stats.repeat(size, 1)
+        self._steps = [0] * size
         self.running_stats, self.extra_stats = self._stats.tensor_split([len(RUNNING_STATS)], dim=1)  # views
         self._rebuild_stacks([self._initial] * size)
 
@@ -400,7 +409,8 @@ class StackedTrainStates:
         """
         stack, row = self.locate(slot)
         # 1. Check the architecture.
-        config, architecture = None, state.get("architecture", torch.empty(0))
+        config = None
+        architecture = state.get("architecture", torch.empty(0))
         if self._module is None:
             try:
                 config = NetworkConfig(**json.loads(bytes(architecture.tolist())))
@@ -433,7 +443,8 @@ class StackedTrainStates:
         Raises:
             ValueError: If the change is not possible.
         """
-        stack, state = self.locate(slot)[0], self._view(slot)
+        stack = self.locate(slot)[0]
+        state = self._view(slot)
         if stack.config is None:
             raise ValueError("The architecture of a custom module cannot change. Leave out actor_network to evolve it.")
         shapes = self._network_for(config).shapes | dict(self.distribution.free_parameters)
@@ -464,7 +475,8 @@ class StackedTrainStates:
         Returns:
             Reports by slot; the norm is NaN if the gradient or the weights after the step are not finite.
         """
-        settings, reports = self._optimizer, dict[int, UpdateReport]()
+        settings = self._optimizer
+        reports = dict[int, UpdateReport]()
         for stack in self.stacks:
             # 1. Learning rate of each member, and the factor that clips its gradient, as `clip_grad_norm_`.
             norms = torch.linalg.vector_norm(stack.gradient, dim=1).tolist()

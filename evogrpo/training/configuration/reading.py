@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 DEFAULT_SCHEDULE = {"generations": 10, "steps_per_generation": 4}
 """Schedule of a configuration without the section `schedule`."""
-AUTO, SEARCH_SPACE = "auto", "search_space"
+AUTO = "auto"
+SEARCH_SPACE = "search_space"
 T = TypeVar("T")
 
 
@@ -130,9 +131,11 @@ def configuration_schema() -> dict[str, Any]:
     from evogrpo.training.task_types import TASK_TYPES
 
     types = TASK_TYPES.values()
-    tasks, agents = [task for each in types for task in each.tasks], {each.agent: None for each in types}
+    tasks = [task for each in types for task in each.tasks]
+    agents = {each.agent: None for each in types}
     schema = json_schema(_sections_model(Union[tuple(tasks)], Union[tuple(agents)]))  # noqa: UP007 (of a sequence)
-    sections, ranges = schema["properties"], schema["properties"][SEARCH_SPACE]
+    sections = schema["properties"]
+    ranges = schema["properties"][SEARCH_SPACE]
     sections["strategy"]["anyOf"][0]["examples"] = list(BUILT_IN)
     # Values that are replaced before the sections are built: names, `auto`, and null for the defaults.
     hyperparameters = schema["$defs"]["Hyperparameters"]["properties"]
@@ -241,7 +244,8 @@ def _without_auto(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[
     Any hyperparameter may be `auto`, in `hyperparameters` or in `search_space`. A missing `search_space` is `auto`.
     An `lr` that is `auto` in `hyperparameters` is calibrated and does not evolve.
     """
-    result, names = dict(values), set()
+    result = dict(values)
+    names = set()
     if is_text(result.get(SEARCH_SPACE, AUTO), AUTO):
         names.add(SEARCH_SPACE)
         result.pop(SEARCH_SPACE, None)

@@ -167,7 +167,8 @@ def make_sampler(values: Mapping[str, Any], population: "Population") -> "Sample
     Raises:
         ValueError: If there is no such factory, or it raises an exception.
     """
-    name, options = str(values["name"]), {key: value for key, value in values.items() if key != "name"}
+    name = str(values["name"])
+    options = {key: value for key, value in values.items() if key != "name"}
     factory = named_sampler(name)
     with _errors_of(f"the sampler {name!r}"):
         return factory(population, **options)
@@ -191,7 +192,8 @@ def named_strategy(values: Mapping[str, Any]) -> Strategy:
     name = values["name"]
     if not isinstance(name, str):
         raise ValueError(f"The name of a strategy must be text, got {shown(name)}.")
-    mutation, custom_mutation = values.get("mutation"), None
+    mutation = values.get("mutation")
+    custom_mutation = None
     if isinstance(mutation, str):
         mutation = {"name": mutation}
     if isinstance(mutation, Mapping) and "name" in mutation:
@@ -247,7 +249,9 @@ def check_resumable(strategy: Strategy) -> None:
         ValueError: If its class or a custom mutation cannot be imported by name, its settings or state are not plain
             JSON values, its settings do not build an equal strategy, or a setting is called "name".
     """
-    strategy_class, record, mutation = type(strategy), strategy_record(strategy), _custom_mutation(strategy)
+    strategy_class = type(strategy)
+    record = strategy_record(strategy)
+    mutation = _custom_mutation(strategy)
     for role, code in (("class of its strategy", strategy_class), ("mutation of its strategy", mutation)):
         if code is not None and not _is_importable(code):
             raise ValueError(
@@ -286,10 +290,12 @@ def restored_strategy(
             "evogrpo.resume(..., strategy=ItsClass)."
         )
     if given is None or isinstance(given, type):
-        strategy_class, mutation = given, None
+        strategy_class = given
+        mutation = None
     else:
         check_strategy(given)
-        strategy_class, mutation = type(given), _custom_mutation(given)
+        strategy_class = type(given)
+        mutation = _custom_mutation(given)
     # Rebuild the strategy from its record; a given instance must be equal to it.
     stored = strategy_from_json(record, strategy_class, mutation)
     strategy = stored if given is None or isinstance(given, type) else given

@@ -130,7 +130,8 @@ class PreparedLanguage:
 
     def facts(self) -> dict[str, str]:
         """Return facts about model, task and members."""
-        config, trained = self.config, self.trained.summary(self.outline.model)
+        config = self.config
+        trained = self.trained.summary(self.outline.model)
         return {
             "model": f"{self.model} on {self.device} in {config.precision}{self._sharding_text()}",
             **({"adapters": f"train {trained}"} if trained else {}),
@@ -142,25 +143,33 @@ class PreparedLanguage:
 
     def forecast(self) -> Forecast:
         """Return the costs of the run: upper bounds where completions may end early or hyperparameters evolve."""
-        config, env, outline, device = self.config, self.env, self.outline.model, self.device
+        config = self.config
+        env = self.env
+        outline = self.outline.model
+        device = self.device
         # 1. Work: optimizer steps and tokens.
-        schedule, members = config.schedule, config.population.size
+        schedule = config.schedule
+        members = config.population.size
         optimizer_steps = [
             epochs * math.ceil(config.schedule.samples_per_step / batch)
             for epochs in possible_values(config, "update_epochs")
             for batch in possible_values(config, "batch_size")
         ]
-        fewest, most = min(optimizer_steps), max(optimizer_steps)
+        fewest = min(optimizer_steps)
+        most = max(optimizer_steps)
         batch = env.open("train", range(env.size("train")))
-        longest, turns = max(map(len, batch.prompts)), batch.max_turns
+        longest = max(map(len, batch.prompts))
+        turns = batch.max_turns
         row = max_row_tokens(config.agent, turns, min(map(len, batch.prompts)), context_of(outline))
         groups = schedule.samples_per_step // min(possible_values(config, "group_size"))
-        per_step, in_all = members * _member_tokens(config, groups, longest, row), ""
+        per_step = members * _member_tokens(config, groups, longest, row)
+        in_all = ""
         if schedule.generations is not None:
             in_all = f", {count_text(schedule.generations * schedule.steps_per_generation * per_step)} in all"
         # 2. Memory: members and the share of the base model.
         weights = self.trained.size
-        parts, precision = shard_count(config.base_parts), FLOAT if config.precision == "float32" else 2
+        parts = shard_count(config.base_parts)
+        precision = FLOAT if config.precision == "float32" else 2
         if config.precision in PACKAGES:
             precision = default_dtype(device).itemsize
             base = quantised_bytes(outline, config.precision, precision)
@@ -188,11 +197,13 @@ class PreparedLanguage:
         size = f"at most {pluralize(micro_batch or DEFAULT_MICRO_BATCH_TOKENS, 'token')}"
         if micro_batch is None and device.startswith("cuda"):  # chosen when the run starts
             size = "as many tokens as fit into memory"
-        bound, limits = "at most", f"completions of at most {row}"
+        bound = "at most"
+        limits = f"completions of at most {row}"
         if turns > 1:
             limits = f"conversations of at most {row} in up to {turns} turns"
             if config.agent.max_episode_tokens is None:
-                bound, limits = "about", f"{limits}: replies as long as completions, without max_episode_tokens"
+                bound = "about"
+                limits = f"{limits}: replies as long as completions, without max_episode_tokens"
         rounds = schedule_rows(config, env, "completions")
         rows = {
             "first prompt": f"{shorten(self.trial.prompt, 400)!r}, {pluralize(len(self.trial.tokens), 'token')}: "
@@ -227,7 +238,8 @@ class PreparedLanguage:
 
     def population(self) -> Population:
         """Load the base model and make the founders."""
-        options, tokenizer = self.config.agent.settings(), self.outline.tokenizer
+        options = self.config.agent.settings()
+        tokenizer = self.outline.tokenizer
         # Padding is masked, so any token can be used.
         padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         return GRPO.population(
@@ -255,13 +267,15 @@ class PreparedLanguage:
 
     def _end_tokens_text(self) -> str:
         """Return the tokens that end a completion."""
-        config, tokenizer = self.config.agent, self.outline.tokenizer
+        config = self.config.agent
+        tokenizer = self.outline.tokenizer
         ends = config.eos_token_ids or sorted(end_ids_of(self.outline.model).union(self.env.action_space.end_ids))
         return ", ".join(f"{token} {shorten(str(tokenizer.decode([token])), 40)!r}" for token in ends)
 
     def _sharding_text(self) -> str:
         """Return a note on the sharding of the base model, if it was requested."""
-        requested, parts = self.config.base_parts, shard_count(self.config.base_parts)
+        requested = self.config.base_parts
+        parts = shard_count(self.config.base_parts)
         if requested == 1:
             return ""
         if processes().size == 1:
@@ -420,7 +434,8 @@ def prepare(config: Config) -> PreparedLanguage:
 def memory_need(population: Population, env: Any, schedule: Schedule) -> MemoryNeed:
     """Estimate the memory from the base model, the members and the longest prompt."""
     members: Any = population.members
-    model, validation = members.bank.base.model, schedule.questions("validation", env)
+    model = members.bank.base.model
+    validation = schedule.questions("validation", env)
     device = str(members.device)
     prompts = env.open("train", range(env.size("train")))
     memory = peak_memory(

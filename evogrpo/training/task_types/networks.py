@@ -84,8 +84,13 @@ class PreparedNetworks:
 
     def facts(self) -> dict[str, str]:
         """Return facts about environment, agents, policies and members."""
-        config, env, task, specs = self.config, self.env, self.config.task, self.mapping.specs
-        time_limit, in_all, normalised = "", "", ", normalised" if config.agent.normalise_observations else ""
+        config = self.config
+        env = self.env
+        task = self.config.task
+        specs = self.mapping.specs
+        time_limit = ""
+        in_all = ""
+        normalised = ", normalised" if config.agent.normalise_observations else ""
         if env.uses_default_limit:
             time_limit = "; the environment sets no time limit; episodes are truncated after "
             time_limit += f"{env.max_episode_steps:,} steps (task.max_episode_steps)"
@@ -123,9 +128,12 @@ class PreparedNetworks:
     def forecast(self) -> Forecast:
         """Return the costs of the run: upper bounds where episodes may end early or hyperparameters evolve."""
         # 1. Work: environment steps, and optimizer steps of each policy.
-        config, members, longest = self.config, self.config.population.size, self.env.max_episode_steps
+        config = self.config
+        members = self.config.population.size
+        longest = self.env.max_episode_steps
         per_member = longest * config.schedule.samples_per_step
-        smallest, epochs = min(possible_values(config, "batch_size")), max(possible_values(config, "update_epochs"))
+        smallest = min(possible_values(config, "batch_size"))
+        epochs = max(possible_values(config, "update_epochs"))
         optimizer = {
             policy: epochs * math.ceil(per_member * len(spec.agents) / smallest)
             for policy, spec in self.mapping.specs.items()
@@ -135,7 +143,9 @@ class PreparedNetworks:
         steps = [f"at most {pluralize(most, 'step')}" for most in optimizer.values()]
         if DEFAULT_POLICY not in optimizer:
             actions = per_member * members * len(self.mapping.observation_spaces)
-            joint, networks, by_agent = "joint ", "s", f", {count_text(actions)} actions of single agents"
+            joint = "joint "
+            networks = "s"
+            by_agent = f", {count_text(actions)} actions of single agents"
             steps = [f"at most {pluralize(most, 'step')} of {policy}" for policy, most in optimizer.items()]
         # 3. Memory, and rows of the plan.
         need = _memory_need(self.mapping, self.env, config.schedule, members, self.parameters)
@@ -254,7 +264,8 @@ def _memory_need(
     parameters: int,
 ) -> MemoryNeed:
     """Estimate the peak memory, for episodes of full length; `parameters` are those of one member."""
-    longest, samples = env.max_episode_steps, schedule.samples_per_step
+    longest = env.max_episode_steps
+    samples = schedule.samples_per_step
     observation_bytes = sum(
         np.dtype(leaf.dtype).itemsize * math.prod(leaf.shape or ())
         for space in mapping.observation_spaces.values()
