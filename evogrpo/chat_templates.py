@@ -47,7 +47,9 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options
 
     def on_call(frame: FrameType, event: str, value: Any) -> Any:
         # Jinja compiles a template to Python code of this file name; lines of other functions need no check.
-        return on_line(frame, event, value) if frame.f_code.co_filename == "<template>" else None
+        if frame.f_code.co_filename == "<template>":
+            return on_line(frame, event, value)
+        return None
 
     # A trace function can interrupt a loop in any thread, without another process.
     before = sys.gettrace()

@@ -499,13 +499,18 @@ class ObservationInputs:
 
     def concatenate(self, other: "ObservationInputs", width: int) -> "ObservationInputs":
         """Return the inputs of these rows followed by the other's, padded to `width` actions."""
-        known = other.action_masks if self.action_masks is None else self.action_masks
+        if self.action_masks is None:
+            known = other.action_masks
+        else:
+            known = self.action_masks
 
         def masks_of(inputs: ObservationInputs) -> Any:
             # If only one batch has masks, all actions of the other are legal.
             rows = len(inputs.temperature)
             all_legal = map_tensors(known, lambda leaf: leaf.new_ones(rows, width, *leaf.shape[2:]))
-            return all_legal if inputs.action_masks is None else inputs.action_masks
+            if inputs.action_masks is None:
+                return all_legal
+            return inputs.action_masks
 
         return ObservationInputs(
             observations=join_trees(self.observations, other.observations, width),
@@ -574,7 +579,9 @@ class _Metric:
         self.name = name
 
     def __get__(self, report: "LearnReport | None", owner: type) -> Any:
-        return self if report is None else report.metrics.get(self.name, math.nan)
+        if report is None:
+            return self
+        return report.metrics.get(self.name, math.nan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -623,5 +630,8 @@ class LearnReport:
     def __repr__(self) -> str:
         names = ("reward", "loss", "kl", "entropy", "grad_norm")
         shown = [f"{name}={getattr(self, name):.3g}" for name in names if not math.isnan(getattr(self, name))]
-        failed = [] if self.failed is None else [f"failed={self.failed!r}"]
+        if self.failed is None:
+            failed = []
+        else:
+            failed = [f"failed={self.failed!r}"]
         return f"LearnReport({', '.join([*shown, f'optimizer_steps={self.optimizer_steps}', *failed])})"

@@ -285,7 +285,9 @@ def _kind_of(failure: BaseException) -> int:
 
     if isinstance(failure, Interrupted):
         return INTERRUPTED
-    return OUT_OF_MEMORY if isinstance(failure, torch.OutOfMemoryError) else FAILED
+    if isinstance(failure, torch.OutOfMemoryError):
+        return OUT_OF_MEMORY
+    return FAILED
 
 
 def cores_per_rank() -> int:

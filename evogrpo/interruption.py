@@ -173,7 +173,10 @@ def stopping_on_signals(stop: Stop, announce: Callable[[], None] = lambda: None)
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             return
-        reason = STOPPED if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
+        if number == signal.SIGINT:
+            reason = STOPPED
+        else:
+            reason = f"stopped by {signal.Signals(number).name}"
         stop.request(reason, number)
         announce()
         threading.Thread(target=_interrupt_user_code, args=(stop, number, interrupting, over), daemon=True).start()

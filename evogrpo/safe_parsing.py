@@ -56,7 +56,10 @@ class _Loader(yaml.SafeLoader):
         if not alias:
             children = [id(child) for child in _children(node)]
             self._sizes[id(node)] = 1 + sum(self._sizes[child] for child in children)
-            own_length = len(node.value) if isinstance(node, yaml.ScalarNode) else 0
+            if isinstance(node, yaml.ScalarNode):
+                own_length = len(node.value)
+            else:
+                own_length = 0
             self._lengths[id(node)] = own_length + sum(self._lengths[child] for child in children)
         if self._lengths[id(node)] > MAX_CHARACTERS:
             why = f"more than {MAX_CHARACTERS:,} characters, counting those of aliases each time"
@@ -81,7 +84,10 @@ class _Loader(yaml.SafeLoader):
                 why = "merge keys (<<) are not supported. Write the keys out."
                 raise yaml.constructor.ConstructorError(None, None, why, key_node.start_mark)
             key = self.construct_object(key_node)
-            why = f"the key {key!r} appears twice. Remove one." if isinstance(key, str) and key in seen else ""
+            if isinstance(key, str) and key in seen:
+                why = f"the key {key!r} appears twice. Remove one."
+            else:
+                why = ""
             if not isinstance(key, str):
                 why = f"every key must be text, got {shown(key)}. Put it in quotes."
             if why:
@@ -116,7 +122,10 @@ def load_yaml(text: str, where: str) -> Any:
         return yaml.load(text, _Loader)  # noqa: S506 (a subclass of SafeLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        if mark is None:
+            place = ""
+        else:
+            place = f", line {mark.line + 1}, column {mark.column + 1}"
         raise ValueError(f"{where}{place}: {getattr(error, 'problem', None) or error}") from error
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         # yaml raises these for values that do not match their tag, such as malformed dates.
@@ -158,7 +167,9 @@ def read_yaml_file(path: Path) -> dict[str, Any]:
 def _children(node: Any) -> list[yaml.Node]:
     if isinstance(node, yaml.MappingNode):
         return [each for pair in node.value for each in pair]
-    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
+    if isinstance(node, yaml.SequenceNode):
+        return list(node.value)
+    return []
 
 
 def dump_json(value: Any, *, what: str = "record", indent: int | None = None) -> str:
@@ -195,7 +206,10 @@ def load_json(text: bytes | str) -> Any:
         ValueError: If it is not UTF-8 or not JSON, is nested too deeply, or has NaN, an infinity, a huge integer or a
             repeated key.
     """
-    decoded = text.decode("utf-8") if isinstance(text, bytes) else text
+    if isinstance(text, bytes):
+        decoded = text.decode("utf-8")
+    else:
+        decoded = text
     try:
         return json.loads(
             decoded,

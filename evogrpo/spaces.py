@@ -157,7 +157,10 @@ def describe_input(space: spaces.Space[Any]) -> str:
         case spaces.Tuple():
             return f"({', '.join(describe_input(part) for part in space.spaces)})"
     lengths = ["n", *map(str, observation_dim(space))]
-    code = " one-hot" if isinstance(space, spaces.Discrete | spaces.MultiDiscrete) else ""
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        code = " one-hot"
+    else:
+        code = ""
     return f"[{', '.join(lengths)}]{code}"
 
 
@@ -208,7 +211,10 @@ def preprocess_observation(
 
 def _batched(observation: Any, shape: tuple[int, ...], device: torch.device | str) -> Tensor:
     """Return observations as a tensor `[batch, *shape]`; a single one gets a batch dimension of 1."""
-    tensor = observation if isinstance(observation, Tensor) else torch.as_tensor(np.asarray(observation))
+    if isinstance(observation, Tensor):
+        tensor = observation
+    else:
+        tensor = torch.as_tensor(np.asarray(observation))
     if tensor.ndim == len(shape) and tuple(tensor.shape) == shape:  # torch.export must not compare sizes of batches
         tensor = tensor[None]
     if tuple(tensor.shape[1:]) != shape or tensor.ndim != len(shape) + 1:

@@ -334,7 +334,8 @@ def one_edit_match(name: str, valid: Iterable[str]) -> str | None:
 def _is_one_edit(typed: str, name: str) -> bool:
     """Return True if one letter was changed, added or left out, or two neighbouring letters were swapped."""
     start = next((position for position, (a, b) in enumerate(zip(typed, name, strict=False)) if a != b), None)
-    start = min(len(typed), len(name)) if start is None else start
+    if start is None:
+        start = min(len(typed), len(name))
     rest = typed[start:]
     other = name[start:]
     swapped = rest[:2] == other[:2][::-1] and rest[2:] == other[2:]

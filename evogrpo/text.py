@@ -29,7 +29,9 @@ USER_MODULE_PREFIX = "evogrpo_user_"
 
 def relative_path(path: Path) -> str:
     """Return a path relative to the working directory if it lies inside, otherwise unchanged."""
-    return os.path.relpath(path) if path.is_absolute() and path.is_relative_to(Path.cwd()) else str(path)
+    if path.is_absolute() and path.is_relative_to(Path.cwd()):
+        return os.path.relpath(path)
+    return str(path)
 
 
 def expand_user(path: str | os.PathLike[str], what: str = "path") -> Path:
@@ -106,7 +108,9 @@ def escaped_prints() -> Iterator[None]:
 
 def shorten(text: str, limit: int) -> str:
     """Cut text to `limit` characters and append the number of characters left out."""
-    return text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit} more characters)"
+    if len(text) <= limit:
+        return text
+    return f"{text[:limit]}… ({len(text) - limit} more characters)"
 
 
 class _ShortRepr(reprlib.Repr):
@@ -126,7 +130,9 @@ class _ShortRepr(reprlib.Repr):
 
     def repr_int(self, x: int, level: int) -> str:
         # Python refuses to write integers of thousands of digits.
-        return repr(x) if x.bit_length() < 2000 else f"<integer of {x.bit_length():,} bits>"
+        if x.bit_length() < 2000:
+            return repr(x)
+        return f"<integer of {x.bit_length():,} bits>"
 
     def repr_dict(self, x: dict[Any, Any], level: int) -> str:
         # In the order of the dict; that of reprlib is sorted.
@@ -148,7 +154,9 @@ class _ShortRepr(reprlib.Repr):
     @staticmethod
     def _beginning(value: str | bytes) -> str:
         limit = 4 * MAX_SHOWN
-        return repr(value) if len(value) <= limit else f"{value[:limit]!r}…"
+        if len(value) <= limit:
+            return repr(value)
+        return f"{value[:limit]!r}…"
 
 
 _short_repr = _ShortRepr()
@@ -212,7 +220,9 @@ def number_text(value: float | str | None) -> str:
         return _MISSING
     if isinstance(value, str):
         return printable(value)
-    return str(value) if isinstance(value, int) else f"{value:.3g}"
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.3g}"
 
 
 def count_text(count: float | None) -> str:
@@ -241,10 +251,20 @@ def score_text(mean: float | None, standard_error: float | None) -> str:
     """Format a fitness and its standard error, such as `0.412 ± 0.031`, `486.6 ± 3.7` or `2.3e-05 ± 1e-06`."""
     if mean is None:
         return _MISSING
-    digits = 3 if abs(mean) < 10 else 2 if abs(mean) < 100 else 1
+    if abs(mean) < 10:
+        digits = 3
+    elif abs(mean) < 100:
+        digits = 2
+    else:
+        digits = 1
     size = max(abs(mean), standard_error or 0.0)
-    form = f".{digits}f" if size == 0 or 1e-3 <= size < 1e6 else ".3g"
-    return f"{mean:{form}}" if standard_error is None else f"{mean:{form}} ± {standard_error:{form}}"
+    if size == 0 or 1e-3 <= size < 1e6:
+        form = f".{digits}f"
+    else:
+        form = ".3g"
+    if standard_error is None:
+        return f"{mean:{form}}"
+    return f"{mean:{form}} ± {standard_error:{form}}"
 
 
 def duration_text(seconds: float | None) -> str:
@@ -255,7 +275,9 @@ def duration_text(seconds: float | None) -> str:
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    if minutes:
+        return f"{minutes} min {rest:02d} s"
+    return f"{rest} s"
 
 
 def user_line(error: BaseException) -> str:
@@ -268,7 +290,9 @@ def user_line(error: BaseException) -> str:
         if "importlib" not in frame.filename
         and not any(frame.filename.startswith(f"{each}{os.sep}") for each in folders)
     ]
-    return f" ({user_frames[-1].filename}, line {user_frames[-1].lineno})" if user_frames else ""
+    if user_frames:
+        return f" ({user_frames[-1].filename}, line {user_frames[-1].lineno})"
+    return ""
 
 
 def short_repr(record: Any) -> str:
@@ -292,15 +316,22 @@ def _short_value(value: Any) -> str:
         return repr(value if len(value) <= _MAX_REPR else f"{value[: _MAX_REPR - 1]}…")
     if isinstance(value, Mapping):
         inner = "{" + ", ".join(f"{key}: {_short_value(each)}" for key, each in value.items()) + "}"
-        return inner if len(inner) <= _MAX_REPR else f"<{len(value)} entries>"
+        if len(inner) <= _MAX_REPR:
+            return inner
+        return f"<{len(value)} entries>"
     if isinstance(value, Sequence):
         inner = "(" + ", ".join(map(_short_value, value[:_MAX_REPR])) + ")"
-        return inner if len(inner) <= _MAX_REPR else f"<{len(value)} entries>"
+        if len(inner) <= _MAX_REPR:
+            return inner
+        return f"<{len(value)} entries>"
     return repr(value)
 
 
 def reference_to(thing: Callable[..., Any]) -> str:
     """Return the reference of a user's function or class: `path.py:name` or `module:name`."""
     module = thing.__module__
-    source = sys.modules[module].__file__ if module.startswith(USER_MODULE_PREFIX) else module
+    if module.startswith(USER_MODULE_PREFIX):
+        source = sys.modules[module].__file__
+    else:
+        source = module
     return f"{source}:{thing.__qualname__}"

@@ -63,7 +63,9 @@ def _real(value: object) -> int | float:
     try:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise PydanticKnownError("float_type")
-        return int(value) if isinstance(value, numbers.Integral) else float(value)
+        if isinstance(value, numbers.Integral):
+            return int(value)
+        return float(value)
     except Exception:  # noqa: BLE001 - raised by an object of a user
         raise PydanticKnownError("float_type") from None
 
@@ -165,7 +167,9 @@ def plain(value: Any, depth: int = 0) -> Any:
         return {key: plain(item, depth) for key, item in value.items()}
     if type(value).__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "ndim", 1):
         return value.item()  # without an import of numpy, which takes time
-    return [plain(item, depth) for item in value] if issubclass(type(value), list | tuple) else value
+    if issubclass(type(value), list | tuple):
+        return [plain(item, depth) for item in value]
+    return value
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -270,8 +274,14 @@ def describe(
             section = dotted(keys[:-1])
             key = str(keys[-1])
             valid = _valid_keys(_schema(model), keys[depth:-1])
-            intended = misplaced(key, section, valid) if misplaced else None
-            place_of = partial(misplaced, section=section, valid=()) if misplaced else None
+            if misplaced:
+                intended = misplaced(key, section, valid)
+            else:
+                intended = None
+            if misplaced:
+                place_of = partial(misplaced, section=section, valid=())
+            else:
+                place_of = None
             rule = str(unknown_name_error(f"key in {section}" if section else kind, key, valid, place_of))
             path, value, rule = "", "", rule if intended is None else f"Unknown key {path!r}. Use {intended!r}."
         elif name == "missing":
@@ -280,7 +290,8 @@ def describe(
         elif name in ("value_error", "assertion_error"):  # raised by a validator, with its own message
             rule = str(context["error"])
             value = ""
-            path = f"{path}:" if path and not rule.startswith("must ") else path
+            if path and not rule.startswith("must "):
+                path = f"{path}:"
         elif name == "literal_error":
             names = re.findall(r"'([^']*)'", context["expected"])
             rule = f"must be one of {', '.join(names)}"
@@ -289,7 +300,10 @@ def describe(
             value += f": did you mean {match!r}?" if match else ""
         elif name in ("dataclass_type", "model_type"):
             valid = _valid_keys(_schema(model), keys[depth:])
-            rule = f"must be a mapping with the keys {', '.join(valid)}" if len(valid) < 16 else "must be a mapping"
+            if len(valid) < 16:
+                rule = f"must be a mapping with the keys {', '.join(valid)}"
+            else:
+                rule = "must be a mapping"
         elif name in _RULES:
             rule = _RULES[name].format_map({key: _bound(bound) for key, bound in context.items()})
         else:
@@ -301,13 +315,18 @@ def describe(
     for (path, value), (first, *others) in rules.items():
         parts = dict.fromkeys([first, *(rule.removeprefix("must be ") for rule in others if rule != first)])
         lines.append(f"{path} {' or '.join(parts)}".rstrip() + value)
-    more = [f"and {len(lines) - MAX_ERRORS} more errors"] if len(lines) > MAX_ERRORS else []
+    if len(lines) > MAX_ERRORS:
+        more = [f"and {len(lines) - MAX_ERRORS} more errors"]
+    else:
+        more = []
     return "\n".join(f"{source}: {line}" if source else line for line in [*lines[:MAX_ERRORS], *more])
 
 
 def _bound(value: object) -> object:
     """Return a bound of an error message; whole numbers are written in full."""
-    return f"{int(value):,}" if isinstance(value, int | float) and value == int(value) and value < 1e18 else value
+    if isinstance(value, int | float) and value == int(value) and value < 1e18:
+        return f"{int(value):,}"
+    return value
 
 
 def dotted(keys: Sequence[str | int]) -> str:
@@ -346,7 +365,9 @@ def _alternatives(node: Mapping[str, Any], schema: Mapping[str, Any]) -> list[Ma
     if "$ref" in node:
         return _alternatives(schema["$defs"][node["$ref"].rpartition("/")[2]], schema)
     parts = [*node.get("anyOf", ()), *node.get("oneOf", ())]
-    return [each for part in parts for each in _alternatives(part, schema)] if parts else [node]
+    if parts:
+        return [each for part in parts for each in _alternatives(part, schema)]
+    return [node]
 
 
 MAX_STEPS = 1_000_000
@@ -385,7 +406,10 @@ def float32_number(value: object) -> float | None:
 def plain_list(values: object) -> list[Any] | None:
     """Return a list, tuple, array or tensor as a list; None for any other value."""
     try:
-        listed = values.tolist() if hasattr(values, "tolist") else values
+        if hasattr(values, "tolist"):
+            listed = values.tolist()
+        else:
+            listed = values
         if isinstance(listed, str) or not isinstance(listed, Sequence):
             return None
         return list(listed)

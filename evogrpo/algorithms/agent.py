@@ -75,7 +75,10 @@ class Agent(NamesMissing, HyperparameterAttributes):
         record = self.hyperparameters.to_json()
         names = [name for name in record if name in ("lr", "clip_coef", "group_size") or record[name] != defaults[name]]
         values = ", ".join(f"{name}={record[name]}" for name in names)
-        fitness = "" if self.fitness is None else f", fitness={self.fitness.mean:.3g}"
+        if self.fitness is None:
+            fitness = ""
+        else:
+            fitness = f", fitness={self.fitness.mean:.3g}"
         return f"{type(self).__name__}(index={self.index}, slot={self.slot}, {values}{fitness})"
 
     # ---- evolution
@@ -178,7 +181,9 @@ class Agent(NamesMissing, HyperparameterAttributes):
             if name in options or (isinstance(space, HyperparameterConfig) and name in space):
                 raise ValueError(f"{cls.__name__} does not use {name}. Leave it out.")
         # Without target_kl, a learning rate that is not given is the default one.
-        return {**options, "target_kl": None} if "target_kl" in cls.unused_options else {**options}
+        if "target_kl" in cls.unused_options:
+            return {**options, "target_kl": None}
+        return {**options}
 
     @classmethod
     def _member(cls, members: "PolicySet", slot: int, index: int, hyperparameters: Hyperparameters) -> Self:

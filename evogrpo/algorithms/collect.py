@@ -81,7 +81,9 @@ def sample_groups(
 
     # 3. Sample.
     def sample() -> RolloutBatch | None:
-        return _moved(members.sample(env, starts, request.select(rows)), "cpu") if len(rows) else None
+        if len(rows):
+            return _moved(members.sample(env, starts, request.select(rows)), "cpu")
+        return None
 
     # 4. Merge the rows of all ranks, in order.
     parts = [part for part in ranks.run_section(sample) if part is not None]

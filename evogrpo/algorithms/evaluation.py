@@ -58,7 +58,9 @@ def evaluate_questions(
         questions = parts[ranks.rank]
 
         def work() -> tuple[NDArray[np.float64], tuple[int, ...]] | None:
-            return members.evaluate(env, replace(request, questions=questions)) if questions else None
+            if questions:
+                return members.evaluate(env, replace(request, questions=questions))
+            return None
 
         # Shares are contiguous and results come in rank order, so the columns are in the order of the questions.
         results = [result for result in ranks.run_section(work) if result is not None]
@@ -108,7 +110,10 @@ def evaluate(
     Raises:
         ValueError: If the split is empty, or a completion has no reward and the environment does not exclude failures.
     """
-    count = env.size(split) if questions is None else min(questions, env.size(split))
+    if questions is None:
+        count = env.size(split)
+    else:
+        count = min(questions, env.size(split))
     if count < 1:
         raise ValueError(f"The {split} split is empty, so nothing can be evaluated on it.")
     request = EvaluationRequest(
@@ -152,7 +157,10 @@ def measure_fitness(
         ValueError: If the split is empty, or fewer than half of its questions have a reward for all members.
     """
     # 1. Set up the race. Scores are NaN until a member has answered.
-    count = env.size(split) if questions is None else min(questions, env.size(split))
+    if questions is None:
+        count = env.size(split)
+    else:
+        count = min(questions, env.size(split))
     if count < 1:
         raise ValueError(f"The {split} split is empty, so nothing can be evaluated on it.")
     scores = np.full((len(slots), count), np.nan)

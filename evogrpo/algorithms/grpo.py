@@ -642,7 +642,9 @@ _CLASSES: dict[str, type[GRPO]] = {kind: each for each in (GRPO, MultiAgentGRPO)
 
 def own_algorithm(algorithm: type[Agent]) -> str | None:
     """Return the name of a user's own algorithm for checkpoints; None for built-in ones."""
-    return None if algorithm in _CLASSES.values() else algorithm.__qualname__
+    if algorithm in _CLASSES.values():
+        return None
+    return algorithm.__qualname__
 
 
 def algorithm_class(kind: str, stored: str | None, given: type[Agent] | None) -> type[Agent]:

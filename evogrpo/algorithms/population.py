@@ -300,7 +300,10 @@ class Population(NamesMissing, Sequence[Any]):
             child = planned
             parent = plan.parents[planned.slot]
             rng = generator(seed, "change of network", child.index)
-            drawn = None if parent is None else self.members.propose_architecture(parent, rng)
+            if parent is None:
+                drawn = None
+            else:
+                drawn = self.members.propose_architecture(parent, rng)
             if drawn is not None:
                 changes = {**child.changes, NETWORK: (drawn.old, drawn.new)}
                 child = replace(child, changes=changes, architecture=drawn.architecture)

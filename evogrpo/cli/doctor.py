@@ -113,10 +113,16 @@ def check_precision() -> Iterator[Finding]:
 
     torch = importlib.import_module("torch")
     if torch.cuda.is_available():
-        detail = "bfloat16" if torch.cuda.is_bf16_supported() else "float32: the GPU has no bfloat16"
+        if torch.cuda.is_bf16_supported():
+            detail = "bfloat16"
+        else:
+            detail = "float32: the GPU has no bfloat16"
     else:
         native = has_bfloat16_products()
-        detail = "bfloat16" if native else "float32: the processor has no instructions for bfloat16"
+        if native:
+            detail = "bfloat16"
+        else:
+            detail = "float32: the processor has no instructions for bfloat16"
     yield Finding(name="precision", state="ok", detail=f"auto selects {detail}")
 
 
@@ -171,9 +177,10 @@ def check_folders() -> Iterator[Finding]:
             with tempfile.TemporaryFile(dir=existing):
                 free = shutil.disk_usage(existing).free
         except OSError as error:
-            remedy = (
-                "change to a writable folder" if name == "runs folder" else "set EVOGRPO_CACHE to a writable folder"
-            )
+            if name == "runs folder":
+                remedy = "change to a writable folder"
+            else:
+                remedy = "set EVOGRPO_CACHE to a writable folder"
             detail = f"{folder.absolute()} is not writable: {error.strerror or error}"
             yield Finding(name=name, state="problem", detail=detail, remedy=remedy)
             continue

@@ -52,7 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments = [*arguments[1:], "--help"]
     args, rest = parser.parse_known_args(arguments)
     # argparse reads positional arguments in one block. Overrides after an option are left in `rest`.
-    unknown = rest if "overrides" not in args else [text for text in rest if text.startswith("-")]
+    if "overrides" not in args:
+        unknown = rest
+    else:
+        unknown = [text for text in rest if text.startswith("-")]
     if unknown:
         _reject(args, unknown[0])
     if rest:

@@ -206,7 +206,10 @@ def _lifetime(
         return f"{selection_score(winner, summary)} in generation {winner.generation}, the best member"
     first = reports[0].generation
     last = reports[-1].generation
-    span = f"generation {first}" if first == last else f"generations {first}–{last}"
+    if first == last:
+        span = f"generation {first}"
+    else:
+        span = f"generations {first}–{last}"
     if failed := reports[-1].failed:
         return f"failed in {span}: {printable(failed)}"
     return f"{selection_score(reports[-1], summary)} after {span}"
@@ -219,7 +222,10 @@ def _test_text(summary: RunSummary) -> str:
         return "none yet"
     low, high = interval(test.after)
     text = f"{test.after} [{number_text(low)}, {number_text(high)}]"
-    noise = "beyond noise" if test.beyond_noise else "within noise"
+    if test.beyond_noise:
+        noise = "beyond noise"
+    else:
+        noise = "within noise"
     questions = pluralize(test.questions, summary.terms.questions[:-1])
     return f"{text} on {questions}; {test.gain} compared with the {summary.terms.untrained}, {noise}"
 
@@ -232,10 +238,19 @@ def _run_rows(run: ComparedRun) -> dict[str, str]:
     summary = run.summary
     member = run.best
     test = run.summary.test
-    last = summary.generations[-1] if summary.generations else None
-    done = {} if last is None else {**vars(last), "evaluation": last.evaluation.tokens}
+    if summary.generations:
+        last = summary.generations[-1]
+    else:
+        last = None
+    if last is None:
+        done = {}
+    else:
+        done = {**vars(last), "evaluation": last.evaluation.tokens}
     low, high = (None, None) if test is None else interval(test.after)
-    best_text = "–" if member is None else f"#{member.index} {_fitness_score(member)}"
+    if member is None:
+        best_text = "–"
+    else:
+        best_text = f"#{member.index} {_fitness_score(member)}"
     return {
         "generations": count_text(done.get("generation")),
         "learning steps": count_text(done.get("step")),
@@ -255,14 +270,21 @@ def _difference_text(difference: TestDifference) -> Text:
     """Describe the difference between the tests of a run and of the first run."""
     if difference.gain is None:
         return Text(f"not comparable: {printable(difference.why)}", "yellow")
-    noise = "beyond noise" if difference.beyond_noise else "within noise"
+    if difference.beyond_noise:
+        noise = "beyond noise"
+    else:
+        noise = "within noise"
     gain = difference.gain
-    method = f"paired on {difference.questions}" if difference.paired else f"unpaired, {printable(difference.why)}"
+    if difference.paired:
+        method = f"paired on {difference.questions}"
+    else:
+        method = f"unpaired, {printable(difference.why)}"
     return Text(f"{'+' if gain.mean > 0 else ''}{gain}, {noise} ({method})")
 
 
 def _setting_text(value: Any) -> str:
-    value = ", ".join(map(str, value)) if isinstance(value, list) else value
+    if isinstance(value, list):
+        value = ", ".join(map(str, value))
     is_number = isinstance(value, int | float | None) and not isinstance(value, bool)
     return shorten(printable(number_text(value) if is_number else str(value)), _MAX_VALUE_WIDTH)
 

@@ -86,7 +86,10 @@ def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
     may_resume = not args.dry_run and (args.resume_if_exists or set(restarts) != {"0"})
     # Rank 0 looks for a checkpoint, because other hosts may not see the folder.
     if requested_dir and may_resume and processes().broadcast(latest_checkpoint(requested_dir) is not None):
-        reason = "" if args.resume_if_exists else "Restarted by the launcher. "
+        if args.resume_if_exists:
+            reason = ""
+        else:
+            reason = "Restarted by the launcher. "
         console.print(f"{reason}Resuming the run in {requested_dir}", soft_wrap=True)
         args.run_dir = requested_dir
         args.allow_changed_data = False
@@ -96,7 +99,9 @@ def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
     with ExitStack() as stack:
 
         def claim_folder() -> Path | None:
-            return stack.enter_context(new_run_dir(name, requested_dir)) if processes().is_rank_zero else None
+            if processes().is_rank_zero:
+                return stack.enter_context(new_run_dir(name, requested_dir))
+            return None
 
         run_dir = processes().run_section(claim_folder)[0]
         assert run_dir is not None  # the result of rank 0
@@ -202,7 +207,10 @@ def _vllm_commands(prepared: PreparedRun) -> list[str]:
     size = prepared.config.population.size
     precision = prepared.config.precision
     sampler = prepared.config.sampler
-    urls = sampler["url"] if sampler and sampler["name"] == VLLM else "http://127.0.0.1:8000"
+    if sampler and sampler["name"] == VLLM:
+        urls = sampler["url"]
+    else:
+        urls = "http://127.0.0.1:8000"
     urls = [urls] if isinstance(urls, str) else list(urls)
     return [
         vllm_command(
@@ -264,7 +272,9 @@ def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Nam
         if number is None:
             return OK
         on_stop: int | None = args.exit_code_on_stop
-        return 128 + number if number == signal.SIGINT or on_stop is None else on_stop
+        if number == signal.SIGINT or on_stop is None:
+            return 128 + number
+        return on_stop
     if not processes().is_rank_zero:
         return OK
     console.print()
@@ -323,7 +333,10 @@ def _starting_values(config: Config) -> dict[str, Value]:
     defaults = Hyperparameters(**task_type_of(config.task).hyperparameters).to_json()
     # Resolve loss types and advantages that are None, which means the objective's.
     start = config.agent.objective.resolved(config.hyperparameters, config.search_space).to_json()
-    calibrated = {"lr": "calibrated on the first batch"} if start["target_kl"] is not None else {}
+    if start["target_kl"] is not None:
+        calibrated = {"lr": "calibrated on the first batch"}
+    else:
+        calibrated = {}
     return {name: start[name] for name in values if name in names or values[name] != defaults[name]} | calibrated
 
 

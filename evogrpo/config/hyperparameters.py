@@ -109,8 +109,12 @@ class Hyperparameters:
             raise ValueError(f"{name} is a name, not a number.")
         value = getattr(self, name)
         if value is not None:
-            return float(value) if isinstance(value, float) else int(value)
-        return math.inf if name in ("advantage_clip", "target_kl") else self.clip_coef
+            if isinstance(value, float):
+                return float(value)
+            return int(value)
+        if name in ("advantage_clip", "target_kl"):
+            return math.inf
+        return self.clip_coef
 
     def to_json(self) -> dict[str, Value]:
         """Return the values by name, as plain JSON values."""
@@ -259,7 +263,10 @@ class Optimizer:
         if self.total_steps is None:
             return 1.0
         progress = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
-        decay = 1.0 - progress if self.schedule == "linear" else 0.5 * (1.0 + cos(2.0 * pi * self.cycles * progress))
+        if self.schedule == "linear":
+            decay = 1.0 - progress
+        else:
+            decay = 0.5 * (1.0 + cos(2.0 * pi * self.cycles * progress))
         return self.floor + (1.0 - self.floor) * decay
 
     def momentum_warmup(self, step: int) -> float:

@@ -187,7 +187,9 @@ class Objective:
         """Return hyperparameters in which loss type and advantage are not None if they evolve, as mutation requires."""
         names = {name: getattr(self, name) for name in ("loss_type", "advantage") if name in space}
         missing = {name: value for name, value in names.items() if getattr(hyperparameters, name) is None}
-        return dataclasses.replace(hyperparameters, **missing) if missing else hyperparameters
+        if missing:
+            return dataclasses.replace(hyperparameters, **missing)
+        return hyperparameters
 
     def check(self, hyperparameters: Hyperparameters, space: HyperparameterConfig | None = None) -> None:
         """Refuse switches that are invalid for a member, or have no effect for any member.
@@ -370,21 +372,30 @@ def possible_types(
 def highest(name: str, hyperparameters: Hyperparameters, space: HyperparameterConfig) -> float:
     """Return the largest value that a hyperparameter can evolve to."""
     start = hyperparameters.number(name)
-    return max(start, space[name].bounds[1]) if name in space else start
+    if name in space:
+        return max(start, space[name].bounds[1])
+    return start
 
 
 def lowest(name: str, hyperparameters: Hyperparameters, space: HyperparameterConfig) -> float:
     """Return the smallest value that a hyperparameter can evolve to."""
     start = hyperparameters.number(name)
-    return min(start, space[name].bounds[0]) if name in space else start
+    if name in space:
+        return min(start, space[name].bounds[0])
+    return start
 
 
 def highest_clip_high(hyperparameters: Hyperparameters, space: HyperparameterConfig) -> float:
     """Return the largest upper half-width of clipping that a member can evolve to, from clip_high or clip_coef."""
     has_clip_high = hyperparameters.clip_high is not None or "clip_high" in space
-    high = highest("clip_high", hyperparameters, space) if has_clip_high else 0.0
+    if has_clip_high:
+        high = highest("clip_high", hyperparameters, space)
+    else:
+        high = 0.0
     # A member with clip_high=None, such as a founder, uses clip_coef.
-    return high if hyperparameters.clip_high is not None else max(high, highest("clip_coef", hyperparameters, space))
+    if hyperparameters.clip_high is not None:
+        return high
+    return max(high, highest("clip_coef", hyperparameters, space))
 
 
 # ---- settings of other libraries
@@ -452,7 +463,10 @@ class Imported:
             except ValueError as error:
                 problems.append(str(error))
         if problems:
-            count = f"{len(problems)} settings cannot be translated:\n- " if len(problems) > 1 else ""
+            if len(problems) > 1:
+                count = f"{len(problems)} settings cannot be translated:\n- "
+            else:
+                count = ""
             raise ValueError(count + "\n- ".join(problems))
         return cls(
             objective=built[0],

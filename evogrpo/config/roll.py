@@ -141,10 +141,14 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> SettingsReader:
     # 1. Load the configuration. A single line without a colon is a path, and so is the name of a file.
     if isinstance(source, str) and "\n" not in source:
         is_file = os.path.isfile(source)  # noqa: PTH113 (no error for text that is too long)
-        source = Path(source) if is_file or ":" not in source else source
+        if is_file or ":" not in source:
+            source = Path(source)
     if isinstance(source, Path):
         source = read_regular(source).decode("utf-8")
-    values = load_yaml(source, "ROLL's configuration") if isinstance(source, str) else source
+    if isinstance(source, str):
+        values = load_yaml(source, "ROLL's configuration")
+    else:
+        values = source
     if not isinstance(values, Mapping):
         raise ValueError(
             f"source must be a mapping of ROLL keys, the path of a YAML file or YAML text, got {shown(values)}."
@@ -186,8 +190,14 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> SettingsReader:
         keys = " and ".join(_SAMPLE_KEYS)
         roll.refused.append(f"ROLL keys {keys} must be given together, got {prompts} and {group_size}")
         prompts = None
-    in_loss = roll["kl_loss_coef"] if roll["use_kl_loss"] else 0.0
-    in_reward = roll["init_kl_coef"] if roll["add_token_level_kl"] else 0.0
+    if roll["use_kl_loss"]:
+        in_loss = roll["kl_loss_coef"]
+    else:
+        in_loss = 0.0
+    if roll["add_token_level_kl"]:
+        in_reward = roll["init_kl_coef"]
+    else:
+        in_reward = 0.0
     if in_loss and in_reward:
         roll.refused.append("ROLL keys use_kl_loss and add_token_level_kl exclude each other: beta weighs one KL term")
     objective = {

@@ -78,7 +78,10 @@ class RLParameter:
             range_fields = (self.min, self.max, self.scale, self.factor, self.founders)
             if range_fields != (None, None, "linear", None, None):
                 raise ValueError("min, max, scale, factor and founders describe a range. Remove them, or choices.")
-            distinct = tuple(dict.fromkeys(self.choices)) if self.names else tuple(sorted(set(self.numbers)))
+            if self.names:
+                distinct = tuple(dict.fromkeys(self.choices))
+            else:
+                distinct = tuple(sorted(set(self.numbers)))
             if len(distinct) < 2 or len(distinct) != len(self.choices):
                 raise ValueError(f"choices must be at least two distinct values, got {list(self.choices)}.")
             object.__setattr__(self, "choices", distinct)

@@ -240,7 +240,10 @@ def _given_fields(source: object) -> dict[str, Any]:
         raise ValueError(f"source must be a TRL GRPOConfig or a mapping of its fields, got {class_name(source)}.")
     values = {}
     for field in dataclasses.fields(source):
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if field.default_factory is dataclasses.MISSING:
+            default = field.default
+        else:
+            default = field.default_factory()
         value = getattr(source, field.name)
         # Checkpointing is on by default in TRL and costs time. It is kept here to be listed as ignored.
         if field.name in FIELDS or value != default or (field.name in GRADIENT_CHECKPOINTING and value):
@@ -291,7 +294,10 @@ def _importance(trl: SettingsReader) -> dict[str, Any]:
                     f"TRL field vllm_importance_sampling_correction compares with the whole distribution, got {name} "
                     f"{trl[name]}: set it to False, or leave out {name}"
                 )
-        importance_cap = trl[bound] if trl[cap] is None else trl[cap]
+        if trl[cap] is None:
+            importance_cap = trl[bound]
+        else:
+            importance_cap = trl[cap]
         return {"importance_correction": trl[mode], "importance_cap": importance_cap}
     trl.ignore("used by a correction for vLLM only", mode, bound, cap)
     return {}
@@ -305,11 +311,17 @@ def _schedule(trl: SettingsReader) -> dict[str, Any]:
     kind = trl["lr_scheduler_type"]
     total = max(trl["max_steps"], 0)
     # 1. Read the warm-up: `warmup_steps` below 1, or else `warmup_ratio`, is a fraction of the run.
-    name = "warmup_steps" if trl["warmup_steps"] else "warmup_ratio"
+    if trl["warmup_steps"]:
+        name = "warmup_steps"
+    else:
+        name = "warmup_ratio"
     length = trl[name] or 0
     if name == "warmup_steps":
         trl.ignore("warmup_steps takes precedence", "warmup_ratio")
-    warmup = int(length) if length >= 1 else math.ceil(total * length)
+    if length >= 1:
+        warmup = int(length)
+    else:
+        warmup = math.ceil(total * length)
     if kind == "constant":
         trl.ignore("lr_scheduler_type 'constant' has no warm-up", "warmup_steps", "warmup_ratio")
         warmup = 0
@@ -321,7 +333,10 @@ def _schedule(trl: SettingsReader) -> dict[str, Any]:
         trl.ignore(f"lr_scheduler_type {kind!r} has no arguments", "lr_scheduler_kwargs")
         return {"warmup_steps": warmup}
     if kind not in SCHEDULES or not total:
-        reason = "needs max_steps" if kind in SCHEDULES else "is not supported"
+        if kind in SCHEDULES:
+            reason = "needs max_steps"
+        else:
+            reason = "is not supported"
         trl.ignored["lr_scheduler_type"] = f"{kind!r} {reason}: set schedule and total_steps of the optimizer"
         trl.ignore("its lr_scheduler_type is ignored", "lr_scheduler_kwargs")
         return {"warmup_steps": warmup}

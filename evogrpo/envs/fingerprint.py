@@ -50,7 +50,10 @@ def short_hash(*parts: str | bytes) -> str:
     digest = hashlib.sha256()
     for part in parts:
         # Lengths separate the parts, so that ("ab", "c") and ("a", "bc") differ.
-        content = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
+        if isinstance(part, str):
+            content = part.encode("utf-8", "surrogatepass")
+        else:
+            content = part
         digest.update(len(content).to_bytes(8, "big") + content)
     return digest.hexdigest()[:12]
 
@@ -208,7 +211,10 @@ def _constant_attributes(kind: type) -> set[str]:
                 rebound |= attributes_of_others(tree)
         else:
             for function in (each for member in vars(each).values() for each in _functions_of(member)):
-                found = given if function.__name__ == "__init__" else rebound
+                if function.__name__ == "__init__":
+                    found = given
+                else:
+                    found = rebound
                 found |= _stored(function.__code__, "STORE_ATTR")
     return given - rebound
 
@@ -363,7 +369,10 @@ def _describe_star_import(name: str, trees: Iterable[ast.Module], scope: dict[st
     """Describe a name that `from module import *` has imported; other names without a statement are left out."""
     statements = [each for tree in trees for each in bindings(tree).get("*", ())]
     for statement in statements:
-        module = _imported_module(statement, scope) if isinstance(statement, ast.ImportFrom) else None
+        if isinstance(statement, ast.ImportFrom):
+            module = _imported_module(statement, scope)
+        else:
+            module = None
         if module is not None and is_user_code(module.__name__):
             yield from _describe_names([name], vars(module), seen)
 
@@ -418,7 +427,10 @@ def check_fingerprint(stored: Mapping[str, str] | None, env: GroupEnvironment, *
     """
     current = fingerprint_of(env)
     if stored is None or current is None:
-        reason = f"{class_name(env)} has no fingerprint()" if current is None else "the checkpoint has none"
+        if current is None:
+            reason = f"{class_name(env)} has no fingerprint()"
+        else:
+            reason = "the checkpoint has none"
         warn(f"Cannot check that the run continues in the same environment: {reason}.")
         return ()
     differences = tuple(
@@ -428,7 +440,10 @@ def check_fingerprint(stored: Mapping[str, str] | None, env: GroupEnvironment, *
     )
     if differences and not allowed:
         rows_differ = any(" questions: " in each for each in differences)
-        hint = " Data that a program draws at random needs a seed." if rows_differ else ""
+        if rows_differ:
+            hint = " Data that a program draws at random needs a seed."
+        else:
+            hint = ""
         raise ValueError(
             f"The environment differs from the one the run started in: {'; '.join(differences)}.{hint} Restore it, or "
             "pass --allow-changed-data (in Python: allow_changed_data=True)."

@@ -260,7 +260,10 @@ def constants(function: FunctionNode) -> frozenset[str]:
             rebound.update(node.names)
     # 2. Arguments. If one is bound again by something else, variables computed from it do not count either.
     bound = bindings(function)
-    body = function.body if isinstance(function.body, list) else []
+    if isinstance(function.body, list):
+        body = function.body
+    else:
+        body = []
     straight = frozenset(_straight(body, arguments(function)))
     found = arguments(function) - rebound
     removed = True
@@ -272,7 +275,10 @@ def constants(function: FunctionNode) -> frozenset[str]:
     for name, statements in bound.items():
         if name in rebound | arguments(function):
             continue
-        possible = straight if len(statements) > 1 else frozenset(statements)
+        if len(statements) > 1:
+            possible = straight
+        else:
+            possible = frozenset(statements)
         if _all_constant(statements, found, possible):
             found.add(name)
     return frozenset(found)

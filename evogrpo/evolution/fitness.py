@@ -60,7 +60,10 @@ class Fitness:
         """
         rewards = tuple(float(finite_number("each score", score)) for score in scores)
         mean, standard_error = _mean_and_standard_error(rewards)
-        stored_keys = None if keys is None or list(keys) == list(range(len(rewards))) else tuple(map(int, keys))
+        if keys is None or list(keys) == list(range(len(rewards))):
+            stored_keys = None
+        else:
+            stored_keys = tuple(map(int, keys))
         return cls(mean=mean, standard_error=standard_error, scores=rewards, keys=stored_keys)
 
     @cached_property
@@ -191,7 +194,9 @@ class FitnessConfig:
     @property
     def selection_measure(self) -> str:
         """Measure used by selection: one of `MEASURES`."""
-        return self.validation_measure if self.uses_validation else ROLLOUTS
+        if self.uses_validation:
+            return self.validation_measure
+        return ROLLOUTS
 
 
 GREEDY_EVALUATION = FitnessConfig()

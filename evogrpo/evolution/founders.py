@@ -98,7 +98,10 @@ def warm_start_founders(
         for name, parameter in space.items():
             value = getattr(record, name)
             # Names have no closest value: one outside the choices becomes that of `first`.
-            closest = value if value is None else parameter.closest(value)
+            if value is None:
+                closest = value
+            else:
+                closest = parameter.closest(value)
             values[name] = getattr(first, name) if closest is None and value is not None else closest
             if values[name] != value:
                 changes[f"{name} {value} -> {values[name]}, the closest in its {parameter.extent}"] = None

@@ -99,7 +99,10 @@ class Mutation:
                 if resampled != value:
                     return resampled
             inherited = (steps or {}).get(name)
-            median_size = STEP if inherited is None else max(abs(inherited), MIN_STEP)
+            if inherited is None:
+                median_size = STEP
+            else:
+                median_size = max(abs(inherited), MIN_STEP)
             size = min(median_size * float(step_factors[column]), MAX_STEP)
             return neighbour(space[name], value, upward=direction < 0.5, integer=is_integer(name), size=size)
 
@@ -143,8 +146,14 @@ def neighbour(parameter: RLParameter, value: float, *, upward: bool, integer: bo
     if parameter.choices is not None:
         above = [choice for choice in parameter.numbers if choice > value]
         below = [choice for choice in reversed(parameter.numbers) if choice < value]
-        candidates = above if above and (upward or not below) else below
-        steps = max(1, round(size * (len(parameter.numbers) - 1))) if low <= value <= high else 1
+        if above and (upward or not below):
+            candidates = above
+        else:
+            candidates = below
+        if low <= value <= high:
+            steps = max(1, round(size * (len(parameter.numbers) - 1)))
+        else:
+            steps = 1
         return candidates[min(steps, len(candidates)) - 1]
     if not low <= value <= high:
         return low if value < low else high
@@ -156,7 +165,10 @@ def neighbour(parameter: RLParameter, value: float, *, upward: bool, integer: bo
                 moved = bound
         if low <= moved <= high and moved != value:
             return moved
-    upper_half = value / low > high / value if parameter.scale == "log" else value - low > high - value
+    if parameter.scale == "log":
+        upper_half = value / low > high / value
+    else:
+        upper_half = value - low > high - value
     return low if upper_half else high
 
 
@@ -164,14 +176,19 @@ def _step(parameter: RLParameter, value: float, *, upward: bool, integer: bool, 
     """Return the value after one step, which may lie outside the range."""
     low, high = parameter.bounds
     if parameter.scale == "log":
-        factor = math.pow(high / low, size) if parameter.factor is None else parameter.factor
+        if parameter.factor is None:
+            factor = math.pow(high / low, size)
+        else:
+            factor = parameter.factor
         moved = value * factor if upward else value / factor
     else:
         shift = (size if parameter.factor is None else parameter.factor - 1) * (high - low)
         moved = value + shift if upward else value - shift
     if not integer or not math.isfinite(moved):
         return moved
-    return max(round(moved), value + 1) if upward else min(round(moved), value - 1)
+    if upward:
+        return max(round(moved), value + 1)
+    return min(round(moved), value - 1)
 
 
 def relative_position(parameter: RLParameter, value: float) -> float:
@@ -203,7 +220,10 @@ def quantile(parameter: RLParameter, fraction: float, *, integer: bool) -> float
         value = low * math.pow(high / low, fraction)
         value = round(value) if integer else value
     else:
-        value = low + int(fraction * (high - low + 1)) if integer else low + fraction * (high - low)
+        if integer:
+            value = low + int(fraction * (high - low + 1))
+        else:
+            value = low + fraction * (high - low)
     return min(max(value, low), high)
 
 
@@ -271,8 +291,13 @@ CheckedPerturbation = Annotated[Perturbation, PlainValidator(_checked_perturbati
 def perturbation_to_json(perturbation: Perturbation | None) -> dict[str, Any] | None:
     """Return a perturbation as plain JSON values: its settings, and the name of a custom function or class."""
     if perturbation is None or isinstance(perturbation, Mutation):
-        return None if perturbation is None else asdict(perturbation)
-    settings = perturbation.to_json() if hasattr(perturbation, "to_json") else {}
+        if perturbation is None:
+            return None
+        return asdict(perturbation)
+    if hasattr(perturbation, "to_json"):
+        settings = perturbation.to_json()
+    else:
+        settings = {}
     return {**settings, "name": reference_to(definition_of(perturbation))}
 
 
@@ -328,7 +353,9 @@ def build_from_settings(make: Callable[..., T], name: object, settings: Mapping[
 
 def definition_of(perturbation: Perturbation) -> Callable[..., Any]:
     """Return the function or class that a reference to a custom perturbation names."""
-    return perturbation if hasattr(perturbation, "__qualname__") else type(perturbation)
+    if hasattr(perturbation, "__qualname__"):
+        return perturbation
+    return type(perturbation)
 
 
 def _call_custom(

@@ -205,7 +205,10 @@ class Plan:
         if indices != list(range(history.next_index, history.next_index + len(indices))):
             raise ValueError(f"children must have consecutive indices from {history.next_index}, got {indices}.")
         # 2. Check samples and steps of the next generation.
-        samples = last.samples_per_step if self.samples_per_step is None else self.samples_per_step
+        if self.samples_per_step is None:
+            samples = last.samples_per_step
+        else:
+            samples = self.samples_per_step
         if self.steps_per_generation is not None:
             whole_between("steps_per_generation", self.steps_per_generation, 1, MAX_STEPS)
         history.space.for_samples_per_step(samples)  # raises if the space has no valid group size

@@ -91,7 +91,10 @@ def truncation_selection(
             choices.append(Choice(parent=slot, reason="kept: not among the worst"))
         else:
             donor = int(stream("donor", record.member.index).choice(best))
-            why = "failed" if record.fitness is None else f"among the worst {count}"
+            if record.fitness is None:
+                why = "failed"
+            else:
+                why = f"among the worst {count}"
             choices.append(Choice(parent=donor, reason=f"replaced by slot {donor}: {why}"))
     return choices
 

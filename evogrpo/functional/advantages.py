@@ -69,7 +69,10 @@ def advantages(
     bound = torch.inf if reward_clip is None else reward_clip
     # 1. Compare rewards within their group, clip them, and place them on actions.
     if ADVANTAGES[kind] == "step rewards":
-        steps = place_on_last_action(rewards, mask) if step_rewards is None else step_rewards
+        if step_rewards is None:
+            steps = place_on_last_action(rewards, mask)
+        else:
+            steps = step_rewards
         steps = torch.where(mask, steps, torch.nan)
         applies = ~steps.isnan().all(1)
         if kind == "process":
@@ -190,7 +193,10 @@ def gdpo_advantages(
     Source: GDPO (arXiv:2601.05242); "normalize_then_sum" in TRL.
     """
     standard = torch.stack([group_advantages(column, group_ids, eps) for column in components.double().unbind(1)], 1)
-    total = standard.sum(1) if weights is None else standard @ weights.to(standard)
+    if weights is None:
+        total = standard.sum(1)
+    else:
+        total = standard @ weights.to(standard)
     member, members = consecutive_ids(member_ids)
     # Within a group the values of every function sum to 0, so the sums have mean 0.
     std = group_statistics(total, ~components.isnan().all(1), member, members).std[member]

@@ -121,7 +121,9 @@ class _LinearHead:
     def vjp(self, grad: Tensor, *, last: bool) -> Tensor:
         """Return the gradient `[c, h]` of the hidden states, given that of the logits."""
         # The last chunk of a micro-batch may have any number of rows.
-        return grad @ self._weight if len(grad) % ROW_MULTIPLE else frozen_linear(grad, self._weight.T)
+        if len(grad) % ROW_MULTIPLE:
+            return grad @ self._weight
+        return frozen_linear(grad, self._weight.T)
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -147,12 +149,18 @@ class _ChunkedLogProbs(torch.autograd.Function):
         has_temperature = bool((temperature != 1.0).any())
         has_forbidden = bool(forbidden.any())
         grads = torch.empty_like(hidden) if needs_grad else None
-        entropy_grads = torch.empty_like(hidden) if needs_grad and entropy_gradient else None
+        if needs_grad and entropy_gradient:
+            entropy_grads = torch.empty_like(hidden)
+        else:
+            entropy_grads = None
         for start in range(0, hidden.shape[0], chunk):
             # 2. Log-probabilities and entropies of a chunk. Gradients of the log-probabilities overwrite the logits.
             part = slice(start, start + chunk)
             logits = head.logits(hidden[part])
-            entropy_grad = None if entropy_grads is None else torch.empty_like(logits)
+            if entropy_grads is None:
+                entropy_grad = None
+            else:
+                entropy_grad = torch.empty_like(logits)
             for rows in row_tiles(logits):
                 tile = slice(start + rows.start, start + rows.stop)
                 scaled = scale_logits(
@@ -229,7 +237,10 @@ def _log_probs_and_entropies(
 def row_tiles(logits: Tensor) -> list[slice]:
     """Split rows `[k, v]` into tiles that fit into the CPU cache; on a GPU there is one tile."""
     rows, width = logits.shape
-    step = max(1, TILE // width) if logits.device.type == "cpu" else max(1, rows)
+    if logits.device.type == "cpu":
+        step = max(1, TILE // width)
+    else:
+        step = max(1, rows)
     return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 

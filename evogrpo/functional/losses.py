@@ -73,7 +73,10 @@ def policy_loss(
     advantages = torch.where(mask, advantages, 0.0)  # NaN in the padding times 0 would be a gradient of NaN
     if loss.bounded:
         ratio = _ratios(loss, log_ratios, mask)
-        unclipped = ratio if delta is None else ratio.clamp(max=delta)
+        if delta is None:
+            unclipped = ratio
+        else:
+            unclipped = ratio.clamp(max=delta)
         losses = -torch.minimum(unclipped * advantages, _clamp(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantages)
         if dual_clip is not None:
             losses = torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
@@ -302,7 +305,10 @@ def importance_weights(
     if level == "sequence":
         difference = difference.sum(1, keepdim=True).expand_as(mask)
     ratio = difference.exp()
-    ratio = ratio.clamp(max=cap) if action == "truncate" else torch.where(ratio > cap, 0.0, ratio)
+    if action == "truncate":
+        ratio = ratio.clamp(max=cap)
+    else:
+        ratio = torch.where(ratio > cap, 0.0, ratio)
     return torch.where(mask, ratio, 1.0)
 
 

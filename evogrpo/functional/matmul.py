@@ -52,9 +52,13 @@ def frozen_linear_columns(weight: Tensor, x: Tensor, bias: Tensor | None = None)
         bias: `[out]`.
     """
     if not uses_onednn(x.shape[1], x, weight):
-        return torch.mm(weight, x) if bias is None else torch.addmm(bias[:, None], weight, x)
+        if bias is None:
+            return torch.mm(weight, x)
+        return torch.addmm(bias[:, None], weight, x)
     result = _onednn(weight, x.T)
-    return result if bias is None else result.add_(bias[:, None])
+    if bias is None:
+        return result
+    return result.add_(bias[:, None])
 
 
 def padding_rows(rows: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -65,7 +69,9 @@ def padding_rows(rows: int, dtype: torch.dtype, device: torch.device) -> int:
 
 def padded_rows(rows: int) -> int:
     """Return `rows` padded to a number that limits the shapes of products."""
-    return rows if rows < FEW_ROWS_MULTIPLE else rows + _rows_to_multiple(rows)
+    if rows < FEW_ROWS_MULTIPLE:
+        return rows
+    return rows + _rows_to_multiple(rows)
 
 
 def _rows_to_multiple(rows: int) -> int:

@@ -42,7 +42,9 @@ def local_gpu() -> str:
     import torch
 
     rank = os.environ.get("LOCAL_RANK", "0")
-    return f"cuda:{int(rank) % torch.cuda.device_count()}" if rank.isdigit() and rank != "0" else "cuda"
+    if rank.isdigit() and rank != "0":
+        return f"cuda:{int(rank) % torch.cuda.device_count()}"
+    return "cuda"
 
 
 def available_device(device: str | None) -> str:
@@ -134,7 +136,10 @@ def process_memory(groups: Path = _GROUPS, membership: Path = Path("/proc/self/c
     sizes = []
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    lines = membership.read_text().splitlines() if membership.is_file() else []
+    if membership.is_file():
+        lines = membership.read_text().splitlines()
+    else:
+        lines = []
     inner = Path(next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), ""))
     # Inside a container the path may be the host's and not exist; the root is then the container's own group.
     for folder in (inner, *inner.parents):

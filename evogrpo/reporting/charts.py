@@ -114,7 +114,9 @@ class RunCharts:
         """Return the meaning of a line's colour."""
         if colour == BEST:
             return f"best member #{self.best} and its ancestors"
-        return "other members" if self.crowded else "other members, one colour per slot"
+        if self.crowded:
+            return "other members"
+        return "other members, one colour per slot"
 
     @property
     def tests(self) -> tuple[tuple[str, str, float, Estimate], ...]:
@@ -197,7 +199,9 @@ class _Styles:
         return len(self.slots) > len(_SLOT_COLOURS)
 
     def colour(self, slot: int) -> str:
-        return _SHARED_COLOUR if self.crowded else _SLOT_COLOURS[self.slots.index(slot)]
+        if self.crowded:
+            return _SHARED_COLOUR
+        return _SLOT_COLOURS[self.slots.index(slot)]
 
     def lines(self, stretches: Iterable[tuple[int, int, Sequence[Point]]]) -> tuple[Line, ...]:
         """Return the lines of stretches (index, slot, points), split where the best member's lineage ends in them."""
@@ -261,7 +265,10 @@ def _lineage_chart(histories: Sequence[MemberHistory], styles: _Styles) -> Chart
         start = Point(first.generation - 1, position[first.slot], first.generation)
         births.append((history.index, first.slot, [start]))
         origin = history.origin
-        parent = [] if origin is None else [Point(origin.generation, position[origin.slot], first.generation)]
+        if origin is None:
+            parent = []
+        else:
+            parent = [Point(origin.generation, position[origin.slot], first.generation)]
         points = [Point(result.generation, position[result.slot], result.generation) for result in history.results]
         stretches.append((history.index, first.slot, [*parent, start, *points]))
     return Chart(
@@ -325,7 +332,9 @@ def _hyperparameter_chart(
 
     def height(result: MemberReport) -> float:
         value = _value(result, name)
-        return float(names.index(value)) if isinstance(value, str) else float(value or 0.0)
+        if isinstance(value, str):
+            return float(names.index(value))
+        return float(value or 0.0)
 
     # 2. Collect the points of each member, from its parent's last value before the birth, and its birth.
     stretches = []

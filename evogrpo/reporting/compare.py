@@ -64,7 +64,9 @@ class TestDifference:
     @property
     def beyond_noise(self) -> bool | None:
         """True if the gain exceeds two standard errors; None if not comparable."""
-        return None if self.gain is None else abs(self.gain.mean) > 2 * self.gain.standard_error
+        if self.gain is None:
+            return None
+        return abs(self.gain.mean) > 2 * self.gain.standard_error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,11 +150,19 @@ def _members(summary: RunSummary) -> Iterator[dict[str, Any]]:
     """Yield one row per member and generation."""
     # Fitness of a member's state at the start of each generation: that of the previous generation. In its first
     # generation it is that of its parent before the birth, or for a founder the baseline.
-    baseline = None if summary.start is None else summary.start.mean
+    if summary.start is None:
+        baseline = None
+    else:
+        baseline = summary.start.mean
     earlier_fitness: dict[tuple[int, int], float | None] = {}
     for history in member_histories(summary):
         founder = history.results[0].parent is None
-        before = history.origin.fitness if history.origin is not None else baseline if founder else None
+        if history.origin is not None:
+            before = history.origin.fitness
+        elif founder:
+            before = baseline
+        else:
+            before = None
         for result in history.results:
             earlier_fitness[result.index, result.generation] = before
             before = result.fitness
@@ -241,7 +249,10 @@ def _evaluations(summary: RunSummary) -> Iterator[dict[str, Any]]:
         for member in generation.members:
             for measure, estimate in member.measured.items():
                 # Training groups are not counted.
-                questions = None if measure == ROLLOUTS else member.questions
+                if measure == ROLLOUTS:
+                    questions = None
+                else:
+                    questions = member.questions
                 yield row("member", measure, estimate, questions, member=member.index, generation=generation.generation)
     if test is not None:
         for who, estimate in {"untrained": test.before, "member": test.after, "gain": test.gain}.items():

@@ -112,8 +112,14 @@ def draw_chart(axes: "Axes", chart: Chart, run: RunCharts) -> None:
         x, y, errors = _joined(lines)
         best = colour == BEST
         width, alpha = (3.0, 1.0) if best else (0.8, 0.5) if run.crowded else (1.4, 0.9)
-        style: dict[str, Any] = {"marker": "o", "markersize": 6 if best else 3} if chart.marked else {}
-        label = run.label(colour) if best or colour == chart.lines[0].colour else None
+        if chart.marked:
+            style: dict[str, Any] = {"marker": "o", "markersize": 6 if best else 3}
+        else:
+            style = {}
+        if best or colour == chart.lines[0].colour:
+            label = run.label(colour)
+        else:
+            label = None
         axes.plot(x, y, color=colour, linewidth=width, alpha=alpha, zorder=3 if best else 2, label=label, **style)
         if chart.errors:
             low = [mean - error for mean, error in zip(y, errors, strict=True)]
@@ -123,7 +129,12 @@ def draw_chart(axes: "Axes", chart: Chart, run: RunCharts) -> None:
     # 2. Births.
     for colour in dict.fromkeys(birth.colour for birth in chart.births):
         x, y, _ = _joined([birth for birth in chart.births if birth.colour == colour])
-        size = 6.5 if colour == BEST else 2.5 if run.crowded else 4.5
+        if colour == BEST:
+            size = 6.5
+        elif run.crowded:
+            size = 2.5
+        else:
+            size = 4.5
         axes.plot(x, y, "o", color=colour, markersize=size, mec="white", mew=0.7, zorder=4 if colour == BEST else 2.5)
     # 3. Axes.
     if chart.log:
@@ -181,7 +192,10 @@ def _draw_fitness(axes: "Axes", run: RunCharts) -> None:
         end = max(best, key=lambda point: point.x)
         axes.annotate(f"#{run.best}", end[:2], (8, 4), textcoords="offset points", color=BEST, weight="bold")
     if not run.fitness.lines:
-        words = "no member has a fitness yet" if run.histories else "no generation has finished yet"
+        if run.histories:
+            words = "no member has a fitness yet"
+        else:
+            words = "no generation has finished yet"
         axes.text(0.5, 0.7, words, transform=axes.transAxes, ha="center", color="#777777", size=12)
 
 

@@ -18,7 +18,10 @@ def best_member(generations: Sequence[GenerationReport]) -> MemberReport | None:
     Args:
         generations: In order, as `evogrpo.storage.journal.latest_generations` returns them.
     """
-    best_ever = generations[-1].best_ever if generations else None
+    if generations:
+        best_ever = generations[-1].best_ever
+    else:
+        best_ever = None
     members = (member for generation in generations for member in generation.members)
     return next((member for member in members if (member.index, member.generation) == best_ever), None)
 
@@ -92,7 +95,9 @@ def calibrated_rates(summary: RunSummary, line: Sequence[MemberReport]) -> tuple
                 first = last = member.metrics.get("calibrated_lr")
             else:
                 last = member.metrics.get("learning_rate") or last
-    return None if first is None or last is None else (first, last)
+    if first is None or last is None:
+        return None
+    return (first, last)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +219,10 @@ def member_histories(summary: RunSummary) -> tuple[MemberHistory, ...]:
     histories: dict[int, MemberHistory] = {}
     for index in sorted(reports, key=lambda index: (reports[index][0].generation, index)):
         first = reports[index][0]
-        parent = histories.get(first.parent) if first.parent is not None else None
+        if first.parent is not None:
+            parent = histories.get(first.parent)
+        else:
+            parent = None
         histories[index] = MemberHistory(
             index=index,
             origin=origin_of(first, parent.results) if parent else None,
@@ -236,7 +244,10 @@ def ancestors(summary: RunSummary, member: MemberReport | None) -> tuple[MemberR
 
 def selection_score(member: MemberReport, summary: RunSummary) -> str:
     """Return the fitness that selection used of a member, such as `training fitness 41.2 ± 3.0`."""
-    label = "training fitness " if summary.split == "training" else ""
+    if summary.split == "training":
+        label = "training fitness "
+    else:
+        label = ""
     return label + score_text(member.fitness, member.standard_error)
 
 
@@ -244,7 +255,10 @@ def birth_text(member: MemberRecord | MemberReport, evolvable: Iterable[str]) ->
     """Describe the origin of a member, a founder with its hyperparameters, as one line."""
     if member.parent is not None:
         return origin_text(member.parent, member.changes)
-    step_size = "lr" if member.hyperparameters.target_kl is None else "target_kl"
+    if member.hyperparameters.target_kl is None:
+        step_size = "lr"
+    else:
+        step_size = "target_kl"
     names = list(evolvable) or [step_size, "clip_coef", "group_size"]
     return f"founder with {', '.join(f'{name} {number_text(getattr(member.hyperparameters, name))}' for name in names)}"
 

@@ -255,7 +255,10 @@ class MemberReport(JournalRecord):
         return MemberRecord(**{name: getattr(self, name) for name in names})
 
     def __repr__(self) -> str:
-        score = f"failed={self.failed!r}" if self.failed else f"fitness={score_text(self.fitness, self.standard_error)}"
+        if self.failed:
+            score = f"failed={self.failed!r}"
+        else:
+            score = f"fitness={score_text(self.fitness, self.standard_error)}"
         return f"MemberReport(index={self.index}, slot={self.slot}, generation={self.generation}, {score})"
 
 
@@ -398,9 +401,15 @@ class Result:
     run_dir: Path | None
 
     def __repr__(self) -> str:
-        best = "" if self.best is None else f", best=#{self.best.index} {number_text(self.best.fitness.mean)}"
+        if self.best is None:
+            best = ""
+        else:
+            best = f", best=#{self.best.index} {number_text(self.best.fitness.mean)}"
         before, after = (None, None) if self.test is None else (self.test.before.mean, self.test.after.mean)
-        test = "" if before is None else f", test: {number_text(before)} → {number_text(after)}"
+        if before is None:
+            test = ""
+        else:
+            test = f", test: {number_text(before)} → {number_text(after)}"
         return f"Result({self.reason!r}, generations={self.generations}, steps={self.steps}{best}{test})"
 
 
@@ -440,12 +449,17 @@ TERMS: Mapping[str, Terms] = {"language": LANGUAGE, "networks": NETWORKS, "joint
 
 def terms_of(kind: object) -> Terms:
     """Return the terms of a kind of members; for an unknown kind, those of language models."""
-    return TERMS.get(kind, LANGUAGE) if isinstance(kind, str) else LANGUAGE
+    if isinstance(kind, str):
+        return TERMS.get(kind, LANGUAGE)
+    return LANGUAGE
 
 
 def processed(report: GenerationReport, terms: Terms) -> str:
     """Describe the work of a run so far: environment steps, if members take any, and tokens."""
-    played = "" if report.timesteps is None else f"{count_text(report.timesteps)} environment steps, "
+    if report.timesteps is None:
+        played = ""
+    else:
+        played = f"{count_text(report.timesteps)} environment steps, "
     return f"{played}{count_text(report.tokens)} {terms.tokens} processed"
 
 

@@ -187,7 +187,10 @@ def _hover_text(result: MemberReport, first: int, summary: RunSummary) -> str:
         summary: The run.
     """
     values = result.hyperparameters.to_json()
-    birth = f", born after generation {first - 1}" if first > 1 else ""
+    if first > 1:
+        birth = f", born after generation {first - 1}"
+    else:
+        birth = ""
     lines = [
         f"fitness {score_text(result.fitness, result.standard_error)}",
         *(f"{name} {number_text(values[name])}" for name in summary.evolvable),
@@ -271,7 +274,10 @@ def _chart_figure(chart: Chart, run: RunCharts, details: Mapping[tuple[int, int]
         figure.add_scatter(**_points(births, chart, details), mode="markers", marker=marker)
     # 3. Axes.
     ends = [point.x for line in chart.lines for point in (line.points[0], line.points[-1])] or [0, 1]
-    whole_numbers = {"dtick": 1} if max(ends) - min(ends) < 9 else {"nticks": 9}
+    if max(ends) - min(ends) < 9:
+        whole_numbers = {"dtick": 1}
+    else:
+        whole_numbers = {"nticks": 9}
     limits = [math.log10(limit) if chart.log else limit for limit in chart.limits]
     grid = {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False}
     values = chart.ticks
@@ -311,7 +317,10 @@ def _points(lines: Iterable[Line], chart: Chart, details: Mapping[tuple[int, int
     texts: list[str] = []
     for line in lines:
         for point in line.points:
-            value = chart.names[round(point.y)] if chart.names else number_text(point.y)
+            if chart.names:
+                value = chart.names[round(point.y)]
+            else:
+                value = number_text(point.y)
             details_text = details.get((line.index, point.generation), f"{chart.title} {value}")
             x.append(point.x)
             y.append(float(f"{point.y:.5g}"))
@@ -364,12 +373,17 @@ def _table(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[Any]]]) -> s
 
 def _cell(value: Any) -> str:
     text = str(value)
-    return f'<td class="long">{escape(text)}</td>' if len(text) > 24 else f"<td>{escape(text)}</td>"
+    if len(text) > 24:
+        return f'<td class="long">{escape(text)}</td>'
+    return f"<td>{escape(text)}</td>"
 
 
 def _section(title: str, lead: str, *inside: str) -> str:
     """Return a section; title and lead are text, the content is markup."""
-    words = f'<p class="quiet">{escape(lead)}</p>\n' if lead else ""
+    if lead:
+        words = f'<p class="quiet">{escape(lead)}</p>\n'
+    else:
+        words = ""
     return f"<section><h2>{escape(title)}</h2>\n{words}" + "\n".join(inside) + "</section>"
 
 
@@ -428,19 +442,31 @@ def _costs(summary: RunSummary) -> str:
         name: math.fsum(step.phases.get(name) or 0.0 for step in steps) for name in ("sampling", "scoring", "learning")
     }
     learning = math.fsum(seconds.values())
-    tokens = {"learning": last.tokens} if last.timesteps is None else {"sampling": last.timesteps}
+    if last.timesteps is None:
+        tokens = {"learning": last.tokens}
+    else:
+        tokens = {"sampling": last.timesteps}
     for name, cost in {"evaluations": last.evaluation, **({"test": test.cost} if test else {})}.items():
         seconds[name], tokens[name] = cost.seconds, cost.tokens
     whole = math.fsum(seconds.values()) or 1.0
     rows = []
     for name, spent in seconds.items():
         share = 100 * spent / whole
-        share_text = "< 1 %" if 0 < share < 0.5 else f"{share:.0f} %"
+        if 0 < share < 0.5:
+            share_text = "< 1 %"
+        else:
+            share_text = f"{share:.0f} %"
         rows.append(("", [name, duration_text(spent), share_text, count_text(tokens.get(name))]))
-    lead = f"{count_text(last.tokens / learning)} {terms.tokens} per second of learning steps." if learning else ""
+    if learning:
+        lead = f"{count_text(last.tokens / learning)} {terms.tokens} per second of learning steps."
+    else:
+        lead = ""
     if last.timesteps is None:
         lead += f" The {terms.tokens} of learning include those of sampling."
-    unit = "environment steps" if last.timesteps is not None else terms.tokens
+    if last.timesteps is not None:
+        unit = "environment steps"
+    else:
+        unit = terms.tokens
     return _section("Costs", lead, _table(["work", "time", "share of time", unit], rows))
 
 
@@ -468,7 +494,10 @@ def _generations(summary: RunSummary) -> str:
         return ""
     shown = summary.generations[-_MAX_TABLES:]
     tables = [_generation_table(summary, each) for each in shown]
-    lead = f"Members are listed for the last {len(shown)} generations." if len(shown) < len(summary.generations) else ""
+    if len(shown) < len(summary.generations):
+        lead = f"Members are listed for the last {len(shown)} generations."
+    else:
+        lead = ""
     heads = ["", "best", "fitness ± SE", "mean", "retired", "new budgets", "time so far"]
     rows = []
     for generation in summary.generations:
@@ -494,7 +523,12 @@ def _generation_table(summary: RunSummary, generation: GenerationReport) -> str:
     measures = sorted({name for each in generation.members for name in each.measured if len(each.measured) > 1})
     rows = []
     for member in generation.members:
-        kind = "failed" if member.fitness is None else "best" if member.index == best.index else ""
+        if member.fitness is None:
+            kind = "failed"
+        elif member.index == best.index:
+            kind = "best"
+        else:
+            kind = ""
         cells = [
             member.slot,
             f"#{member.index}",
@@ -533,7 +567,10 @@ def _facts(summary: RunSummary) -> str:
         if name == "time" and isinstance(value, int | float) and 0 <= value < 1e11:
             rows.append(("", ["started", f"{datetime.fromtimestamp(value, UTC):%Y-%m-%d %H:%M:%S} UTC"]))
         elif name not in ("time", "members", "lineage"):  # members have their own tables
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            if isinstance(value, str):
+                text = value
+            else:
+                text = json.dumps(value, ensure_ascii=False)
             rows.append(("", [name.replace("_", " "), shorten(text, 2000)]))
     rows += [("", ["changed data", shorten(change, 2000)]) for change in summary.changed_data]
     return _section("Run", "", _table(["", ""], rows))
@@ -545,7 +582,10 @@ def _completions(summary: RunSummary) -> str:
     for generation in summary.generations:
         best = [example for example in generation.examples if example.index == generation.best.index]
         last = generation is summary.generations[-1]
-        chosen = generation.examples if last else tuple(best) or generation.examples[:1]
+        if last:
+            chosen = generation.examples
+        else:
+            chosen = tuple(best) or generation.examples[:1]
         if chosen:
             examples_by_generation[generation.generation] = chosen
     if not examples_by_generation:

@@ -95,12 +95,16 @@ class RunSummary:
     def split(self) -> str:
         """Split that fitness is measured on: "validation" or "training"."""
         config = self.facts.get("fitness")  # untrusted
-        return "training" if isinstance(config, Mapping) and config.get("by") == ROLLOUTS else "validation"
+        if isinstance(config, Mapping) and config.get("by") == ROLLOUTS:
+            return "training"
+        return "validation"
 
     @property
     def start(self) -> Estimate | None:
         """Fitness that founders start from: that of the untrained base."""
-        return None if self.baseline is None else self.baseline.fitness
+        if self.baseline is None:
+            return None
+        return self.baseline.fitness
 
     @property
     def fitness_text(self) -> str:
@@ -135,7 +139,10 @@ def read_summary(run_dir: str | Path) -> RunSummary:
         events = error.events
     if all(event["event"] != "run" for event in events):
         best = path.parent / "best"
-        hint = f" GRPO.load({str(best)!r}) loads its best member." if best.is_dir() else ""
+        if best.is_dir():
+            hint = f" GRPO.load({str(best)!r}) loads its best member."
+        else:
+            hint = ""
         raise ValueError(
             f"{path} does not contain the start of the run: it was stopped too early, or lines were removed. Restore "
             f"it from a copy, or start another run.{hint}"
@@ -177,8 +184,14 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
         for step in [validate(StepRecord, event, "journal, step event")]
     }
     # 4. Read the test and the reason of the end.
-    test = TestReport.from_json(ending["test"]) if "test" in ending else None
-    stopped = validate(str, reasons[-1].get("reason"), "journal, reason of the end") if reasons else None
+    if "test" in ending:
+        test = TestReport.from_json(ending["test"])
+    else:
+        test = None
+    if reasons:
+        stopped = validate(str, reasons[-1].get("reason"), "journal, reason of the end")
+    else:
+        stopped = None
     if stopped is None and test is not None:  # killed between the test and the last event
         stopped = "the test is done"
     resumed = [event for event in events if event["event"] == "resumed"]

@@ -292,7 +292,9 @@ def _check_overwrite(folder: Path, *, kind: Kind, replace: bool, written: Set[st
 def checkpoint_path(folder: Path) -> Path:
     """Return the folder of a checkpoint, or the set-aside one if a replacement was killed between its two renames."""
     previous = folder.with_name(f".{folder.name}.previous")
-    return previous if previous.is_dir() and not os.path.lexists(folder) else folder
+    if previous.is_dir() and not os.path.lexists(folder):
+        return previous
+    return folder
 
 
 def _move_into_place(temporary: Path, folder: Path) -> None:

@@ -120,7 +120,9 @@ def _held_by_this_process(path: Path) -> DirectoryLock | None:
     except FileNotFoundError:
         return None
     # A forked process has its parent's lock objects in memory, but not the locks.
-    return None if lock is None or lock.lost or lock._pid != os.getpid() else lock
+    if lock is None or lock.lost or lock._pid != os.getpid():
+        return None
+    return lock
 
 
 def _lock_file(path: Path, folder: Path) -> int:

@@ -211,7 +211,9 @@ class SamplerTestCase(ABC):
     def rows(self, members: Sequence[int] = range(SIZE), **options: Any) -> SamplingBatch:
         """Return rows for these members; without uniforms if the sampler does not use them."""
         rows = make_rows(members, **({"tokens": TOKENS} | options))
-        return rows if self.uses_uniforms else replace(rows, uniforms=None)
+        if self.uses_uniforms:
+            return rows
+        return replace(rows, uniforms=None)
 
     def assert_scored(self, bank: AdapterBank, batch: Batch, rollout: Rollout, *, base: bool = False) -> None:
         """Compare a rollout's log-probabilities with the trainer's, up to rounding if the rollout is exact."""

@@ -105,7 +105,10 @@ class SimulatedPopulation:
             worth = -self.spread * abs(np.log10(member.hyperparameters.lr) + 4.5)
             scores = difficulty + worth + rng.standard_normal(QUESTIONS)
             failed = slot != survivor and rng.random() < self.failures
-            fitness = None if failed else Fitness.from_scores(scores.tolist())
+            if failed:
+                fitness = None
+            else:
+                fitness = Fitness.from_scores(scores.tolist())
             slots.append(SlotRecord(member=member, fitness=fitness, tokens=1000 + slot, seconds=0.5 + slot))
         generation = Generation(
             number=number,
@@ -132,16 +135,18 @@ class SimulatedPopulation:
 def source_of(history: History, plan: Plan, child: MemberRecord) -> MemberRecord | None:
     """Return the member whose train state a child copies; None for a new member."""
     source = plan.parents[child.slot]
-    return None if source is None else history.last.member(source)
+    if source is None:
+        return None
+    return history.last.member(source)
 
 
 def permuted(history: History, order: Sequence[int]) -> History:
     """Return the same history with every member in another slot: slot i gets the member of slot `order[i]`."""
 
     def record(slot: int, old: SlotRecord) -> SlotRecord:
-        return (
-            old if old.member is None else dataclasses.replace(old, member=dataclasses.replace(old.member, slot=slot))
-        )
+        if old.member is None:
+            return old
+        return dataclasses.replace(old, member=dataclasses.replace(old.member, slot=slot))
 
     generations = tuple(
         dataclasses.replace(each, slots=tuple(record(slot, each.slots[old]) for slot, old in enumerate(order)))
@@ -245,7 +250,10 @@ class StrategyTestCase(ABC):
             for child in plan.children:
                 source = source_of(history, plan, child)
                 after = child.hyperparameters.to_json()
-                before = after if source is None else source.hyperparameters.to_json()
+                if source is None:
+                    before = after
+                else:
+                    before = source.hyperparameters.to_json()
                 assert child.changes == {n: (before[n], after[n]) for n in before if before[n] != after[n]}
 
     def test_failed_members_are_replaced_or_removed(self) -> None:

@@ -46,7 +46,10 @@ def make_console(stream: TextIO | None = None, *, all_ranks: bool = False) -> Co
     """
     stream = stream or sys.stdout
     terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
-    width = None if stream.isatty() or "COLUMNS" in os.environ else LOG_WIDTH
+    if stream.isatty() or "COLUMNS" in os.environ:
+        width = None
+    else:
+        width = LOG_WIDTH
     quiet = not (all_ranks or processes().is_rank_zero)
     # `force_terminal` overrides the environment variables by which rich would treat a file as a terminal.
     return VisibleConsole(file=stream, force_terminal=terminal, width=width, quiet=quiet)
@@ -68,7 +71,9 @@ def console_for(progress: bool | None) -> Console | None:
     notebook = VisibleConsole(width=None if "JUPYTER_COLUMNS" in os.environ else NOTEBOOK_WIDTH)
     if notebook.is_jupyter:
         return notebook
-    return make_console() if progress or sys.stdout.isatty() else None
+    if progress or sys.stdout.isatty():
+        return make_console()
+    return None
 
 
 @contextmanager
@@ -84,7 +89,10 @@ def spinner(console: Console, activity: str) -> Iterator[None]:
 def command(*words: str | Path) -> str:
     """Return an evogrpo command line, quoted for the shell."""
     # `evogrpo` is on the path only if its virtual environment is activated.
-    program = "evogrpo" if shutil.which("evogrpo") else f"{shlex.quote(sys.executable)} -m evogrpo"
+    if shutil.which("evogrpo"):
+        program = "evogrpo"
+    else:
+        program = f"{shlex.quote(sys.executable)} -m evogrpo"
     return f"{program} {shlex.join(relative_path(word) if isinstance(word, Path) else word for word in words)}"
 
 

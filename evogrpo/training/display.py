@@ -109,7 +109,9 @@ class RunDisplay(Callback):
         """Return an estimate of the time left at the average speed so far; empty before the first step."""
         fraction = self.fraction()
         begun = self._trainer.run_state.step and fraction
-        return f"{_about(self._elapsed() * (1 / fraction - 1))} left" if begun else ""
+        if begun:
+            return f"{_about(self._elapsed() * (1 / fraction - 1))} left"
+        return ""
 
     def on_step(self, report: StepReport) -> None:
         """Show a learning step."""
@@ -126,7 +128,10 @@ class RunDisplay(Callback):
         schedule = self._trainer.schedule
         last = state.step_in_generation == state.steps_per_generation
         if self._is_log and (last or time.monotonic() - self._last_line_at >= SECONDS_BETWEEN_LINES):
-            total = "" if schedule.generations is None else f"/{state.step + self._steps_left()}"
+            if schedule.generations is None:
+                total = ""
+            else:
+                total = f"/{state.step + self._steps_left()}"
             line = Text.assemble(("step ", "dim"), f"{report.step + 1}{total}", ("  mean reward ", "dim"))
             line.append_text(rewards_text(report)).append(f"  {report.seconds:.1f} s  {self._left_text()}", "dim")
             self._console.print(line, soft_wrap=True)
@@ -144,14 +149,23 @@ class RunDisplay(Callback):
             facts = facts.removesuffix(" processed")
         shown: list[RenderableType] = [Text.assemble((head, "bold"), (facts, "dim"))]
         population = self._trainer.population
-        step_size = "lr" if population[0].hyperparameters.target_kl is None else "target_kl"
+        if population[0].hyperparameters.target_kl is None:
+            step_size = "lr"
+        else:
+            step_size = "target_kl"
         evolving = list(population.space) or (step_size, "clip_coef", "group_size")
         best = self._trainer.run_state.best
         best_so_far = best is None or best.generation == report.generation
         # `born` does not tell new members: it may be a generation of an earlier run of this population.
         before = [slot.member for each in self._trainer.run_state.history[-2:-1] for slot in each.slots if slot.member]
-        new = {each.index for each in report.members} - {each.index for each in before} if before else set()
-        measure = "fitness" if self._trainer.fitness.uses_validation else "training"
+        if before:
+            new = {each.index for each in report.members} - {each.index for each in before}
+        else:
+            new = set()
+        if self._trainer.fitness.uses_validation:
+            measure = "fitness"
+        else:
+            measure = "training"
         shown.append(
             generation_table(report, evolving, width, self.terms, best_so_far=best_so_far, new=new, measure=measure)
         )
@@ -168,15 +182,24 @@ class RunDisplay(Callback):
         """Print the result."""
         console = self._console
         if not result.complete:
-            saved = "no run directory, so nothing was saved" if result.run_dir is None else "the run is saved"
+            if result.run_dir is None:
+                saved = "no run directory, so nothing was saved"
+            else:
+                saved = "the run is saved"
             console.print(Text(f"{result.reason} after learning step {result.steps}; {saved}", "yellow"))
             return
         cost = result.evaluation
         terms = self.terms
-        lines: list[RenderableType] = [*outcome_lines(result.test, terms), ""] if result.test else []
+        if result.test:
+            lines: list[RenderableType] = [*outcome_lines(result.test, terms), ""]
+        else:
+            lines = []
         if cost.tokens:
             learned, what = (result.tokens, terms.tokens) if result.timesteps is None else (result.timesteps, "steps")
-            share = f" ({cost.tokens / (cost.tokens + learned):.0%} of all {what})" if learned else ""
+            if learned:
+                share = f" ({cost.tokens / (cost.tokens + learned):.0%} of all {what})"
+            else:
+                share = ""
             lines.append(f"Evaluations: {duration_text(cost.seconds)}, {count_text(cost.tokens)} {what}{share}")
         console.print(Group(*lines, f"Finished: {result.reason}."))
 
@@ -205,14 +228,24 @@ class RunDisplay(Callback):
         row.add_column(no_wrap=True)
         row.add_column(ratio=1, min_width=8)
         row.add_column(no_wrap=True, justify="right")
-        self._spinner.style = "yellow" if self._trainer.stop_request.reason else "cyan"
+        if self._trainer.stop_request.reason:
+            self._spinner.style = "yellow"
+        else:
+            self._spinner.style = "cyan"
         bar = ProgressBar(total=1.0, completed=self.fraction(), complete_style="cyan", finished_style="green")
         times = ", ".join(filter(None, (duration_text(self._elapsed()), self._left_text())))
         row.add_row(self._spinner, self._phase(), bar, Text(times, "dim"))
         lines: list[RenderableType] = [row]
         if (work := self._work) is not None:
-            part = "" if work.activity == "rewarding" else f" · {work.fraction:.0%}"  # rewards report no progress
-            doing = "learning from" if work.activity == "learning" else work.activity
+            # rewards report no progress
+            if work.activity == "rewarding":
+                part = ""
+            else:
+                part = f" · {work.fraction:.0%}"
+            if work.activity == "learning":
+                doing = "learning from"
+            else:
+                doing = work.activity
             lines.append(Text(f"  {doing} {count_text(work.count)} {work.noun}{part}", "dim"))
         if self._step is not None:
             head = f"  mean reward in step {self._step.step + 1}"
@@ -229,7 +262,10 @@ class RunDisplay(Callback):
         trainer = self._trainer
         schedule = self._trainer.schedule
         state = trainer.run_state
-        total = "" if schedule.generations is None else f"/{schedule.generations}"
+        if schedule.generations is None:
+            total = ""
+        else:
+            total = f"/{schedule.generations}"
         if not state.begun and trainer.fitness.uses_validation:
             return Text(f"measuring the {self.terms.untrained}")
         if trainer.limits.finished():
@@ -245,7 +281,9 @@ def _about(seconds: float) -> str:
     """Return a rounded estimate of time."""
     if seconds < 90:
         return f"about {max(5, 5 * round(seconds / 5))} s"
-    return f"about {round(seconds / 60)} min" if seconds < 5400 else f"about {duration_text(60 * round(seconds / 60))}"
+    if seconds < 5400:
+        return f"about {round(seconds / 60)} min"
+    return f"about {duration_text(60 * round(seconds / 60))}"
 
 
 def outcome_lines(report: TestOutcome, terms: Terms) -> list[Text]:
@@ -253,7 +291,12 @@ def outcome_lines(report: TestOutcome, terms: Terms) -> list[Text]:
     before = report.before
     after = report.after
     gain = report.gain
-    colour = "" if not report.beyond_noise else " green" if after.mean > before.mean else " red"
+    if not report.beyond_noise:
+        colour = ""
+    elif after.mean > before.mean:
+        colour = " green"
+    else:
+        colour = " red"
     lines = [
         Text(f"Test: {report.questions} {terms.questions} that neither training nor selection saw", "bold"),
         Text(f"  {terms.untrained:<17}  {before}"),
@@ -265,7 +308,9 @@ def outcome_lines(report: TestOutcome, terms: Terms) -> list[Text]:
         ),
     ]
     remark = verdict(report, terms)
-    return lines if remark is None else [*lines, Text(remark, "yellow")]
+    if remark is None:
+        return lines
+    return [*lines, Text(remark, "yellow")]
 
 
 MAX_COMPLETIONS = 3
@@ -293,7 +338,10 @@ def completions_table(examples: Sequence[Example], best: int, width: int) -> Tab
     others.sort(key=lambda example: example.reward == first[0].reward)
     shown = [*first, *others][:MAX_COMPLETIONS]
     # 2. Format the numbers. With a single reward function its values are the rewards, unless it has a weight.
-    names = list(shown[0].rewards) if len(shown[0].rewards) > 1 else []
+    if len(shown[0].rewards) > 1:
+        names = list(shown[0].rewards)
+    else:
+        names = []
     advantages = [each.advantage for each in shown]
     numbers = [  # as pairs, because a reward function may be called `reward` or `advantage` too
         *((printable(name), [number_text(each.rewards.get(name)) for each in shown]) for name in names),
@@ -357,7 +405,10 @@ def rewards_text(report: StepReport) -> Text:
         if learned.failed:
             text.append("failed", "red")
         else:
-            reward = "nan" if learned.reward is None else f"{learned.reward:{form}}"
+            if learned.reward is None:
+                reward = "nan"
+            else:
+                reward = f"{learned.reward:{form}}"
             text.append(reward, "bold" if learned.reward == max(rewards, default=None) else "")
     return text
 
@@ -406,7 +457,10 @@ def generation_table(
             ),
             Text("failed", "red") if member.fitness is None else score_text(member.fitness, member.standard_error),
         ]
-        seconds = f"{member.seconds:.0f} s" if member.seconds < 100 else duration_text(member.seconds)
+        if member.seconds < 100:
+            seconds = f"{member.seconds:.0f} s"
+        else:
+            seconds = duration_text(member.seconds)
         costs = [_short_count(member.tokens), *([seconds] if wide else [])]
         note = member_note(member, report, short=short, best_so_far=best_so_far, is_new=member.index in new)
         table.add_row(*row, *costs, note, style="bold green" if best else "")
@@ -421,7 +475,10 @@ def member_note(
         return Text(printable(member.failed), "red")
     notes = []
     if member.index == report.best.index:
-        note = "★ best so far" if best_so_far else "best of this generation"
+        if best_so_far:
+            note = "★ best so far"
+        else:
+            note = "best of this generation"
         notes.append(note.split(maxsplit=1)[0] if short else note)
     if is_new and member.parent is not None:
         moves = ", ".join(
@@ -456,7 +513,10 @@ def plan_lines(report: GenerationReport) -> list[Text]:
     lines += [Text(f"selection: {change} from the next generation", "cyan") for change in budgets]
     for child in plan.children:
         member = members.get(child.slot)
-        birth = f"#{child.index} added" if member is None else f"#{member} is replaced by #{child.index}"
+        if member is None:
+            birth = f"#{child.index} added"
+        else:
+            birth = f"#{member} is replaced by #{child.index}"
         origin = origin_text(child.parent, child.changes)
         lines.append(Text.assemble((f"selection: {birth}", "cyan"), f", a {origin}"))
     return lines
@@ -467,5 +527,7 @@ def _short_count(count: int) -> str:
     rounded = float(f"{count:.3g}")  # rounded before the unit is chosen: 999,600 becomes 1M, not 1000k
     for unit, size in (("M", 1_000_000), ("k", 1_000)):
         if rounded >= size:
-            return f"{rounded / size:.3g}{unit}" if rounded < 1000 * size else f"{count_text(count / size)}{unit}"
+            if rounded < 1000 * size:
+                return f"{rounded / size:.3g}{unit}"
+            return f"{count_text(count / size)}{unit}"
     return str(count)

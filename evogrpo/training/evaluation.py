@@ -67,7 +67,10 @@ def first_step_baseline(run_state: RunState) -> BaselineReport | None:
             if step == 0:
                 found.setdefault(position, []).append(score)
     by_start = [math.fsum(scores) / len(scores) for scores in found.values()]
-    every = by_start if len(by_start) > 1 else [score for scores in found.values() for score in scores]
+    if len(by_start) > 1:
+        every = by_start
+    else:
+        every = [score for scores in found.values() for score in scores]
     if len(every) < 2:
         return None
     run_state.baseline = fitness = Fitness.from_scores(every)
@@ -109,7 +112,10 @@ def measure(run: "Trainer") -> dict[int, Measured]:
         count = len({(step, position) for step, position, _ in run_state.rollouts[lacking]})
         raise ValueError(f"{TOO_FEW}, got {count} of member {population.agents[lacking].index}. {REMEDY}")
     # 2. Validation questions.
-    slots = list(training_fitness) if config.uses_validation else []
+    if config.uses_validation:
+        slots = list(training_fitness)
+    else:
+        slots = []
     began = run.clock.now()
     answered = dict[int, Fitness]()
     tokens = dict[int, int]()
@@ -131,8 +137,14 @@ def measure(run: "Trainer") -> dict[int, Measured]:
     # 4. Collect the measures of each member, then change the run.
     measured = {}
     for slot in training_fitness:
-        answers = {config.validation_measure: answered[slot]} if slot in slots else {}
-        trained = {ROLLOUTS: rollouts[slot]} if slot in rollouts else {}
+        if slot in slots:
+            answers = {config.validation_measure: answered[slot]}
+        else:
+            answers = {}
+        if slot in rollouts:
+            trained = {ROLLOUTS: rollouts[slot]}
+        else:
+            trained = {}
         measured[slot] = Measured(
             fitness={**answers, **trained},
             questions=len(answered[slot].scores) if slot in slots else 0,
@@ -141,7 +153,10 @@ def measure(run: "Trainer") -> dict[int, Measured]:
     for cost in costs.values():
         run_state.add_evaluation(cost)
     for agent in population.agents:  # last, as an interrupted evaluation must change nothing
-        agent.fitness = measured[agent.slot].fitness[config.selection_measure] if agent.slot in measured else None
+        if agent.slot in measured:
+            agent.fitness = measured[agent.slot].fitness[config.selection_measure]
+        else:
+            agent.fitness = None
     return measured
 
 

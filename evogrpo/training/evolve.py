@@ -61,7 +61,10 @@ class Run(NamesMissing, Iterator[GenerationReport]):
     def __repr__(self) -> str:
         run_state = self.trainer.run_state
         run_dir = self.trainer.shared_run_dir
-        where = "" if run_dir is None else f", in {relative_path(run_dir.path)!r}"
+        if run_dir is None:
+            where = ""
+        else:
+            where = f", in {relative_path(run_dir.path)!r}"
         return f"Run(after generation {run_state.generation}, learning step {run_state.step}{where})"
 
     def _start(self, trainer: Trainer) -> None:
@@ -70,7 +73,10 @@ class Run(NamesMissing, Iterator[GenerationReport]):
         self._generations = iter(trainer)
         # At exit, Python unloads modules before it closes generators, which then cannot close the run directory.
         weakref.finalize(self, self._generations.close)
-        self._display = None if self._console is None else RunDisplay(self._console, trainer)
+        if self._console is None:
+            self._display = None
+        else:
+            self._display = RunDisplay(self._console, trainer)
         if self._display is not None:
             trainer.callbacks.append(self._display)
 
@@ -142,7 +148,10 @@ class Run(NamesMissing, Iterator[GenerationReport]):
         spent = trainer.run_state.spent(evaluations=trainer.schedule.count_evaluations)
         limits["max_timesteps"] = spent["timesteps"] + total_timesteps
         with trainer.population.processes.section():  # on rank 0, the run directory may raise an error
-            run_dir = None if trainer.shared_run_dir is None else trainer.shared_run_dir.reopened()
+            if trainer.shared_run_dir is None:
+                run_dir = None
+            else:
+                run_dir = trainer.shared_run_dir.reopened()
         continued = Trainer(
             trainer.population,
             trainer.env,
@@ -184,11 +193,10 @@ class Run(NamesMissing, Iterator[GenerationReport]):
         if number is not None:
             run_dir = self.trainer.shared_run_dir
             step = self.trainer.run_state.step
-            where = (
-                "There is no run directory, so nothing was saved."
-                if run_dir is None
-                else f"Continue with evogrpo.resume({relative_path(run_dir.path)!r}, ...)."
-            )
+            if run_dir is None:
+                where = "There is no run directory, so nothing was saved."
+            else:
+                where = f"Continue with evogrpo.resume({relative_path(run_dir.path)!r}, ...)."
             message = f"Stopped after learning step {step}. {where}"
             if number == signal.SIGINT:
                 # torch imports tabulate at exit. The import executes strings, after which Python does not end by

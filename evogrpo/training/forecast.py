@@ -45,7 +45,10 @@ def evaluation_samples(config: Config, env: GroupEnvironment, generations: int) 
     validation = schedule.questions("validation", env)
     test = schedule.questions("test", env)
     # The untrained base and the members answer validation questions; the base and the best member are tested.
-    evaluations = 1 + config.population.size * generations if fitness.uses_validation else 0
+    if fitness.uses_validation:
+        evaluations = 1 + config.population.size * generations
+    else:
+        evaluations = 0
     return (validation * evaluations + 2 * test) * fitness.answers
 
 
@@ -54,8 +57,14 @@ def samples_text(config: Config, samples: str) -> str:
     size = config.population.size
     each = config.schedule.samples_per_step
     resamples = config.agent.objective.dynamic_sampling
-    times = "once" if resamples == 1 else f"up to {resamples} times"
-    refills = f". Groups with equal rewards are resampled {times}" if resamples else ""
+    if resamples == 1:
+        times = "once"
+    else:
+        times = f"up to {resamples} times"
+    if resamples:
+        refills = f". Groups with equal rewards are resampled {times}"
+    else:
+        refills = ""
     return f"{each} {samples} per member and learning step, {size * each} in all{refills}"
 
 
@@ -138,7 +147,10 @@ def check_memory(need: MemoryNeed, *, allowed: bool = False, remedy: str = "skip
     found = f"{gigabytes(available)} of {kind}"
     if need.total > available and not allowed:
         several = need.processes > 1
-        each = f" ({need.processes} processes, each with its own base and members)" if several else ""
+        if several:
+            each = f" ({need.processes} processes, each with its own base and members)"
+        else:
+            each = ""
         raise ValueError(
             f"The run needs about {gigabytes(need.total)}{each}, but only {found} is available. Lower {need.savings}, "
             f"{'start fewer processes, ' if several else ''}or set {remedy} if the estimate is too high."
@@ -148,4 +160,6 @@ def check_memory(need: MemoryNeed, *, allowed: bool = False, remedy: str = "skip
 
 def gigabytes(size: float) -> str:
     """Return a number of bytes as text, such as `1.23 GB` or `12 GB`."""
-    return f"{size / 1e9:.2f} GB" if size < 1e10 else f"{size / 1e9:,.0f} GB"
+    if size < 1e10:
+        return f"{size / 1e9:.2f} GB"
+    return f"{size / 1e9:,.0f} GB"

@@ -80,7 +80,10 @@ def make_trainer(
         "fitness": config.fitness,
         "description": {"task": config.task.label, **({"model": config.model} if config.model else {})},
     }
-    population = resumed["population"] if "population" in resumed else prepared.population()
+    if "population" in resumed:
+        population = resumed["population"]
+    else:
+        population = prepared.population()
     if config.sampler is not None:
         sampler = make_sampler(config.sampler, population)
         if with_servers or config.sampler["name"] != VLLM:

@@ -102,7 +102,10 @@ class HyperparameterSchedule:
             )
         # 3. The configuration of the run, and facts about it.
         config = path / CONFIG_FILE
-        values = read_yaml_file(config) if config.is_file() else None
+        if config.is_file():
+            values = read_yaml_file(config)
+        else:
+            values = None
         tokens = summary.facts.get("micro_batch_tokens")  # the default depends on the device
         if values is not None and tokens is not None:
             values["agent"] = {**(values.get("agent") or {}), "micro_batch_tokens": tokens}
@@ -218,7 +221,10 @@ def replay(
     config = replace(schedule.config(overrides), run_dir=None if run_dir is None else str(run_dir))
     prepared = task_type_of(config.task).prepare(config)
     check_memory(prepared.forecast().memory, allowed=skip_memory_check)
-    trainer = make_trainer(prepared) if run_dir is None else start(prepared, Path(run_dir))
+    if run_dir is None:
+        trainer = make_trainer(prepared)
+    else:
+        trainer = start(prepared, Path(run_dir))
     return Run(trainer, console_for(progress), one_thread=prepared.one_thread)
 
 

@@ -85,7 +85,10 @@ def count_step(
     # `collected.tokens` are sampled tokens or environment steps, the unit of `max_timesteps`.
     run_state.add_step(seconds, tokens, metrics, timesteps=collected.tokens, earned=earned)
     # 3. Gather the seconds that each rank has waited for others.
-    waiting = processes.all_gather(processes.waiting_seconds) if processes.size > 1 else []
+    if processes.size > 1:
+        waiting = processes.all_gather(processes.waiting_seconds)
+    else:
+        waiting = []
     processes.waiting_seconds = 0.0
     # 4. Build the report, with each member's cost.
     total = max(1, sum(tokens.values()))
@@ -152,10 +155,13 @@ def _select_examples(
 
 def _plain(value: Any) -> bool | int | float | str | None:
     """Convert a value that a reward function logged to a number, a text or None; also None if `Real` refuses it."""
-    value = value.tolist() if hasattr(value, "tolist") else value
+    if hasattr(value, "tolist"):
+        value = value.tolist()
     if isinstance(value, int | float) and not abs(value) <= 1e150:  # also NaN
         return None
-    return value if isinstance(value, bool | int | float | str | None) else str(value)
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    return str(value)
 
 
 def _number(value: float) -> float | None:

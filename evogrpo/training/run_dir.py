@@ -135,7 +135,10 @@ POPULATION_METRICS = ("fitness", "reward")
 
 def step_curves(report: StepReport) -> dict[str, float]:
     """Return TensorBoard scalars of a learning step by tag: metrics by slot, speed, seconds by phase and rank."""
-    speed = {"tokens_per_second": report.tokens / report.seconds} if report.seconds else {}
+    if report.seconds:
+        speed = {"tokens_per_second": report.tokens / report.seconds}
+    else:
+        speed = {}
     seconds = {f"seconds/{phase}": value for phase, value in report.phases.items()}
     waiting = {f"seconds/waiting_{rank}": value for rank, value in enumerate(report.waiting)}
     members = _member_scalars({slot: each.metrics for slot, each in report.learned.items()})
@@ -175,7 +178,10 @@ def generation_curves(members: Sequence[MemberReport], evolving: Collection[str]
     for member in members:
         numbers = {name: own for name in shown if not isinstance(own := values[member.slot][name], str)}
         others = {f"measured_{name}": each.mean for name, each in member.measured.items()}
-        cost = {} if member.evaluation is None else {"evaluation_cost": float(member.evaluation.tokens)}
+        if member.evaluation is None:
+            cost = {}
+        else:
+            cost = {"evaluation_cost": float(member.evaluation.tokens)}
         curves[member.slot] = {"fitness": member.fitness, **others, **cost, **numbers}
     return _member_scalars(curves)
 
@@ -341,7 +347,10 @@ class RunDir:
             write_checkpoint(folder, all_tensors, dump(record), replace=True)
         except OSError as error:
             left = latest_checkpoint(self.path)
-            note = "Nothing was saved yet" if left is None else f"The run can be resumed from generation {left}"
+            if left is None:
+                note = "Nothing was saved yet"
+            else:
+                note = f"The run can be resumed from generation {left}"
             raise OSError(error.errno, f"{error.strerror or error}. {note}", str(folder)) from error
         self._saved = journal.size
         self._steps = run_state.step
@@ -360,7 +369,10 @@ class RunDir:
         note = {"generation": best.generation, "run_id": self.run_id}
         try:
             tensors, record = read_checkpoint(self.path / BEST, kind="agent")
-            exported = split_shared(tensors)[1] if record["note"] == note else {}
+            if record["note"] == note:
+                exported = split_shared(tensors)[1]
+            else:
+                exported = {}
         except (CheckpointError, KeyError):
             exported = {}
         if exported.keys() != best.state.keys() or any(
@@ -532,7 +544,10 @@ def open_run(path: str | Path, *, writable: bool = False, members_only: bool = F
 def _open(folder: Path, *, writable: bool = False, members_only: bool = False) -> StoredRun:
     """Load a run in this process; see `open_run`."""
     # 1. Lock the directory, remove incomplete files, and restore folders that were being replaced.
-    lock = DirectoryLock(folder) if writable and (folder / CHECKPOINTS).is_dir() else None
+    if writable and (folder / CHECKPOINTS).is_dir():
+        lock = DirectoryLock(folder)
+    else:
+        lock = None
     if lock is not None:
         refuse_links(folder / CHECKPOINTS, folder / COMPLETIONS, folder / TENSORBOARD)
         remove_leftovers(generation_folder(folder, 0))
@@ -542,7 +557,10 @@ def _open(folder: Path, *, writable: bool = False, members_only: bool = False) -
     # 2. Take the newest checkpoint that can be used.
     journal: bytes | None = None
     if not members_only:
-        journal = read_bytes(folder / JOURNAL) if os.path.lexists(folder / JOURNAL) else b""
+        if os.path.lexists(folder / JOURNAL):
+            journal = read_bytes(folder / JOURNAL)
+        else:
+            journal = b""
     skipped: list[CheckpointError] = []
     for generation in stored_generations(folder):
         try:
@@ -561,7 +579,10 @@ def _open(folder: Path, *, writable: bool = False, members_only: bool = False) -
             f"GRPO.load({str(folder / BEST)!r}) loads the best member."
         )
     if journal:
-        best = f" GRPO.load({str(folder / BEST)!r}) loads the best member." if (folder / BEST).is_dir() else ""
+        if (folder / BEST).is_dir():
+            best = f" GRPO.load({str(folder / BEST)!r}) loads the best member."
+        else:
+            best = ""
         raise CheckpointError(
             f"{folder} has a journal, but no complete checkpoint in {CHECKPOINTS}.{reasons} Put {CHECKPOINTS} back, or "
             "restore it from a copy. The journal is there: `evogrpo report` and `evogrpo export --schedule` read "

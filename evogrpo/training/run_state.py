@@ -163,14 +163,20 @@ class RunState:
 
     def spent(self, *, evaluations: bool) -> dict[str, int]:
         """Return timesteps and tokens so far, by name, with or without those of evaluations; tests never count."""
-        extra = self.evaluation_tokens - self.test_tokens if evaluations else 0
+        if evaluations:
+            extra = self.evaluation_tokens - self.test_tokens
+        else:
+            extra = 0
         return {"timesteps": self.timesteps + extra, "tokens": self.tokens + extra}
 
     def reached_limit(self, schedule: Schedule) -> str | None:
         """Return the limit of a schedule that was reached, as text; None if none was."""
         # Before the first step, the baseline may reach the target fitness.
         baseline = self.baseline if self.step == 0 else None
-        fitness = baseline if self.best is None else self.best.fitness
+        if self.best is None:
+            fitness = baseline
+        else:
+            fitness = self.best.fitness
         return schedule.reached_limit(
             **self.spent(evaluations=schedule.count_evaluations),
             generation=self.generation,
@@ -245,7 +251,9 @@ class RunState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the best member, with their names in a checkpoint."""
-        return {} if self.best is None else {f"best: {part}": tensor for part, tensor in self.best.state.items()}
+        if self.best is None:
+            return {}
+        return {f"best: {part}": tensor for part, tensor in self.best.state.items()}
 
     def load_tensors(self, tensors: Mapping[str, Tensor], banks: Banks) -> None:
         """Load what `tensors` returned.
@@ -328,7 +336,9 @@ class Clock:
 
     def left(self) -> float:
         """Return the seconds left; infinity without a limit."""
-        return math.inf if self._limit is None else self._limit - self._run_state.seconds - (self.now() - self._since)
+        if self._limit is None:
+            return math.inf
+        return self._limit - self._run_state.seconds - (self.now() - self._since)
 
     @property
     def expired(self) -> bool:
@@ -407,7 +417,9 @@ class Limits:
         reached = self._run_state.reached_limit(self._schedule)
         if reached is not None and self._finished_untrained():
             return f"{reached} before training"
-        return self._limit_of_next_step() if reached is None else reached
+        if reached is None:
+            return self._limit_of_next_step()
+        return reached
 
     def _limit_of_next_step(self) -> str | None:
         """Return the limit that the next learning step and its evaluation would exceed, or None.

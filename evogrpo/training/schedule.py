@@ -82,8 +82,13 @@ class Schedule:
 
     def questions(self, split: "Split", env: "GroupEnvironment") -> int:
         """Return the number of questions used of a held-out split."""
-        limit = self.validation_questions if split == "validation" else self.test_questions
-        return env.size(split) if limit is None else min(limit, env.size(split))
+        if split == "validation":
+            limit = self.validation_questions
+        else:
+            limit = self.test_questions
+        if limit is None:
+            return env.size(split)
+        return min(limit, env.size(split))
 
     def reached_limit(
         self, *, generation: int, timesteps: int, tokens: int, seconds: float, fitness: float | None
@@ -231,7 +236,10 @@ def warn_first_guess(strategy: "Strategy", first: Hyperparameters, space: Hyperp
     from evogrpo.algorithms.policies.settings import NETWORK_DEFAULTS
     from evogrpo.evolution.strategies import Replay
 
-    default = NETWORK_DEFAULTS["lr"] if plays else Hyperparameters().lr
+    if plays:
+        default = NETWORK_DEFAULTS["lr"]
+    else:
+        default = Hyperparameters().lr
     if first.target_kl is None or first.lr == default or "lr" in space or isinstance(strategy, Replay):
         return
     warn(

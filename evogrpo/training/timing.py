@@ -117,7 +117,10 @@ def _rows(prepared: PreparedRun, trainer: Trainer, step: TimedStep) -> dict[str,
         text += f"; {_range(steps * fastest, steps * slowest + evaluating * growth)} in all, evaluations included"
     if schedule.max_seconds is not None:
         text += f"; the run ends after {duration_text(schedule.max_seconds)}"
-    part = "" if parts == 1 else f" of {trainer.run_state.samples_per_step}"
+    if parts == 1:
+        part = ""
+    else:
+        part = f" of {trainer.run_state.samples_per_step}"
     return {
         "measured": f"one learning step of {pluralize(len(trainer.population), 'member')} with "
         f"{pluralize(step.samples, 'sample')}{part} each, of length {step.length:.0f} on average: sampling and rewards "
@@ -131,4 +134,6 @@ def _range(low: float, high: float) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:.2g} s" if seconds < 10 else duration_text(seconds)
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    return duration_text(seconds)

@@ -133,7 +133,10 @@ def train(
             "only with its own models."
         )
     check_callbacks(callbacks)
-    folder = None if run_dir is None else expand_user(run_dir, "run_dir")
+    if run_dir is None:
+        folder = None
+    else:
+        folder = expand_user(run_dir, "run_dir")
     # 2. Build configuration and environment, and check the memory.
     console = console_for(progress)
     config = _configured(env, total_timesteps, preset=preset, settings=settings)
@@ -159,7 +162,10 @@ def _check_env(env: object, total_timesteps: object) -> None:
     # Stable-Baselines3 takes policy and environment: PPO("MlpPolicy", "CartPole-v1").
     is_name = isinstance(total_timesteps, str) and not total_timesteps[:1].isdigit()
     if isinstance(env, str) and (env in _POLICIES or is_name):
-        env_id = total_timesteps if env in _POLICIES and isinstance(total_timesteps, str) else env
+        if env in _POLICIES and isinstance(total_timesteps, str):
+            env_id = total_timesteps
+        else:
+            env_id = env
         env_id = "CartPole-v1" if env_id in _POLICIES else env_id
         raise ValueError(
             f"train takes no policy, because the network is built from the spaces, got {shown(env)} and "
@@ -184,7 +190,10 @@ def _configured(
             "preset."
         )
     values = packaged_values(env if isinstance(env, str) else None, with_preset=preset)
-    name = env.name if isinstance(env, GymnasiumGroups) else getattr(env, "__name__", type(env).__name__)
+    if isinstance(env, GymnasiumGroups):
+        name = env.name
+    else:
+        name = getattr(env, "__name__", type(env).__name__)
     values = merge_sections(values, {"task": {"env": env if isinstance(env, str) else name}})
     # 2. Sort the settings into the sections of a configuration.
     given: dict[str, dict[str, Any]] = {

@@ -267,7 +267,10 @@ class Trainer:
                     with clock.paused():
                         self._call("on_step", step)
                         yield step
-                    every = None if self.shared_run_dir is None else self.shared_run_dir.logging.checkpoint_steps
+                    if self.shared_run_dir is None:
+                        every = None
+                    else:
+                        every = self.shared_run_dir.logging.checkpoint_steps
                     if every is not None and state.step_in_generation % every == 0:
                         self._save()
                 # 5. Evaluate, plan, apply, checkpoint.
@@ -315,7 +318,10 @@ class Trainer:
                     f"The run began with {pluralize(before, 'thread')} and continues with {state.threads}, so "
                     f"results can differ in rounding. Set OMP_NUM_THREADS={before} to avoid this."
                 )
-            changed = {"changed_data": self.changed_data} if self.changed_data else {}
+            if self.changed_data:
+                changed = {"changed_data": self.changed_data}
+            else:
+                changed = {}
             facts = {"generation": state.generation, "step": state.step, **changed, **provenance(self.population)}
             self._event("resumed", schedule=dump(self.schedule), **facts)
         else:
@@ -366,7 +372,10 @@ class Trainer:
         """Count a learning step and record it."""
         self.clock.tick()
         self.run_state.longest_step = max(self.run_state.longest_step, sum(phases.values()))
-        completions = 0 if self.run_dir is None else self.run_dir.logging.completions
+        if self.run_dir is None:
+            completions = 0
+        else:
+            completions = self.run_dir.logging.completions
         report, examples = count_step(self, collected, learned, phases, completions)
         if report.step == 0 and not self.fitness.uses_validation:
             baseline = first_step_baseline(self.run_state)

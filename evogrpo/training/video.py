@@ -80,7 +80,10 @@ def make_rendered_env(
         name = env.name
     else:
         base = EnvFactory(env=env, env_kwargs={}, max_episode_steps=None, noise_seed=None)
-        name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
+        if isinstance(env, str):
+            name = env
+        else:
+            name = getattr(env, "__name__", type(env).__name__)
     factory = replace(
         base,
         env_kwargs={**base.env_kwargs, **env_kwargs, "render_mode": RENDER_MODE},
@@ -99,7 +102,10 @@ def make_rendered_env(
         with _rendering_errors(name):
             image: Any = rendered_env.render()
         if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-            what = f"{image.dtype} {image.shape}" if isinstance(image, np.ndarray) else type(image).__name__
+            if isinstance(image, np.ndarray):
+                what = f"{image.dtype} {image.shape}"
+            else:
+                what = type(image).__name__
             raise ValueError(
                 f"{name} cannot be recorded: render() must return a uint8 array [height, width, 3] with "
                 f'render_mode="{RENDER_MODE}", got {what}.'

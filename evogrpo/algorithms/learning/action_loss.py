@@ -160,7 +160,10 @@ class ActionLosses:
         mask = select_rows(self.training_rows.outcomes.action_mask, rows)
         kl = divergences
         if kl is None:
-            reference = old if shared.reference == "old" else select_rows(self.training_rows.reference, rows)
+            if shared.reference == "old":
+                reference = old
+            else:
+                reference = select_rows(self.training_rows.reference, rows)
             kl = kl_estimate(shared.kl_estimator, log_probs, reference)
         if shared.kl_bias_correction:
             raw_kl = kl

@@ -68,7 +68,10 @@ def learn(members: "PolicySet", learners: Sequence[Learner], experience: Experie
         raise ValueError(f"experience must have rows of slots {sorted(by_slot)}, got rows of slots {sorted(present)}.")
     for batch in experience.values():
         for name, values in (("rewards", batch.rewards), ("step rewards", batch.step_rewards)):
-            infinite = None if values is None else values.isinf().reshape(len(values), -1).any(1)
+            if values is None:
+                infinite = None
+            else:
+                infinite = values.isinf().reshape(len(values), -1).any(1)
             if infinite is not None and bool(infinite.any()):
                 raise ValueError(
                     f"{name} must be finite in float32, or NaN if none applies: {int(infinite.sum())} of "
@@ -89,7 +92,10 @@ def learn(members: "PolicySet", learners: Sequence[Learner], experience: Experie
         step = _LearningStep(policies[policy], policy_learners, batch)
         updates = step.schedule_updates()
         slots = set(policy_learners) - step.step_sizes.idle
-        noun = "actions" if policies[policy].bank.rows_are_transitions else "completions"
+        if policies[policy].bank.rows_are_transitions:
+            noun = "actions"
+        else:
+            noun = "completions"
         while slots:  # usually once; members with `target_kl` may repeat their updates with another learning rate
             remaining = [{slot: rows for slot, rows in each.items() if slot in slots} for each in updates]
             count = sum(len(rows) for each in remaining for rows in each.values())
@@ -272,7 +278,10 @@ class _LearningStep:
             """
             row_numbers = select_rows(computed_rows, chosen)
             # In the first optimizer step, the policy is still the one that sampled.
-            old = log_probs.detach() if first else select_rows(self._training_rows.old, row_numbers)
+            if first:
+                old = log_probs.detach()
+            else:
+                old = select_rows(self._training_rows.old, row_numbers)
             losses = self._losses(row_numbers, log_probs, old, select_rows(in_policy_loss, chosen), divergences)
             return (select_rows(weights, chosen) * losses - select_rows(entropy_weights, chosen) * entropies).sum(1)
 
@@ -344,7 +353,10 @@ class _LearningStep:
         metrics |= self.step_sizes.metrics.get(slot, {})
         if h.beta > 0:
             in_reward = self._objective.kl_placement == "reward"
-            actions = float(episodes.action_mask.sum()) if in_reward else sums["actions"]
+            if in_reward:
+                actions = float(episodes.action_mask.sum())
+            else:
+                actions = sums["actions"]
             metrics["kl"] = sums["kl"] / (actions or math.nan)  # NaN = not measured
             if self._objective.kl_target is not None:
                 metrics["kl_coef"] = h.beta * float(self._bank.running_stats[slot, 0])

@@ -101,7 +101,10 @@ class StepControl:
         """Move the factor until the KL is within a factor of 1.5 of the target."""
         too_large = kl > 1.5 * self._target or clip_fraction > MAX_CLIP_FRACTION
         # KL grows with the square of the learning rate, as long as the clipping does not bind.
-        change = math.sqrt(self._target / kl) if kl > 0 else math.inf
+        if kl > 0:
+            change = math.sqrt(self._target / kl)
+        else:
+            change = math.inf
         if not too_large and kl >= self._target / 1.5:
             self.factor *= change  # for the next step
             return False
@@ -118,7 +121,10 @@ class StepControl:
         elif self._low > 0.0 and math.isfinite(self._high):
             guess = self.factor * change
             inside = 1.1 * self._low < guess < self._high / 1.1
-            self.factor = guess if inside else math.sqrt(self._low * self._high)
+            if inside:
+                self.factor = guess
+            else:
+                self.factor = math.sqrt(self._low * self._high)
         else:
             low, high = (1 / 30, 1 / 3) if too_large else (1.5, 30.0)
             self.factor *= min(max(change, low), high)
@@ -236,7 +242,10 @@ class StepSizes:
             # 3. Control the step by the KL of some rows.
             target = step_target(target_kl, signal, transitions=transitions)
             self._controls[slot] = StepControl(factor, ceiling, target=target, target_kl=target_kl)
-            count = MEASURED_ACTIONS if transitions else MEASURED_COMPLETIONS
+            if transitions:
+                count = MEASURED_ACTIONS
+            else:
+                count = MEASURED_COMPLETIONS
             self._rows[slot] = rows[torch.linspace(0, len(rows) - 1, min(count, len(rows))).long().to(rows.device)]
         self._states = {slot: bank.state(slot) for slot in self._controls}
 

@@ -244,7 +244,10 @@ class LanguagePolicySet:
     @staticmethod
     def _end_ids_in(space: object, model: "PreTrainedModel") -> set[int]:
         """Return the tokens that end a turn in an action space and are in the model's vocabulary."""
-        ends = space.end_ids if isinstance(space, CompletionSpace) else ()
+        if isinstance(space, CompletionSpace):
+            ends = space.end_ids
+        else:
+            ends = ()
         return {token for token in ends if token < vocabulary_of(model)}
 
     def _open(self, env: Any, split: Split, starts: Sequence[int]) -> PromptBatch:
@@ -465,7 +468,10 @@ class LanguagePolicySet:
         )
         rollout = self._synced_sampler().sample(rows, base=base)
         # 3. Decode. The tokenizer may name further tokens that end a turn.
-        ends = end_of_turn_ids(tokenizer, {}) if settings.eos_token_ids is None else ()
+        if settings.eos_token_ids is None:
+            ends = end_of_turn_ids(tokenizer, {})
+        else:
+            ends = ()
         texts = []
         for tokens in unpadded(rollout.actions, rollout.present):
             first = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
@@ -534,7 +540,9 @@ class LanguagePolicySet:
 
     def shared_tensors(self) -> dict[str, Tensor]:
         """Return the adapter that members start from."""
-        return {} if self.start is None else dict(self.start.tensors)
+        if self.start is None:
+            return {}
+        return dict(self.start.tensors)
 
     def files(self, slot: int) -> CheckpointFiles:
         """Return the member as a PEFT adapter or a model of transformers."""

@@ -133,7 +133,10 @@ def as_batch(
     """
     # 1. Check the types and the number of prompts.
     if not isinstance(experiences, Sequence) or len(experiences) != 3:
-        got = f"{len(experiences)} parts" if isinstance(experiences, Sequence) else shown(experiences)
+        if isinstance(experiences, Sequence):
+            got = f"{len(experiences)} parts"
+        else:
+            got = shown(experiences)
         raise ValueError(f"experiences must be (completion_ids, action_masks, rewards), got {got}.")
     completion_ids, action_masks, reward_values = experiences
     for name, parts in (("completion_ids", completion_ids), ("action_masks", action_masks)):
@@ -320,8 +323,14 @@ def sample_conversations(
     # 1. A single turn: the rollout is complete after one call.
     if batch.max_turns == 1:
         # Pass each group on to be rewarded as soon as all of its completions are finished.
-        streamed = batch if isinstance(batch, SingleTurnBatch) and batch.background_rewards else None
-        on_finished = None if streamed is None else _stream_groups(streamed, rows)
+        if isinstance(batch, SingleTurnBatch) and batch.background_rewards:
+            streamed = batch
+        else:
+            streamed = None
+        if streamed is None:
+            on_finished = None
+        else:
+            on_finished = _stream_groups(streamed, rows)
         try:
             sampled = sampler.sample(rows, base=base, on_finished=on_finished).to(device)
         except BaseException:
@@ -339,7 +348,10 @@ def sample_conversations(
 
     # 3. Further turns of the conversations that got a reply and have room: the limit of a row depends on its own prompt
     #    only.
-    after_prompt = math.inf if max_tokens is None else max_tokens
+    if max_tokens is None:
+        after_prompt = math.inf
+    else:
+        after_prompt = max_tokens
     whole = math.inf if context is None else context
     room = [min(after_prompt, whole - len(rows.prompts[start])) - rows.max_new_tokens for start in starts]
     for turn in range(1, batch.max_turns):

@@ -166,7 +166,10 @@ class StackedPolicy:
         # 2. Sum the rewards: NaN for agents that never acted in an episode, as they have none to compare. The sum is
         #    cumulative, because a pairwise sum would depend on the padding.
         own_credit = isinstance(self.settings, JointSettings) and self.settings.credit == "agent"
-        earned = episodes.own_rewards if own_credit else episodes.team_rewards
+        if own_credit:
+            earned = episodes.own_rewards
+        else:
+            earned = episodes.team_rewards
         rewards = np.where(acted.any(axis=1), earned.cumsum(axis=1)[:, -1], np.nan)
         # 3. Build the batch.
         present = torch.from_numpy(acted)
@@ -367,7 +370,10 @@ def as_step_batch(
     """
     # 1. Check masks and rewards.
     if not isinstance(experiences, tuple | list) or len(experiences) not in (4, 5):
-        got = f"{len(experiences)} parts" if isinstance(experiences, tuple | list) else class_name(experiences)
+        if isinstance(experiences, tuple | list):
+            got = f"{len(experiences)} parts"
+        else:
+            got = class_name(experiences)
         raise ValueError(
             "experiences must be (observations, actions, action_masks, rewards), and fifth the masks that get_action "
             f"was given, if any; got {got}."
@@ -395,7 +401,10 @@ def as_step_batch(
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         chosen = np.where(present.reshape(*lead, *[1] * (chosen.ndim - 2)), chosen - space.start, 0)
     to_environment(space, chosen[present.reshape(lead)])  # raises for invalid actions
-    legal = _legal(further[0], chosen, present, space) if further else None
+    if further:
+        legal = _legal(further[0], chosen, present, space)
+    else:
+        legal = None
     # 3. Check observations.
     leaves = []
     for leaf, value in zip(

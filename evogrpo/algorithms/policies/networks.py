@@ -97,7 +97,10 @@ class NetworkPolicySet:
         self.policies = {}
         for number, (name, spec) in enumerate(mapping.specs.items()):
             # Each policy of a team has its own seed, so that policies with equal spaces start from different weights.
-            seed = settings.seed if self._single else int(generator(settings.seed, "policy", number).integers(2**31))
+            if self._single:
+                seed = settings.seed
+            else:
+                seed = int(generator(settings.seed, "policy", number).integers(2**31))
             self.policies[name] = StackedPolicy(
                 spec.observation_space,
                 spec.action_space,
@@ -112,12 +115,16 @@ class NetworkPolicySet:
     @property
     def observation_space(self) -> spaces.Space[Any] | None:
         """Observation space of a single agent, action mask included; None for several."""
-        return self.mapping.observation_spaces[AGENT] if self._single else None
+        if self._single:
+            return self.mapping.observation_spaces[AGENT]
+        return None
 
     @property
     def action_space(self) -> spaces.Space[Any] | None:
         """Action space of a single agent; None for several."""
-        return self.mapping.specs[DEFAULT_POLICY].action_space if self._single else None
+        if self._single:
+            return self.mapping.specs[DEFAULT_POLICY].action_space
+        return None
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -145,7 +152,9 @@ class NetworkPolicySet:
         arguments = {**self._spaces(), "device": self.device}
         if self._single:
             arguments["actor_network"] = module
-        return arguments if module is None else {**arguments, "network": None}
+        if module is None:
+            return arguments
+        return {**arguments, "network": None}
 
     # ---- in environments
 
@@ -241,7 +250,10 @@ class NetworkPolicySet:
 
     def _width_of(self, agent: str) -> int:
         """Return the number of uniforms per action of an agent."""
-        name = DEFAULT_POLICY if self._single else self.mapping.policy_of(agent)
+        if self._single:
+            name = DEFAULT_POLICY
+        else:
+            name = self.mapping.policy_of(agent)
         return self.policies[name].bank.distribution.uniforms_per_action
 
     def prepare_sampling(self) -> None:
@@ -257,7 +269,10 @@ class NetworkPolicySet:
 
     def act(self, learner: Learner, observations: Any, *, training: bool, action_mask: Any = None) -> Any:
         """Choose actions; see `GRPO.get_action` and `MultiAgentGRPO.get_action`."""
-        rng = generator(self.settings.seed, "get_action", learner.step, learner.index) if training else None
+        if training:
+            rng = generator(self.settings.seed, "get_action", learner.step, learner.index)
+        else:
+            rng = None
         if not self._single:
             return self._choose_for_team(learner, observations, rng, action_mask)
         actions, batched = self._choose(learner, observations, rng, action_mask)
@@ -269,7 +284,10 @@ class NetworkPolicySet:
         self, learner: Learner, observation: Any, *, deterministic: bool, calls: int, action_masks: Any, base: bool
     ) -> Any:
         """Choose actions in the environment's format; see `GRPO.predict`. `base` uses the untrained network."""
-        rng = None if deterministic else generator(self.settings.seed, "predict", calls, learner.index)
+        if deterministic:
+            rng = None
+        else:
+            rng = generator(self.settings.seed, "predict", calls, learner.index)
         if not self._single:
             return self._choose_for_team(learner, observation, rng, action_masks, base=base)
         actions, batched = self._choose(learner, observation, rng, action_masks, base=base)
@@ -294,7 +312,10 @@ class NetworkPolicySet:
         arrays, count = check_observations(spec.observation_space, observations)
         masks: list[Any] = [None] * (count or 1)
         if action_mask is not None:
-            masks = [action_mask] if count is None else _rows_of(action_mask, count)
+            if count is None:
+                masks = [action_mask]
+            else:
+                masks = _rows_of(action_mask, count)
         return self._actions(DEFAULT_POLICY, learner, arrays, rng, masks, base), count is not None
 
     def _choose_for_team(
@@ -432,7 +453,9 @@ class NetworkPolicySet:
     def shared_tensors(self) -> dict[str, Tensor]:
         """Return the initial weights and buffers of the user's module, by name."""
         module = self._module
-        return {} if module is None else {name: value.cpu().clone() for name, value in module.state_dict().items()}
+        if module is None:
+            return {}
+        return {name: value.cpu().clone() for name, value in module.state_dict().items()}
 
     def files(self, slot: int) -> CheckpointFiles:
         """Return nothing: the train state is complete."""
@@ -458,7 +481,10 @@ class NetworkPolicySet:
             ValueError: If the user's own module is needed and missing.
         """
         # 1. Read the spaces.
-        given = None if actor_network is None else type(actor_network).__qualname__
+        if actor_network is None:
+            given = None
+        else:
+            given = type(actor_network).__qualname__
         if record["module"] is not None and given != record["module"]:
             raise ValueError(
                 f"The checkpoint's members have your own class {record['module']}, got {given}. Pass one as "
@@ -494,7 +520,10 @@ def _rows_of(action_mask: Any, count: int) -> list[Any]:
     if isinstance(action_mask, tuple):
         return list(zip(*action_mask, strict=True))
     # Rows of a list may be tuples of components of unequal lengths.
-    rows = action_mask if isinstance(action_mask, list) else list(np.asarray(action_mask))
+    if isinstance(action_mask, list):
+        rows = action_mask
+    else:
+        rows = list(np.asarray(action_mask))
     if len(rows) != count:
         raise ValueError(f"action_mask must have one row per observation, got {len(rows)} for {count}.")
     return rows

@@ -112,7 +112,9 @@ class Banks(dict[str, PolicyBank]):
 
 def state_key(policy: str, name: str) -> str:
     """Return the key of a policy's tensor in the member's train state: without a prefix for the default policy."""
-    return name if policy == DEFAULT_POLICY else f"{policy}/{name}"
+    if policy == DEFAULT_POLICY:
+        return name
+    return f"{policy}/{name}"
 
 
 # ---- requests for samples and evaluations, and their results

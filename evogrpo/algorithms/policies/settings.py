@@ -160,7 +160,9 @@ def _as_tuple(value: Any) -> Any:
     """Return one or several token ids as a tuple."""
     if isinstance(value, Integral) and not isinstance(value, bool):
         return (value,)
-    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping) else value
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
+        return tuple(value)
+    return value
 
 
 @settings

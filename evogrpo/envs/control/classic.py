@@ -54,7 +54,10 @@ class ClassicControl(VectorEnv):
         starts = [self._start(int(seed)) for seed in distinct]
         state = np.array([state for state, _ in starts]).T[:, episode]
         initial = np.array([observation for _, observation in starts], dtype=np.float32)[episode]
-        self._observations = np.concatenate([self._observations, initial]) if len(self._elapsed) else initial
+        if len(self._elapsed):
+            self._observations = np.concatenate([self._observations, initial])
+        else:
+            self._observations = initial
         self._state = np.concatenate([self._state, state], axis=1)
         self._elapsed = np.concatenate([self._elapsed, np.zeros(len(episode), dtype=np.int64)])
         self._finished = np.concatenate([self._finished, np.zeros(len(episode), dtype=np.bool_)])

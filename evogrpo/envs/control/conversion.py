@@ -65,7 +65,10 @@ class ActionNoise:
             while table is None or table.shape[1] <= last:
                 part = self._chunks[agent]
                 width = self._width_of(agent)
-                purpose = f"{self._purpose} for {agent}" if agent else self._purpose
+                if agent:
+                    purpose = f"{self._purpose} for {agent}"
+                else:
+                    purpose = self._purpose
                 length = _FIRST_CHUNK << part
                 chunk = np.concatenate(
                     [
@@ -162,7 +165,10 @@ def legal_actions(space: spaces.Space[Any], masks: list[Any]) -> Array | None:
     for row, mask in zip(legal, masks, strict=True):
         if mask is None:
             continue
-        flags = np.concatenate([np.ravel(part) for part in mask]) if isinstance(mask, tuple | list) else np.ravel(mask)
+        if isinstance(mask, tuple | list):
+            flags = np.concatenate([np.ravel(part) for part in mask])
+        else:
+            flags = np.ravel(mask)
         if len(flags) != len(row):
             raise ValueError(f"action_mask must have {len(row)} flags for {space}, got {len(flags)}.")
         if flags.dtype != np.bool_ and not np.isin(flags, (0, 1)).all():
@@ -383,7 +389,10 @@ def episode_statistics(
         values = np.concatenate(
             [leaf.reshape(*present.shape, -1)[rows][present[rows]] for leaf in chosen], axis=1, dtype=np.float64
         )
-        mean = values.mean(0) if len(values) else np.zeros(values.shape[1])
+        if len(values):
+            mean = values.mean(0)
+        else:
+            mean = np.zeros(values.shape[1])
         means.append(mean)
         deviations.append(((values - mean) ** 2).sum(0))
     return ObservationStatistics(count=count, mean=np.stack(means), m2=np.stack(deviations))

@@ -169,7 +169,10 @@ class EnvProcess:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(1.0)
             code = self._process.poll()
-            ending = "it closed its pipe" if code is None else f"exit code {code}"
+            if code is None:
+                ending = "it closed its pipe"
+            else:
+                ending = f"exit code {code}"
             if code is not None and code < 0:
                 ending = f"signal {-code}: {signal.strsignal(-code)}"
             self._kill()

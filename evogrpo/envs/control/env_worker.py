@@ -152,7 +152,10 @@ def _load(setup: dict[str, Any]) -> Any:
     make = pickle.loads(setup["make"])  # noqa: S301 (as above)
     # Modules register their environments when they are imported, and Gymnasium warns of a second registration.
     env_id = getattr(make, "env", None)
-    registering_module = env_id.rpartition(":")[0] if isinstance(env_id, str) else ""
+    if isinstance(env_id, str):
+        registering_module = env_id.rpartition(":")[0]
+    else:
+        registering_module = ""
     if registering_module:
         importlib.import_module(registering_module)
     for name, registered in setup["registered"].items():

@@ -123,7 +123,10 @@ class GymnasiumGroups(SeededGroups):
             raise ValueError(f"wrappers must be a list, got {shown(wrappers)}.")
         for wrap in wrappers:
             check_wrapper(wrap, repr(wrap) if isinstance(wrap, str) else wrapper_name(wrap))
-        self.name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
+        if isinstance(env, str):
+            self.name = env
+        else:
+            self.name = getattr(env, "__name__", type(env).__name__)
         self._make = EnvFactory(
             env=env,
             env_kwargs=self._kwargs,
@@ -162,7 +165,10 @@ class GymnasiumGroups(SeededGroups):
             self._native, self._spec_kwargs = native_class(spec, self._kwargs), {**spec.kwargs, **self._kwargs}
         self.native = self._native is not None
         if vectorization == "native" and not self.native:
-            where = " in wrappers" if wrappers else f" with {self._kwargs}"
+            if wrappers:
+                where = " in wrappers"
+            else:
+                where = f" with {self._kwargs}"
             raise ValueError(f'vectorization="native" is not available for {self.name}{where}. Use "auto".')
         self._processes = vectorization == "processes"
 
@@ -179,14 +185,25 @@ class GymnasiumGroups(SeededGroups):
                 recreate_env=recreate_env,
                 interleaved=num_envs != 1 and not self._processes,
             )
-            self.reseed_noise = noisy if reseed_noise is None else reseed_noise
+            if reseed_noise is None:
+                self.reseed_noise = noisy
+            else:
+                self.reseed_noise = reseed_noise
         if self.reseed_noise:
             self._make = replace(self._make, noise_seed=seed)
         # 5. Number of parallel environments.
-        default = _NATIVE_ENVS if self.native else cores_per_rank() if self._processes else _SERIAL_ENVS
+        if self.native:
+            default = _NATIVE_ENVS
+        elif self._processes:
+            default = cores_per_rank()
+        else:
+            default = _SERIAL_ENVS
         self._num_envs = default if num_envs is None else num_envs
         # A truncation after this many steps causes a warning.
-        self._default_limit = self.max_episode_steps if self.uses_default_limit else None
+        if self.uses_default_limit:
+            self._default_limit = self.max_episode_steps
+        else:
+            self._default_limit = None
 
     def _identity(self) -> dict[str, str]:
         make = self._make

@@ -169,7 +169,9 @@ class JointEnv:
 
 def plain_action(action: Any) -> Any:
     """Return a Python number, which every environment accepts, or a copy that an environment may write into."""
-    return action.item() if np.ndim(action) == 0 else action.copy()
+    if np.ndim(action) == 0:
+        return action.item()
+    return action.copy()
 
 
 class JointVectorEnv(SerialVectorEnv):
@@ -316,7 +318,12 @@ def choose_score(score: Score, agents: Sequence[str]) -> tuple[ScoreFunction, st
         return _OVER_ALL[score]
     if callable(score):
         return score, f"your {getattr(score, '__name__', type(score).__name__)}"
-    names = [score] if isinstance(score, str) else list(score) if isinstance(score, Sequence) else []
+    if isinstance(score, str):
+        names = [score]
+    elif isinstance(score, Sequence):
+        names = list(score)
+    else:
+        names = []
     prefixes = list(dict.fromkeys(map(prefix_of, agents)))
     wrong = [name for name in names if name not in agents and name not in prefixes]
     if wrong or not names:
@@ -408,7 +415,10 @@ class PettingZooGroups(SeededGroups):
         example = make_example(self._create)
         inner = example.unwrapped
         declared = declared_limit(inner) or declared_limit(getattr(inner, "env", None))
-        limit = declared if max_episode_steps is None else max_episode_steps
+        if max_episode_steps is None:
+            limit = declared
+        else:
+            limit = max_episode_steps
         self._set_limit = max_episode_steps
         self.max_episode_steps = limit or DEFAULT_MAX_EPISODE_STEPS
         self.uses_default_limit = limit is None
@@ -416,7 +426,10 @@ class PettingZooGroups(SeededGroups):
         # itself, so JointEnv truncates only at the larger of the declared and the default limit: some would never end.
         self._enforced_limit = max_episode_steps or max(DEFAULT_MAX_EPISODE_STEPS, self.max_episode_steps)
         # A truncation after this many steps causes a warning.
-        self._default_limit = self._enforced_limit if max_episode_steps is None else None
+        if max_episode_steps is None:
+            self._default_limit = self._enforced_limit
+        else:
+            self._default_limit = None
         self.name = str(example)
         known = getattr(example, "possible_agents", None)
         if not known:  # agents are then known after a reset only
@@ -432,7 +445,10 @@ class PettingZooGroups(SeededGroups):
         self._code = code_hash(type(inner))
         example.close()
         self.score, self.score_label = choose_score(score, self.agents)
-        self._score_identity = f"code {code_hash(score)}" if callable(score) else self.score_label
+        if callable(score):
+            self._score_identity = f"code {code_hash(score)}"
+        else:
+            self._score_identity = self.score_label
 
         # 3. Check that episodes are deterministic, with as few policies as the spaces allow: the last mapping that
         # raises no error has the fewest.

@@ -59,7 +59,9 @@ class PolicySpec:
             return self.env_space
         assert isinstance(self.env_space, spaces.Dict)
         others = {key: part for key, part in self.env_space.spaces.items() if key != ACTION_MASK}
-        return next(iter(others.values())) if len(others) == 1 else spaces.Dict(others)
+        if len(others) == 1:
+            return next(iter(others.values()))
+        return spaces.Dict(others)
 
     def split_mask(self, observation: Any) -> tuple[Any, Any]:
         """Return an observation, or a batch, without its action mask, and the mask; None if its space has none.
@@ -75,7 +77,10 @@ class PolicySpec:
             got = sorted(map(str, observation)) if isinstance(observation, Mapping) else type(observation).__name__
             raise ValueError(f"observation must have the keys {sorted(keys)}, got {got}.")
         others = {key: observation[key] for key in keys if key != ACTION_MASK}
-        rest = next(iter(others.values())) if len(others) == 1 else others
+        if len(others) == 1:
+            rest = next(iter(others.values()))
+        else:
+            rest = others
         return rest, observation[ACTION_MASK]
 
     @cached_property
@@ -182,7 +187,10 @@ def map_policies(
         first = agents[0]
         for agent in agents[1:]:
             if not _same_spaces(observation_spaces, action_spaces, first, agent):
-                finer = "'prefix' or 'independent'" if policies == "shared" else "'independent'"
+                if policies == "shared":
+                    finer = "'prefix' or 'independent'"
+                else:
+                    finer = "'independent'"
                 rule = f"must have equal spaces with policies={policies!r}. Set policies={finer}."
                 raise ValueError(f"Agents {first} and {agent} {rule}")
         check_action_space(action_spaces[first])
@@ -219,7 +227,9 @@ def single_agent(observation_space: spaces.Space[Any], action_space: spaces.Spac
 def _policy_name(policies: Policies | None, agent: str) -> str:
     if policies == "shared":
         return SHARED
-    return agent if policies == "independent" else prefix_of(agent)
+    if policies == "independent":
+        return agent
+    return prefix_of(agent)
 
 
 def prefix_of(agent: str) -> str:

@@ -71,7 +71,10 @@ def play_randomly(
             check_finite(inputs, np.full(rows, seed), np.full(rows, steps))
             for row, agent in enumerate(inputs.agents or ("",)):
                 for number, leaf in enumerate(inputs.observations, 1):
-                    part = f" (part {number})" if len(inputs.observations) > 1 else ""
+                    if len(inputs.observations) > 1:
+                        part = f" (part {number})"
+                    else:
+                        part = ""
                     values[_name(f"observation{part}", agent)] = leaf[row]
                 if masks is not None:
                     values[_name("action mask", agent)] = masks[row]
@@ -108,7 +111,10 @@ def random_action(space: spaces.Space[Any], mask: NDArray[Any] | None, rng: np.r
             chosen = rng.integers(2, size=(space.shape or ()))
         case _:
             sizes = mask_sizes(space)
-            flags = np.ones(sum(sizes), np.bool_) if mask is None else mask
+            if mask is None:
+                flags = np.ones(sum(sizes), np.bool_)
+            else:
+                flags = mask
             parts = np.split(flags, np.cumsum(sizes)[:-1])
             values = [rng.choice(np.flatnonzero(part)) for part in parts]
             chosen = np.reshape(np.array(values), (space.shape or ()))
@@ -223,7 +229,10 @@ def _first_difference(*replays: Iterable[tuple[int, int, Values]]) -> str | None
     """Describe the first difference between episodes with the same seed; None if there is none."""
     earlier: dict[tuple[int, int], Values] = {}
     for seed, steps, values in chain(*replays):
-        when = f"after {steps} step{'' if steps == 1 else 's'}" if steps else "right after reset"
+        if steps:
+            when = f"after {steps} step{'' if steps == 1 else 's'}"
+        else:
+            when = "right after reset"
         for name, value in earlier.setdefault((seed, steps), values).items():
             again = values.get(name)
             if again is None:

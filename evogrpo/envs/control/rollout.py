@@ -189,9 +189,15 @@ class EpisodeRecorder:
         n = len(self._groups)
         steps = max(1, int(self._lengths.max()))
         earned = _table(self._earned, (len(agents) * n, steps))
-        totals = _table(self._totals, (n, steps)) if self._agents else earned
+        if self._agents:
+            totals = _table(self._totals, (n, steps))
+        else:
+            totals = earned
         rewards = _total(totals)
-        returns = self._returns if self._agents else [{AGENT: reward} for reward in rewards.tolist()]
+        if self._agents:
+            returns = self._returns
+        else:
+            returns = [{AGENT: reward} for reward in rewards.tolist()]
         policies = [policy for policy in self._mapping.specs if policy in self._columns]
         return Episodes(
             episodes={policy: self._episodes(policy, agents, earned, totals) for policy in policies},
@@ -500,7 +506,10 @@ def play_episodes(
 
 def fits_float32(values: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
     """Return True for finite values that float32 can represent, in which policies compute."""
-    fits: NDArray[np.bool_] = np.isfinite(values) if values.dtype.itemsize <= 4 else np.abs(values) <= FLOAT32_LIMIT
+    if values.dtype.itemsize <= 4:
+        fits: NDArray[np.bool_] = np.isfinite(values)
+    else:
+        fits = np.abs(values) <= FLOAT32_LIMIT
     return fits
 
 
@@ -518,7 +527,10 @@ def check_finite_rewards(step: VectorStep, seeds: NDArray[np.int64], t: NDArray[
     finite = np.abs(step.rewards) <= FLOAT32_LIMIT
     if not finite.all():
         place = int(np.argmin(finite))
-        position = place if step.positions is None else step.positions[place]
+        if step.positions is None:
+            position = place
+        else:
+            position = step.positions[place]
         agent = step.agents[place] if step.agents else ""
         raise _not_finite("reward", float(step.rewards[place]), agent, seeds[position], t[position])
 

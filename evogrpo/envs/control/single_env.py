@@ -55,7 +55,10 @@ class EndForkedChildren:
             return
         code = 0 if error is None else 1
         if isinstance(error, SystemExit):
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            if isinstance(error.code, int):
+                code = error.code
+            else:
+                code = int(error.code is not None)
         os._exit(code)
 
 
@@ -91,7 +94,10 @@ def checked_results(returned: Any, form: str) -> tuple[Any, ...]:
     count = form.count(",") + 1
     # An array of two numbers could be unpacked as if it were an observation and an info.
     if not isinstance(returned, tuple | list) or len(returned) != count:
-        got = f"{len(returned)} values" if isinstance(returned, tuple | list) else shown(returned)
+        if isinstance(returned, tuple | list):
+            got = f"{len(returned)} values"
+        else:
+            got = shown(returned)
         raise ValueError(f"{form}, got {got}.")
     if not isinstance(returned[-1], Mapping):
         raise ValueError(f"{form} with a dict last, got {shown(returned[-1])}.")
@@ -227,7 +233,10 @@ def env_spec(env: str) -> EnvSpec:
     try:
         return gymnasium.spec(get_env_id(namespace, plain, version))
     except (gymnasium.error.NameNotFound, gymnasium.error.NamespaceNotFound) as error:
-        fix = f"{module} must call gymnasium.register." if module else "For environments of a package write PACKAGE:ID."
+        if module:
+            fix = f"{module} must call gymnasium.register."
+        else:
+            fix = "For environments of a package write PACKAGE:ID."
         raise type(error)(f"{error} {fix}") from error
 
 
@@ -289,4 +298,6 @@ class EnvFactory:
             except Exception as error:
                 raise ValueError(f"wrapper {wrapper_name(wrap)} failed on {env}: {error!r}") from error
             check_env(env)
-        return env if self.noise_seed is None else ReseededNoise(env, self.noise_seed)
+        if self.noise_seed is None:
+            return env
+        return ReseededNoise(env, self.noise_seed)

@@ -66,7 +66,9 @@ def _plain(value: Any) -> Any:
         value = value.tolist()
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value
 
 
 def check_column_names(names: Sequence[Any], where: str) -> None:
@@ -112,7 +114,10 @@ def check_table(table: AnyTable, columns: Sequence[str], name: str) -> list[str]
 def _how_to_name(missing: Sequence[str], present: Sequence[Any], columns: Sequence[str]) -> str:
     """Return a sentence about missing columns: which ones to rename, if their names in other datasets are known."""
     if "messages" in present or "conversations" in present:
-        given = "messages" if "messages" in present else "conversations"
+        if "messages" in present:
+            given = "messages"
+        else:
+            given = "conversations"
         return (
             f"Rename {given} to prompt, without the last answer, and use reward_funcs (form: trl). An answer in a "
             "column of its own is passed to them."
@@ -196,7 +201,9 @@ class PromptSplit:
     @property
     def keys(self) -> list[bytes]:
         """Keys of the prompts; two rows are the same question if their keys are equal."""
-        return self.row_keys if self.whole_rows else [ids.tobytes() for ids in self.prompts]
+        if self.whole_rows:
+            return self.row_keys
+        return [ids.tobytes() for ids in self.prompts]
 
     @property
     def row_keys(self) -> list[bytes]:
@@ -255,7 +262,10 @@ def make_splits(
         splits[split], filtered[split] = _clean(tables[split], max_prompt_length, held_out_prompts)
         held_out_prompts.update(splits[split].keys)
         if not splits[split].rows:
-            limit = f" (max_prompt_length={max_prompt_length})" if filtered[split].too_long else ""
+            if filtered[split].too_long:
+                limit = f" (max_prompt_length={max_prompt_length})"
+            else:
+                limit = ""
             raise ValueError(f"Every row of {split}_dataset was left out: {filtered[split]}{limit}. Add other rows.")
     # 2. Held-out splits without a dataset, drawn from train.
     train = splits["train"]
@@ -297,7 +307,10 @@ def _draw(split: Split, remaining: Mapping[int, tuple[float, bytes]], size: int 
     }
     order = sorted(depth, key=lambda number: depth[number])
     candidate_count = sum(value < HELD_OUT_FRACTION for value, _ in depth.values())
-    count = min(most, max(2, min(DEFAULT_SIZES[split], candidate_count))) if size is None else size
+    if size is None:
+        count = min(most, max(2, min(DEFAULT_SIZES[split], candidate_count)))
+    else:
+        count = size
     if not 1 <= count <= most:
         raise ValueError(f"{split}_size must be in [1, {most}], got {count}. Pass {split}_dataset or more rows.")
     # 2. The first ones are held out.

@@ -372,9 +372,10 @@ class EnvironmentBatch(SingleTurnBatch):
             return [{"role": "tool", "name": UNKNOWN_TOOL, "content": str({"error": turn.error})}], 1
         self._begin(start, episode)
         environment = episode.environment
-        methods = (
-            {} if environment is None else {name: getattr(environment, name) for name in tool_methods(environment)}
-        )
+        if environment is None:
+            methods = {}
+        else:
+            methods = {name: getattr(environment, name) for name in tool_methods(environment)}
         made = [(name, *call_tool({**self.tools, **methods}, name, arguments)) for name, arguments in turn.calls]
         results = [{"role": "tool", "name": name, "content": content} for name, content, _ in made]
         return results, sum(failed for *_, failed in made)
@@ -392,7 +393,10 @@ class EnvironmentBatch(SingleTurnBatch):
     def _exclude(self, episode: Episode, error: BaseException) -> RewardError:
         """Exclude a conversation whose environment failed; return the error."""
         factory = self.pool.factories.get(episode.name)
-        name = "A tool" if factory is None else f"Environment {getattr(factory, '__name__', factory)}"
+        if factory is None:
+            name = "A tool"
+        else:
+            name = f"Environment {getattr(factory, '__name__', factory)}"
         failure = RewardError(f"{name} {_reason(error)}"[:1000])
         failure.__cause__ = error
         episode.error = str(failure)
@@ -544,7 +548,10 @@ class EnvironmentGym(PromptEnvironment):
         **options: Unpack[PromptOptions],
     ) -> None:
         # 1. Check the arguments. An integer is a number of reset seeds: one row for each.
-        starts = train_dataset if isinstance(train_dataset, int) else None
+        if isinstance(train_dataset, int):
+            starts = train_dataset
+        else:
+            starts = None
         if starts is not None:
             train_dataset = [{"seed": number} for number in range(whole_between("train_dataset", starts, 1))]
         self._max_turns = whole_between("max_turns", max_turns, 2)
@@ -552,7 +559,10 @@ class EnvironmentGym(PromptEnvironment):
             raise ValueError(f"environment_timeout must be above 0 seconds, or None, got {environment_timeout}.")
         # Factories by name; a single factory has the name None.
         self._several = isinstance(environment_factory, Mapping)
-        factories: Any = environment_factory if self._several else {None: environment_factory}
+        if self._several:
+            factories: Any = environment_factory
+        else:
+            factories = {None: environment_factory}
         if environment_factory is None:
             factories = {}
         for factory in factories.values():

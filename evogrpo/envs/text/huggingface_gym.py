@@ -200,7 +200,9 @@ class PromptEnvironment:
     @property
     def date(self) -> str | None:
         """Date and time that the chat template inserts into prompts, in ISO format; None if it inserts none."""
-        return self._date if inserts_date(self._chat_template) else None
+        if inserts_date(self._chat_template):
+            return self._date
+        return None
 
     def set_date(self, date: str) -> None:
         """Build the prompts again with another date; see `SupportsDate`."""
@@ -519,7 +521,10 @@ class HuggingFaceGym(PromptEnvironment):
             )
         except (TypeError, AssertionError) as error:
             raise ValueError(f"Invalid settings of task {name!r}, {task_options}: {error}") from error
-        system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+        if system_prompt is None:
+            system = []
+        else:
+            system = [{"role": "system", "content": system_prompt}]
         entries = [task[number] for number in range(sum(counts.values()))]
         rows = [{"prompt": [*system, {"role": "user", "content": entry["question"]}], **entry} for entry in entries]
         tables = {}
@@ -556,7 +561,10 @@ class HuggingFaceGym(PromptEnvironment):
             ValueError: If an option is unknown or out of range.
         """
         refuse_unknown("option of reset", options or {}, ("step",))
-        first = 0 if reset_dataloaders or seed is not None else self._cursor.step
+        if reset_dataloaders or seed is not None:
+            first = 0
+        else:
+            first = self._cursor.step
         step = whole_between("step in options", (options or {}).get("step", first), 0)
         cursor = replace(self._cursor, step=step, seed=self._cursor.seed if seed is None else seed)
         self._cursor = self._loaded(cursor)

@@ -88,7 +88,10 @@ class MultiTurnBatch(SingleTurnBatch):
         """Return the texts of completions and replies in order, without the markers of replies."""
         texts = []
         for number, part in enumerate(conversation.turns):
-            text = self._replies.get((conversation.row, number, part)) if number % 2 else self._text(list(part))
+            if number % 2:
+                text = self._replies.get((conversation.row, number, part))
+            else:
+                text = self._text(list(part))
             if text is None:
                 raise ValueError("replies of conversations must come from `respond` of the same batch.")
             texts.append(text)

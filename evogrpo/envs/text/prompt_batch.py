@@ -229,7 +229,10 @@ class SingleTurnBatch:
             last_sampled = np.maximum.accumulate(np.where(sampled, np.arange(len(sampled)), 0))
             for reward in self.rewards:
                 value = result.components[reward.name][row]
-                steps = result.steps[reward.name][row] if reward.name in result.steps else None
+                if reward.name in result.steps:
+                    steps = result.steps[reward.name][row]
+                else:
+                    steps = None
                 if np.isnan(value):
                     continue
                 if steps is None:  # a reward of the whole completion
@@ -456,7 +459,10 @@ def _checked_value(name: str, value: Any, inputs: RewardInputs, row: int) -> tup
         return math.nan, None
     steps = value if isinstance(value, StepRewards) else None
     if steps is not None:
-        length = len(inputs.token_ids[row]) if steps.unit == "token" else len(text)
+        if steps.unit == "token":
+            length = len(inputs.token_ids[row])
+        else:
+            length = len(text)
         if any(position >= length for position in steps.positions):
             raise RewardError(
                 f"Reward function {name!r} returned step rewards at position {max(steps.positions)} of a completion of "
@@ -477,7 +483,10 @@ def _checked_list(name: str, values: Any, count: int) -> list[Any]:
     _check_awaited(name, values)
     items = plain_list(values)
     if items is None or len(items) != count:
-        received = shown(values) if items is None else f"{len(items)} values"
+        if items is None:
+            received = shown(values)
+        else:
+            received = f"{len(items)} values"
         raise RewardError(f"Reward function {name!r} must return a list of {count} rewards, got {received}.")
     return items
 
@@ -493,7 +502,10 @@ def _check_awaited(name: str, value: Any) -> None:
 def _reward_error(name: str, error: BaseException, text: str, note: str = "") -> RewardError:
     """Return the RewardError for a failed call."""
     raised = f"raised {class_name(error)}: {shown(text_of(error), 240)}"
-    reason = str(error) if isinstance(error, CallFailedError) else raised
+    if isinstance(error, CallFailedError):
+        reason = str(error)
+    else:
+        reason = raised
     failure = RewardError(f"Reward function {name!r} {reason}{note} for the completion {shown(text, 160)}")
     failure.__cause__ = error
     return failure

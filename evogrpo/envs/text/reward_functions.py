@@ -115,7 +115,10 @@ async def call_async(function: Function, calls: Sequence[Call], timeout: float |
             async with limit:
                 result = own_list(await function(*args, **keywords))
         except BaseException as error:  # noqa: BLE001 (an exception that leaves a task could end the event loop)
-            result = timeout_error(timeout) if timeout is not None and limit.expired() else error
+            if timeout is not None and limit.expired():
+                result = timeout_error(timeout)
+            else:
+                result = error
         if os.getpid() != process:
             end_fork(result)
         return result
@@ -516,11 +519,17 @@ class Reward:
         # 1. Rows of each call.
         groups: dict[Hashable, list[int]] = {}
         for row in rows:
-            group = inputs.groups[row] if inputs.groups is not None else None
+            if inputs.groups is not None:
+                group = inputs.groups[row]
+            else:
+                group = None
             groups.setdefault(group if self.batched else row, []).append(row)
         parts = [tuple(group) for group in groups.values()]
         # 2. Calls of each job.
-        size = max(1, -(-len(parts) // num_workers)) if is_async(self.function) else 1
+        if is_async(self.function):
+            size = max(1, -(-len(parts) // num_workers))
+        else:
+            size = 1
         starts = range(0, len(parts), size)
         return [Job(name=self.name, parts=tuple(parts[start : start + size]), batched=self.batched) for start in starts]
 
@@ -573,7 +582,10 @@ class Reward:
 def _similar(name: str, columns: Collection[str]) -> str:
     """Return the columns of a dataset with the one that is most like a name, as the end of a sentence."""
     match = close_match(name, columns)
-    question = "" if match is None else f" (did you mean {match!r}?)"
+    if match is None:
+        question = ""
+    else:
+        question = f" (did you mean {match!r}?)"
     return f"{question} among the columns {shown(list(columns), 200)}"
 
 

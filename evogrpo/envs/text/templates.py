@@ -78,7 +78,10 @@ def check_messages(messages: object, where: str) -> list[Message]:
     plain = []
     for message in messages:
         # Arrow tables give every message the keys of all messages, with None for missing ones.
-        fields = {k: v for k, v in message.items() if v is not None} if isinstance(message, Mapping) else {}
+        if isinstance(message, Mapping):
+            fields = {k: v for k, v in message.items() if v is not None}
+        else:
+            fields = {}
         if fields.get("tool_calls"):
             fields.setdefault("content", "")
         if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
@@ -125,7 +128,10 @@ def render(messages: list[Message], tokenizer: Tokenizer, options: Options | Non
         messages = messages[:-1]
         prefill = False
     # 1. Render, with the last message open or an assistant turn opened.
-    mode = "continue_final_message" if prefill else "add_generation_prompt"
+    if prefill:
+        mode = "continue_final_message"
+    else:
+        mode = "add_generation_prompt"
     keywords = {**(options or {}), mode: True}
     text = render_chat(tokenizer, messages, **keywords)
     # 2. Tool calls must change the text.
@@ -331,7 +337,10 @@ def tokenize(prompts: Sequence[tuple[Prompt, Options]], tokenizer: Tokenizer, wh
     words = set(re.findall(r"\w+", " ".join(templates)))
     unused = sorted(names - words - {"chat_template"})
     if unused:
-        used_by = "text prompts do not use" if kind is str else "the chat template does not contain"
+        if kind is str:
+            used_by = "text prompts do not use"
+        else:
+            used_by = "the chat template does not contain"
         warn(f"{TEMPLATE_OPTIONS} of {where}: {used_by} {', '.join(unused)}. Check the name, or remove it.")
     return tokenized
 
@@ -392,7 +401,10 @@ class _Changes:
         for changes in self.found.values():
             row, description = changes[0]
             others = len({number for number, _ in changes}) - 1
-            more = f" {pluralize(others, 'other row')} changed in the same way." if others else ""
+            if others:
+                more = f" {pluralize(others, 'other row')} changed in the same way."
+            else:
+                more = ""
             warn(f"{numbered(row, self.where)}: {description}.{more}")
 
     def check(self, row: int, messages: list[Message], options: Options, text: str) -> None:
@@ -474,7 +486,10 @@ def _contains(text: str, content: str) -> bool:
 
 def _text(prompt: Prompt, tokenizer: Tokenizer, options: Options, where: str) -> str:
     try:
-        text = prompt if isinstance(prompt, str) else render(prompt, tokenizer, options)
+        if isinstance(prompt, str):
+            text = prompt
+        else:
+            text = render(prompt, tokenizer, options)
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{where} must be valid text, got an incomplete character ({error}).") from error

@@ -143,14 +143,20 @@ def parse_completion(
     message = {**parsed, "content": content}
     calls = []
     for call in message.get("tool_calls") or ():
-        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(call, Mapping):
+            function = call.get("function")
+        else:
+            function = None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             return ToolTurn(message=plain, error="malformed tool call: it must be an object with name and arguments")
         if not _is_json(function):
             return ToolTurn(message=plain, error="malformed tool call: it must have valid text and finite numbers")
         unknown = sorted(function.keys() - _CALL_KEYS)
         if unknown or {"arguments", "parameters"} <= function.keys():
-            wrong = unknown[0] if unknown else "both arguments and parameters"
+            if unknown:
+                wrong = unknown[0]
+            else:
+                wrong = "both arguments and parameters"
             reason = f"malformed tool call: it must have name and arguments, got {wrong}"
             return ToolTurn(message=plain, error=reason)
         # Llama models write "parameters". A call without either has no arguments.

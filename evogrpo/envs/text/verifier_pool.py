@@ -122,7 +122,10 @@ class _Worker:
         self._requests += 1
         number = self._requests
         began = time.monotonic()
-        timer = None if limit is None else threading.Timer(limit, _kill, [process])
+        if limit is None:
+            timer = None
+        else:
+            timer = threading.Timer(limit, _kill, [process])
         if timer is not None:
             timer.daemon = True
             timer.start()
@@ -190,7 +193,9 @@ def _kill(process: "subprocess.Popen[bytes]", patience: float = 0.0) -> str:
         process.wait(1.0)
     if code is None:
         return "it closed its pipe"
-    return f"exit code {code}" if code >= 0 else f"signal {-code}: {signal.strsignal(-code)}"
+    if code >= 0:
+        return f"exit code {code}"
+    return f"signal {-code}: {signal.strsignal(-code)}"
 
 
 def _decoded(item: dict[str, Any]) -> StepRewards | CallFailedError:
@@ -263,7 +268,10 @@ class VerifierPool:
         future: Future[Results] = Future()
         # call_async applies the limit to async functions itself; the pool steps in if their loop is blocked.
         grace = GRACE_SECONDS if name in self._async else 0.0
-        limit = None if self._timeout is None else self._timeout + grace
+        if self._timeout is None:
+            limit = None
+        else:
+            limit = self._timeout + grace
         try:
             self._tasks.put((future, pickle.dumps((name, calls)), limit))
         except Exception as error:  # noqa: BLE001 (datasets may contain objects of any class)
@@ -312,7 +320,10 @@ def make_reward_runner(rewards: Sequence[Reward], timeout: float | None, workers
     synchronous = [name for name, function in functions.items() if not is_async(function)]
     # Only worker processes can stop a function that is not async.
     if workers is None:
-        workers = min(DEFAULT_WORKERS, cores_per_rank()) if timeout is not None and synchronous else 0
+        if timeout is not None and synchronous:
+            workers = min(DEFAULT_WORKERS, cores_per_rank())
+        else:
+            workers = 0
     if workers > 0:
         return VerifierPool(functions, workers=workers, timeout=timeout)
     if timeout is not None and synchronous:

@@ -105,7 +105,9 @@ def _without_dicts(value: Any) -> Any:
         from evogrpo.envs.text.reward_functions import CallFailedError
 
         return CallFailedError(f"must return numbers or None, got {shown(value, 240)}")
-    return [_without_dicts(each) for each in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_without_dicts(each) for each in value]
+    return value
 
 
 def _plain(value: Any) -> Any:

@@ -51,7 +51,10 @@ def strategy_from_json(
     """
     name = values.get("name")
     settings = {key: value for key, value in values.items() if key != "name"}
-    kind = BUILT_IN.get(name, custom) if isinstance(name, str) else custom
+    if isinstance(name, str):
+        kind = BUILT_IN.get(name, custom)
+    else:
+        kind = custom
     if kind is None:
         raise unknown_name_error("strategy", name, BUILT_IN)
     # In other strategies, a setting called `mutation` may be something else than a perturbation.
@@ -70,4 +73,6 @@ def default_strategy(members: int, *, networks: bool, evolve_network: bool) -> S
             docs/results.md.
         evolve_network: Architectures evolve, which needs a strategy that mutates.
     """
-    return SuccessiveHalving() if members > 1 and networks and not evolve_network else Tournament()
+    if members > 1 and networks and not evolve_network:
+        return SuccessiveHalving()
+    return Tournament()

@@ -59,7 +59,10 @@ class Narrowing(Stateless):
         member_count = len(last.members)
         stagnated = has_stagnated(history, self.z)
         is_rung = not stagnated and (last.number - first.number + 1) % self.every == 0
-        survivor_count = max(self.min_members, math.ceil(member_count / self.eta)) if is_rung else member_count
+        if is_rung:
+            survivor_count = max(self.min_members, math.ceil(member_count / self.eta))
+        else:
+            survivor_count = member_count
         survivors = last.ranked[:survivor_count]
         # 2. Give them the samples of the others, and replace the worst of them by clones of the best.
         samples = first.samples_per_step * self._sample_factor(founders, len(survivors))
@@ -67,7 +70,10 @@ class Narrowing(Stateless):
         # 3. Retire the others. If no member improved, mutate all but the best in place.
         for slot, record in enumerate(last.slots):
             if record.member is not None and slot not in survivors:
-                reason = "failed" if record.fitness is None else f"not among the best {survivor_count}"
+                if record.fitness is None:
+                    reason = "failed"
+                else:
+                    reason = f"not among the best {survivor_count}"
                 choices[slot] = Choice(parent=None, reason=f"stopped: {reason}")
             elif stagnated and slot in last.ranked[1:]:
                 choices[slot] = Choice(parent=slot, reason="mutated in place: no member improved", mutate=True)

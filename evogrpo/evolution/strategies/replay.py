@@ -86,8 +86,14 @@ class Replay(Stateless):
                 choices.append(Choice(parent=slot, reason=f"kept: stage of {stage.steps} learning steps"))
             else:
                 choices.append(Choice(parent=slot, reason="next stage", hyperparameters=stage.hyperparameters))
-        new_samples = None if stage.samples_per_step == last.samples_per_step else stage.samples_per_step
-        new_steps = None if steps == last.steps_per_generation else steps
+        if stage.samples_per_step == last.samples_per_step:
+            new_samples = None
+        else:
+            new_samples = stage.samples_per_step
+        if steps == last.steps_per_generation:
+            new_steps = None
+        else:
+            new_steps = steps
         return Plan.from_choices(history, choices, samples_per_step=new_samples, steps_per_generation=new_steps)
 
     def to_json(self) -> dict[str, Any]:

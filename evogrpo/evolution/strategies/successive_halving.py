@@ -60,7 +60,10 @@ class SuccessiveHalving(Stateless):
                     )
                 )
             else:
-                reason = "failed" if record.fitness is None else f"not among the best {survivor_count}"
+                if record.fitness is None:
+                    reason = "failed"
+                else:
+                    reason = f"not among the best {survivor_count}"
                 choices.append(Choice(parent=None, reason=f"stopped: {reason}"))
         steps, samples = self._budgets(history, len(survivors))
         return Plan.from_choices(

@@ -89,5 +89,8 @@ class TruncationPBT(Stateless):
             if bounded != value:
                 return bounded
         # A value in a list moves by one entry, an integer by 1. A value at 0 or at a bound moves back into the range.
-        size = 1e-9 if parameter.choices is not None or integer else abs(factor - 1)
+        if parameter.choices is not None or integer:
+            size = 1e-9
+        else:
+            size = abs(factor - 1)
         return neighbour(parameter, value, upward=factor > 1, integer=integer, size=size)

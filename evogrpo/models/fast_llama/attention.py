@@ -85,7 +85,10 @@ def attention(
             if bias_rows:
                 both = [(k.new_zeros(1) if part is None else part).expand(bias_rows, t, keys) for part, keys in biases]
                 bias = torch.cat(both, 2)
-        out = _in_blocks(q, k, v, t, bias, keep) if q.device.type == "cpu" else _by_torch(q, k, v, t, bias)
+        if q.device.type == "cpu":
+            out = _in_blocks(q, k, v, t, bias, keep)
+        else:
+            out = _by_torch(q, k, v, t, bias)
     # `[kv, n, rep * t, d]` -> `[n * t, kv * rep * d]`
     return out.view(kv, n, wide // t, t, d).permute(1, 3, 0, 2, 4).reshape(n * t, -1)
 

@@ -357,4 +357,6 @@ class _SharedDecoding:
 
     def _by_row(self, hidden: Tensor) -> Tensor:
         """Return the hidden state of each row's prefix."""
-        return hidden if self._prefix_of is None else hidden[self._prefix_of]
+        if self._prefix_of is None:
+            return hidden
+        return hidden[self._prefix_of]

@@ -163,7 +163,10 @@ def projected(x: Tensor, layers: Sequence[NamedLinear], hook: LoraHook | None) -
 
 def _add_adapters(x: Tensor, outputs: Sequence[Tensor], adapters: Sequence[StackedAdapters]) -> Tensor | None:
     """Add scale * (x A^T) B^T to the outputs of layers in place, and return x A^T `[m, modules * r]`."""
-    low = x.new_empty((len(x), adapters[0].a.shape[1])) if adapters else None
+    if adapters:
+        low = x.new_empty((len(x), adapters[0].a.shape[1]))
+    else:
+        low = None
     for part in adapters:
         assert low is not None
         tokens = part.tokens
@@ -189,7 +192,10 @@ class _Linears(torch.autograd.Function):
         ctx: Any, x: Tensor, layers: Sequence[nn.Linear], hook: LoraHook | None, names: tuple[str, ...], *leaves: Tensor
     ) -> tuple[Tensor, ...]:
         outputs = tuple(frozen_linear(x, layer.weight, layer.bias) for layer in layers)
-        low = None if hook is None else _add_adapters(x, outputs, hook.stacked(names, len(x), x.dtype))
+        if hook is None:
+            low = None
+        else:
+            low = _add_adapters(x, outputs, hook.stacked(names, len(x), x.dtype))
         ctx.set_materialize_grads(False)
         ctx.layers = layers
         ctx.hook = hook
@@ -240,7 +246,10 @@ class _Linears(torch.autograd.Function):
         grad_leaves = list[Tensor | None]()
         for module, columns, _ in adapters[0].b:
             for slot in range(slots):
-                pair = (None, None) if grads[module] is None else (grad_a[slot, columns], grad_b[module][slot].mT)
+                if grads[module] is None:
+                    pair = (None, None)
+                else:
+                    pair = (grad_a[slot, columns], grad_b[module][slot].mT)
                 grad_leaves += pair
         return grad_x, None, None, None, *grad_leaves
 
@@ -439,7 +448,9 @@ class FastLlama:
 
 def _zeros(rows: int, like: Tensor) -> list[Tensor]:
     """Return a list with rows of zeros; empty if `rows` is 0."""
-    return [like.new_zeros((rows, like.shape[1]))] if rows else []
+    if rows:
+        return [like.new_zeros((rows, like.shape[1]))]
+    return []
 
 
 def _normed(hidden: Tensor, norm: Any) -> Tensor:
@@ -462,8 +473,15 @@ def attention_biases(layout: WeightLayout, mask: Tensor, t: int, keys: slice) ->
     no_padding = bool(mask.all())
     biases = dict[int | None, Tensor | None]()
     for window in {layer.window for layer in layout.layers}:
-        near = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-        visible = near[None] if no_padding else near & mask[:, None, keys]  # one bias for all rows without padding
+        if window is None:
+            near = distance >= 0
+        else:
+            near = (distance >= 0) & (distance < window)
+        # one bias for all rows without padding
+        if no_padding:
+            visible = near[None]
+        else:
+            visible = near & mask[:, None, keys]
         zeros = torch.zeros(visible.shape, dtype=dtype, device=mask.device)
         biases[window] = None if bool(visible.all()) else zeros.masked_fill_(~visible, lowest)
     return biases

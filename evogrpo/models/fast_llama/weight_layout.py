@@ -98,7 +98,10 @@ def find_weight_layout(model: PreTrainedModel, decoder: nn.Module) -> WeightLayo
     config: Any = decoder.config
     kinds = set()
     for weights in decoder.parameters():  # sharded weights count as plain, because layers are gathered
-        types = (nn.Parameter, Tensor) if isinstance(weights, DTensor) else (type(weights), type(weights.data))
+        if isinstance(weights, DTensor):
+            types = (nn.Parameter, Tensor)
+        else:
+            types = (type(weights), type(weights.data))
         kinds.add((weights.dtype, weights.device, types))
     dtype, device, types = next(iter(kinds))
     rope = config.rope_parameters

@@ -147,7 +147,10 @@ class LoraHook:
         # 1. Matrices of all slots of the pass: views of the weights if slots are adjacent.
         weights = self.adapters.weights
         slots = self.slots
-        weights = weights[slots[0] : slots[-1] + 1] if slots[-1] - slots[0] + 1 == len(slots) else weights[slots]
+        if slots[-1] - slots[0] + 1 == len(slots):
+            weights = weights[slots[0] : slots[-1] + 1]
+        else:
+            weights = weights[slots]
         every_a, every_b = zip(*(target.matrices(weights) for _, target in acting), strict=True)
         a = (every_a[0] if len(every_a) == 1 else torch.cat(every_a, 1)).to(dtype)
         b = [matrix.to(dtype) for matrix in every_b]
@@ -242,7 +245,10 @@ class AdapterStates:
             warn(f"Adapters train {summary}")
         # 2. Allocate weights and moments, one row per member.
         device = next(model.parameters()).device
-        remedy = "or train adapters" if lora_config is None else "or a lower r"
+        if lora_config is None:
+            remedy = "or train adapters"
+        else:
+            remedy = "or a lower r"
         check_allocation(
             4 * trained.size * (size * (3 + own_reference) + 2),  # weights, moments; one gradient, the start
             device,
@@ -251,7 +257,10 @@ class AdapterStates:
         if isinstance(trained, AllWeights):
             initial = trained.flat(model)
         else:
-            initial = initial_weights(trained.targets, seed) if start is None else start.flat(trained.targets)
+            if start is None:
+                initial = initial_weights(trained.targets, seed)
+            else:
+                initial = start.flat(trained.targets)
         initial = initial.to(device)
         self._optimizer = optimizer
         self.weights = initial.repeat(size, 1)
@@ -305,7 +314,9 @@ class AdapterStates:
 
     def hook_factory(self, policy: PolicyVersion) -> HookFactory:
         """Return the hooks of a policy version; "reference" requires own references."""
-        return (lambda slots: None) if policy == "base" else self._views[policy].hook
+        if policy == "base":
+            return lambda slots: None
+        return self._views[policy].hook
 
     def split_passes(self, policy: PolicyVersion, rows: Sequence[int], slots: Sequence[int]) -> list[list[int]]:
         """Split rows, sorted by slot, into those that can run in one pass: of one member if each has its own model.
@@ -394,7 +405,9 @@ class AdapterStates:
 
     def state_tensor(self, slot: int, name: str) -> Tensor:
         """Return a copy of one tensor of a member's train state."""
-        return torch.tensor(self._steps[slot]) if name == "step" else self._matrices[name][slot].clone()
+        if name == "step":
+            return torch.tensor(self._steps[slot])
+        return self._matrices[name][slot].clone()
 
     def state(self, slot: int) -> dict[str, Tensor]:
         """Return a copy of a member's train state."""

@@ -104,7 +104,10 @@ class AdapterBank(AdapterSampler):
         # 2. Build train states and the base model. Its compatibility checks run the model, so with a sharded base all
         # ranks run them together.
         def build() -> CausalModel:
-            trained = choose_trained(model, lora_config) if like is None else like.trained
+            if like is None:
+                trained = choose_trained(model, lora_config)
+            else:
+                trained = like.trained
             super(AdapterBank, self).__init__(
                 model,
                 size,
@@ -120,7 +123,10 @@ class AdapterBank(AdapterSampler):
             return CausalModel(model, pad_token_id, changed=trained.modules, explicit_positions=explicit_positions)
 
         # A bank like another one repeats no check, so other ranks need not take part.
-        self.base = build() if like is not None else run_on_all_ranks(model, build)
+        if like is not None:
+            self.base = build()
+        else:
+            self.base = run_on_all_ranks(model, build)
         # 3. Models of the members that train all weights, and the settings of the passes.
         self.base.autocast = autocast
         self._own_passes = {
@@ -128,7 +134,11 @@ class AdapterBank(AdapterSampler):
         }
         self.end_ids = torch.tensor(sorted(set(eos_token_ids)), device=self.base.device)
         self.micro_batch_tokens = micro_batch_tokens
-        self.logits_rows = REDUCED_LOGITS_ROWS if reduce_memory_peak else 1 << 30  # no limit
+        # no limit
+        if reduce_memory_peak:
+            self.logits_rows = REDUCED_LOGITS_ROWS
+        else:
+            self.logits_rows = 1 << 30
         self.processes = Processes()
 
     # ---- scoring and learning
@@ -399,7 +409,10 @@ class AdapterBank(AdapterSampler):
         lengths = _lengths(batch.action_mask).tolist()
         _, prefixes = distinct_prefixes(members.cpu(), inputs.prompt_ids.cpu())
         widths = [len(inputs.prompts[prompt]) for prompt in inputs.prompt_ids.tolist()]
-        repeated = [[row] for row in range(len(batch))] if fast_paths_disabled() else repetitions(batch, members)
+        if fast_paths_disabled():
+            repeated = [[row] for row in range(len(batch))]
+        else:
+            repeated = repetitions(batch, members)
         rows = [row for row in order if lengths[row] and repeated[row]]
         # 3. Split the distinct rows into micro-batches, then add the rows that repeat them.
         parts = []
@@ -488,7 +501,9 @@ class AdapterBank(AdapterSampler):
 
 def _scoring_slots(batch: Batch, policy: PolicyVersion) -> Tensor:
     """Return the slots whose weights score the rows; under the base all rows are of one slot and share prompts."""
-    return torch.zeros_like(batch.member_ids) if policy == "base" else batch.member_ids
+    if policy == "base":
+        return torch.zeros_like(batch.member_ids)
+    return batch.member_ids
 
 
 def _lengths(mask: Tensor) -> Tensor:
@@ -510,7 +525,10 @@ class MemberPolicy(nn.Module):
         super().__init__()
         self._bank = (bank,)  # in a tuple, so that the base does not become a submodule
         self.slot = slot
-        self._policy_version: PolicyVersion = "base" if base else "weights"
+        if base:
+            self._policy_version: PolicyVersion = "base"
+        else:
+            self._policy_version = "weights"
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Return logits `[n, t, v]` of tokens `[n, t]`, without gradient.
@@ -520,7 +538,10 @@ class MemberPolicy(nn.Module):
             attention_mask: `[n, t]`, True or 1 for real tokens; all tokens by default.
         """
         (bank,) = self._bank
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if attention_mask is None:
+            mask = torch.ones_like(input_ids)
+        else:
+            mask = attention_mask
         hook = bank.hook_factory(self._policy_version)(torch.full((len(input_ids),), self.slot))
         with torch.no_grad(), bank.base.working(), bank.base.autocast(), bank.base.in_lockstep():
             model = bank.model_of(self._policy_version, self.slot)

@@ -120,8 +120,14 @@ class CausalModel:
         other.decoder = find_decoder(model)
         with torch.no_grad():
             other.head = find_head(model, other.decoder)
-        layout = None if self._usable_fast_llama is None else find_weight_layout(model, other.decoder)
-        other._usable_fast_llama = None if layout is None else FastLlama(layout)
+        if self._usable_fast_llama is None:
+            layout = None
+        else:
+            layout = find_weight_layout(model, other.decoder)
+        if layout is None:
+            other._usable_fast_llama = None
+        else:
+            other._usable_fast_llama = FastLlama(layout)
         return other
 
     def with_settings_of(self, base: "CausalModel") -> "CausalModel":
@@ -132,14 +138,23 @@ class CausalModel:
         self.autocast = base.autocast
         self.shares_prefix = base.shares_prefix
         use_fast_llama = base.uses_fast_llama and not torch.is_grad_enabled()
-        self._active_fast_llama = self._usable_fast_llama if use_fast_llama else None
+        if use_fast_llama:
+            self._active_fast_llama = self._usable_fast_llama
+        else:
+            self._active_fast_llama = None
         return self
 
     def _checked_fast_llama(self) -> FastLlama | None:
         """Return fast_llama if it supports the model and gives its results."""
         supported = self.explicit_positions and not fast_paths_disabled()
-        layout = find_weight_layout(self.model, self.decoder) if supported else None
-        fast_llama = None if layout is None else FastLlama(layout, self._sharded_layers)
+        if supported:
+            layout = find_weight_layout(self.model, self.decoder)
+        else:
+            layout = None
+        if layout is None:
+            fast_llama = None
+        else:
+            fast_llama = FastLlama(layout, self._sharded_layers)
         if fast_llama is None or fast_llama.matches_model():
             return fast_llama
         warn(
@@ -183,8 +198,14 @@ class CausalModel:
             self._working = True
             with frozen_model(self.model), grouped_attention(self.device):
                 mixed = self.autocast is not nullcontext or torch.is_autocast_enabled(self.device.type)
-                self._active_fast_llama = None if mixed or not is_unmodified(self.decoder) else self._usable_fast_llama
-                changed = self._changed if self._active_fast_llama is None else {}
+                if mixed or not is_unmodified(self.decoder):
+                    self._active_fast_llama = None
+                else:
+                    self._active_fast_llama = self._usable_fast_llama
+                if self._active_fast_llama is None:
+                    changed = self._changed
+                else:
+                    changed = {}
                 handles.extend(module.register_forward_hook(self._hook(name)) for name, module in changed.items())
                 yield
         finally:
@@ -197,11 +218,15 @@ class CausalModel:
 
     def in_lockstep(self) -> AbstractContextManager[None]:
         """Return a context for passes; see `ShardedLayers.in_lockstep`."""
-        return nullcontext() if self._sharded_layers is None else self._sharded_layers.in_lockstep()
+        if self._sharded_layers is None:
+            return nullcontext()
+        return self._sharded_layers.in_lockstep()
 
     def _hook(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor | None]:
         def change(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-            return None if self._adapter_hook is None else self._adapter_hook(name, args[0], output)
+            if self._adapter_hook is None:
+                return None
+            return self._adapter_hook(name, args[0], output)
 
         return change
 
@@ -220,7 +245,10 @@ class CausalModel:
         if self.explicit_positions:
             positions["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         # Models without a KV cache have no such arguments, so pass them only with a cache.
-        cached = {} if cache is None else {"past_key_values": cache, "use_cache": True}
+        if cache is None:
+            cached = {}
+        else:
+            cached = {"past_key_values": cache, "use_cache": True}
         try:
             self._adapter_hook = hook
             output = self.decoder(input_ids=ids, attention_mask=mask.long(), **positions, **cached)
@@ -412,8 +440,12 @@ class CausalModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits `[m, v]` of hidden states `[m, h]`, without gradient."""
         weight = self.head_matrix(hidden)
-        return self.head(hidden) if weight is None else frozen_linear(hidden, weight)
+        if weight is None:
+            return self.head(hidden)
+        return frozen_linear(hidden, weight)
 
     def head_matrix(self, hidden: Tensor) -> Tensor | None:
         """Return the vocabulary matrix `[v, h]` if fast_llama is in use and the head is nothing but this product."""
-        return None if self._active_fast_llama is None else head_matrix(self.head, hidden)
+        if self._active_fast_llama is None:
+            return None
+        return head_matrix(self.head, hidden)

@@ -115,7 +115,10 @@ def end_ids_of(model: PreTrainedModel) -> set[int]:
     ends: set[int] = set()
     for part in (model.generation_config, config, config.get_text_config()):
         named = getattr(part, "eos_token_id", None)
-        listed = named if isinstance(named, list | tuple) else [named]
+        if isinstance(named, list | tuple):
+            listed = named
+        else:
+            listed = [named]
         ends.update(token for token in listed if isinstance(token, int) and 0 <= token < size)
     return ends
 
@@ -197,7 +200,9 @@ def check_differentiable(model: PreTrainedModel, decoder: nn.Module, names: Iter
 
     def begin(module: nn.Module, args: object, output: Tensor) -> Tensor:
         # Clone, because the model may modify outputs in place.
-        return output if output.requires_grad else output.detach().requires_grad_().clone()
+        if output.requires_grad:
+            return output
+        return output.detach().requires_grad_().clone()
 
     handles = [model.get_submodule(name).register_forward_hook(begin) for name in names]
     try:
@@ -280,14 +285,19 @@ def _heads(bare: Head, config: Any) -> Iterator[Head]:
 def _head(bare: Head, scale: float, cap: float | None) -> Head:
     def head(hidden: Tensor) -> Tensor:
         logits = scale * bare(hidden)
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        if cap is None:
+            return logits
+        return cap * torch.tanh(logits / cap)
 
     return head
 
 
 def close(got: Tensor, expected: Tensor) -> bool:
     """Return True if two results agree up to rounding in the lower precision of the two."""
-    tolerance = 1e-3 if {got.dtype, expected.dtype} <= {torch.float32, torch.float64} else 5e-2
+    if {got.dtype, expected.dtype} <= {torch.float32, torch.float64}:
+        tolerance = 1e-3
+    else:
+        tolerance = 5e-2
     scale = float(expected.float().abs().max()) or 1.0
     return got.shape == expected.shape and float((got - expected).float().abs().max()) <= tolerance * scale
 
@@ -352,7 +362,10 @@ def check_padding(
     try:
         shifted = run(padded, mask)[:, padding:]
     except TypeError as error:
-        remedy = " and position_ids; pass calc_position_embeddings=False" if explicit_positions else ""
+        if explicit_positions:
+            remedy = " and position_ids; pass calc_position_embeddings=False"
+        else:
+            remedy = ""
         raise ValueError(f"{class_name(model)} does not run with attention_mask{remedy}: {error}") from error
     whole = decoder(input_ids=ids).last_hidden_state
     # 3. Compare the hidden states of the real tokens.

@@ -141,7 +141,9 @@ def has_user_hooks(module: nn.Module) -> bool:
 
 def unsharded_class(module: nn.Module) -> type:
     """Return the class that a module had before it was sharded."""
-    return type(module).__bases__[1] if module in _OWN_HOOKS else type(module)
+    if module in _OWN_HOOKS:
+        return type(module).__bases__[1]
+    return type(module)
 
 
 def sharded_over(model: PreTrainedModel) -> int:
@@ -167,7 +169,9 @@ def run_on_all_ranks(model: PreTrainedModel, work: Callable[[], T]) -> T:
 
 def shard_count(wanted: int) -> int:
     """Return the number of shards: the greatest common divisor of `wanted` and the world size."""
-    return 1 if wanted == 1 else math.gcd(wanted, processes().size)
+    if wanted == 1:
+        return 1
+    return math.gcd(wanted, processes().size)
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:

@@ -160,7 +160,10 @@ def find_export(folder: Path) -> Export:
     """Return the files of an adapter or of a model in a checkpoint."""
     if (folder / CONFIG).is_file():
         base = json.loads((folder / CONFIG).read_text())["base_model_name_or_path"]
-        model = "AutoPeftModelForCausalLM.from_pretrained({})" if base else "PeftModel.from_pretrained(base_model, {})"
+        if base:
+            model = "AutoPeftModelForCausalLM.from_pretrained({})"
+        else:
+            model = "PeftModel.from_pretrained(base_model, {})"
         return Export(files=(CONFIG, TENSORS), what="an adapter of", loader=f"peft.{model}")
     files = tuple(name for name in MODEL_FILES if (folder / name).is_file())
     loader = "transformers.AutoModelForCausalLM.from_pretrained({})"

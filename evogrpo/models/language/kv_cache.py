@@ -52,7 +52,9 @@ class PrefixLayer(DynamicLayer):
 
     def get_seq_length(self) -> int:
         """Return the length of the prefix."""
-        return 0 if self.prefix is None else int(self.prefix[0].shape[-2])
+        if self.prefix is None:
+            return 0
+        return int(self.prefix[0].shape[-2])
 
 
 @dataclass(frozen=True, kw_only=True)

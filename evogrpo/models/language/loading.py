@@ -129,7 +129,9 @@ def choose_precision(wanted: Precision, model: PreTrainedModel, device: str, *, 
     if wanted != "auto":
         return wanted
     if not device.startswith("cpu"):
-        return "bfloat16" if not device.startswith("cuda") or torch.cuda.is_bf16_supported() else "float32"
+        if not device.startswith("cuda") or torch.cuda.is_bf16_supported():
+            return "bfloat16"
+        return "float32"
     small = sum(weights.numel() for weights in model.parameters()) < MIN_PARAMETERS
     if small or fast_paths_disabled() or find_weight_layout(model, find_decoder(model)) is None:
         return "float32"
@@ -244,7 +246,10 @@ def load_base(
     check_quantised(kind, device, parts)
     place = locate_base(source)
     name = str(source)
-    options = {} if kind is None else quantised_options(kind, compute, device)
+    if kind is None:
+        options = {}
+    else:
+        options = quantised_options(kind, compute, device)
     # 2. Load the model and its tokenizer.
     with _loading(name):
         plain_fingerprint = None
@@ -288,7 +293,9 @@ def _checked_dtype(dtype: torch.dtype | str | None, device: str) -> tuple[Quanti
 
 def default_dtype(device: str) -> torch.dtype:
     """Return the default compute dtype of a base on a device."""
-    return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+    if torch.device(device).type == "cpu":
+        return torch.float32
+    return torch.bfloat16
 
 
 def load_outline(source: str | Path) -> BaseModel:
@@ -365,7 +372,9 @@ def loadable_name(model: PreTrainedModel) -> str | None:
     For the demo model and GGUF files this is the converted folder in the cache.
     """
     name = str(model.config.name_or_path or model.name_or_path or "")
-    return str(Path(name).resolve()) if Path(name).is_dir() and name else name or None
+    if Path(name).is_dir() and name:
+        return str(Path(name).resolve())
+    return name or None
 
 
 def load_tokenizer(model: PreTrainedModel) -> Any:

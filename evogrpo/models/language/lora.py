@@ -238,7 +238,10 @@ def choose_targets(model: PreTrainedModel, config: LoraConfig, *, outline: bool 
             unfit.setdefault(target.name, MISREAD)
     # 2. Raise if none is left, or if the configuration names one of them. "all-linear" leaves them out.
     if not fitting or (unfit and not adapts_all(config)):
-        remedy = "Use another architecture." if adapts_all(config) else "Name others, or use 'all-linear'."
+        if adapts_all(config):
+            remedy = "Use another architecture."
+        else:
+            remedy = "Name others, or use 'all-linear'."
         raise ValueError(
             f"lora_config.target_modules={config.target_modules!r} names modules of {class_name(model)} that cannot "
             f"be adapted: {_in_words(unfit)}. {remedy}"
@@ -258,7 +261,10 @@ def find_targets(model: nn.Module, config: LoraConfig) -> tuple[Target, ...]:
             vocabulary head.
     """
     check_supported(config)
-    pattern = replace(config, target_modules=".*") if adapts_all(config) else config
+    if adapts_all(config):
+        pattern = replace(config, target_modules=".*")
+    else:
+        pattern = config
     head = model.get_output_embeddings()  # type: ignore[operator]
     targets: list[Target] = []
     for name, module in model.named_modules():
@@ -298,7 +304,10 @@ def _not_linear(model: PreTrainedModel, targets: Sequence[Target]) -> dict[str, 
         def watch(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             *shape, width = args[0].shape
             # Some architectures flatten rows and tokens.
-            in_rows = shape[0] == rows if len(shape) > 1 else shape == [rows * tokens]
+            if len(shape) > 1:
+                in_rows = shape[0] == rows
+            else:
+                in_rows = shape == [rows * tokens]
             linear = width == target.width_in and isinstance(output, Tensor)
             if not (in_rows and linear and [*output.shape] == [*shape, target.width_out]):
                 reasons[target.name] = NOT_LINEAR

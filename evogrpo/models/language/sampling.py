@@ -84,7 +84,9 @@ class AdapterSampler(AdapterStates):
     def model_of(self, policy: PolicyVersion, slot: int) -> CausalModel:
         """Return the model that computes a member's rows: the base with hooks, or the member's own."""
         passes = self._own_passes.get(policy)
-        return self.base if passes is None else passes[slot].with_settings_of(self.base)
+        if passes is None:
+            return self.base
+        return passes[slot].with_settings_of(self.base)
 
     def sync(self, slots: Sequence[int]) -> None:
         """Do nothing: the bank samples with the weights it trains."""
@@ -128,7 +130,10 @@ class AdapterSampler(AdapterStates):
         versions: list[WeightsVersion] = [
             None if base else (slot, self.changes[slot]) for slot in rows.member_ids.tolist()
         ]
-        kept = rows.kept if isinstance(rows.kept, CachedRows) else None
+        if isinstance(rows.kept, CachedRows):
+            kept = rows.kept
+        else:
+            kept = None
         order = torch.from_numpy(lexsort(rows.prompt_ids, rows.member_ids))
         resumed = torch.zeros(len(rows), dtype=torch.bool)
         if kept is not None:
@@ -161,7 +166,9 @@ def rows_at_once(width: int, device: str) -> int:
         device: Type of the device.
     """
     fitting = max(1, CACHED_TOKENS // width)
-    return min(fitting, max(CPU_ROWS, CPU_TOKENS // width)) if device == "cpu" else fitting
+    if device == "cpu":
+        return min(fitting, max(CPU_ROWS, CPU_TOKENS // width))
+    return fitting
 
 
 class _Sampler:
@@ -186,14 +193,20 @@ class _Sampler:
         self._counter = rows.stop.progress("writing", len(rows), "completions")
         device = model.device
         shape = (len(rows), rows.max_new_tokens)
-        uniforms = torch.rand(shape, generator=torch.default_generator) if rows.uniforms is None else rows.uniforms
+        if rows.uniforms is None:
+            uniforms = torch.rand(shape, generator=torch.default_generator)
+        else:
+            uniforms = rows.uniforms
         self._uniforms = uniforms.to(device)
         temperature = rows.temperature.to(device)
         self._greedy = temperature == 0
         self._temperature = torch.where(self._greedy, 1.0, temperature)
         self._all_greedy, self._any_greedy = bool(self._greedy.all()), bool(self._greedy.any())
         self._scaled = bool((self._temperature != 1.0).any())
-        self._prompts = None if rows.options.repetition_penalty == 1.0 else _padded_prompts(rows).to(device)
+        if rows.options.repetition_penalty == 1.0:
+            self._prompts = None
+        else:
+            self._prompts = _padded_prompts(rows).to(device)
         # Output: token ids, True for sampled tokens, log-probabilities in nats; True for rows reported as finished.
         self._actions = torch.full(shape, model.pad_id, dtype=torch.long, device=device)
         self._present = torch.zeros(shape, dtype=torch.bool, device=device)
@@ -212,7 +225,10 @@ class _Sampler:
         saved = len(self._caches)
         self._model = self._bank.model_of(self._policy, int(self._rows.member_ids[wave[0]]))
         try:
-            decoding = self._prefill(wave) if kept is None else self._resume(wave, kept)
+            if kept is None:
+                decoding = self._prefill(wave)
+            else:
+                decoding = self._resume(wave, kept)
             self._decode(decoding, wave.to(self._model.device), keep)
             return
         except torch.OutOfMemoryError:
@@ -266,7 +282,10 @@ class _Sampler:
         """Run the tokens of each row that its saved cache does not contain."""
         rows = self._rows
         device = self._model.device
-        saved = wave if rows.kept_rows is None else rows.kept_rows.cpu()[wave]
+        if rows.kept_rows is None:
+            saved = wave
+        else:
+            saved = rows.kept_rows.cpu()[wave]
         prompts = [rows.prompts[prompt] for prompt in rows.prompt_ids.cpu()[wave].tolist()]
         new = [prompt[len(kept.tokens[row]) :] for row, prompt in zip(saved.tolist(), prompts, strict=True)]
         members = rows.member_ids.cpu()[wave].to(device)
@@ -289,7 +308,10 @@ class _Sampler:
 
         def save(local: Tensor, fed: int) -> None:
             # The last token of a row may not have been fed. Dropping it makes all rows equal.
-            cache = decoding.copy_cache(local, self._present[numbers[local], 1 : fed + 1]) if keep else None
+            if keep:
+                cache = decoding.copy_cache(local, self._present[numbers[local], 1 : fed + 1])
+            else:
+                cache = None
             if cache is not None:
                 self._caches.append((numbers[local], cache))
 
@@ -358,8 +380,14 @@ class _Sampler:
                 # 1. Penalties, temperature, forbidden end tokens. The logits are overwritten.
                 if context is not None:
                     logits = apply_repetition_penalty(logits, context[rows], options.repetition_penalty)
-                temperature = self._temperature[numbers[rows]] if self._scaled else None
-                forbidden = torch.ones_like(greedy) if step < self._rows.min_new_tokens else None
+                if self._scaled:
+                    temperature = self._temperature[numbers[rows]]
+                else:
+                    temperature = None
+                if step < self._rows.min_new_tokens:
+                    forbidden = torch.ones_like(greedy)
+                else:
+                    forbidden = None
                 scaled = scale_logits(logits, temperature, forbidden, self._bank.end_ids)
                 if self._all_greedy:
                     tokens[rows] = scaled.argmax(1)

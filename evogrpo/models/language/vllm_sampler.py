@@ -121,7 +121,10 @@ class VLLMSampler:
         seconds = float(finite_number("timeout", timeout))
         if seconds <= 0:
             raise ValueError(f"timeout must be a positive number of seconds, got {seconds}.")
-        urls: list[Any] = list(url) if isinstance(url, list | tuple) else [url]
+        if isinstance(url, list | tuple):
+            urls: list[Any] = list(url)
+        else:
+            urls = [url]
         self._servers = [_Server(each, seconds) for each in urls]
         if not urls or len({server.url for server in self._servers}) < len(urls):
             raise ValueError(f"url must be one address or several different ones, got {len(urls)}.")
@@ -189,7 +192,10 @@ class VLLMSampler:
             VLLMError: If a server does not answer in time or its answer is invalid.
         """
         groups: dict[tuple[int | None, float], list[int]] = {}
-        slots = [None] * len(rows) if base else rows.member_ids.tolist()
+        if base:
+            slots = [None] * len(rows)
+        else:
+            slots = rows.member_ids.tolist()
         for row, kind in enumerate(zip(slots, rows.temperature.tolist(), strict=True)):
             groups.setdefault(kind, []).append(row)
         requests: list[_Request] = []
@@ -289,7 +295,10 @@ class VLLMSampler:
     def _refused(self, server: "_Server", problem: str) -> VLLMError:
         """Return an error with the command that starts the server as this population needs it."""
         bank = self._connected()
-        dtype = torch.bfloat16 if is_quantised(bank.base.model) else next(bank.base.model.parameters()).dtype
+        if is_quantised(bank.base.model):
+            dtype = torch.bfloat16
+        else:
+            dtype = next(bank.base.model.parameters()).dtype
         command = vllm_command(
             loadable_name(bank.base.model) or "MODEL",
             members=max(1, sum(self._server_of(slot) is server for slot in range(bank.size))),
@@ -338,7 +347,10 @@ class VLLMSampler:
         ids = rows.prompt_ids.tolist()
         histories = rows.history
         ends = bank.end_ids.tolist()
-        name = server.base if slot is None else self._name(slot, self._versions[slot])
+        if slot is None:
+            name = server.base
+        else:
+            name = self._name(slot, self._versions[slot])
         shortest = min(rows.min_new_tokens, rows.max_new_tokens)
         longest = rows.max_new_tokens
         body: dict[str, Any] = {
@@ -384,7 +396,10 @@ class VLLMSampler:
             values = choice.logprobs.token_logprobs
             places = [place for place, token in enumerate(tokens) if token in ends]
             # A completion ends with its only end token, or has the maximum length.
-            whole = len(tokens) == longest if not places else shortest <= places[0] == len(tokens) - 1 < longest
+            if not places:
+                whole = len(tokens) == longest
+            else:
+                whole = shortest <= places[0] == len(tokens) - 1 < longest
             if len(values) != len(tokens) or max(tokens) >= vocabulary or not whole:
                 raise VLLMError(
                     f"{server.url} returned a completion of {len(tokens)} tokens, {len(values)} log-probabilities and "
@@ -442,7 +457,10 @@ class _Server:
             raise ValueError(
                 "url must have no user name, password, query or fragment. Set VLLM_API_KEY to the key of the server."
             )
-        match = _URL.fullmatch(url) if isinstance(url, str) else None
+        if isinstance(url, str):
+            match = _URL.fullmatch(url)
+        else:
+            match = None
         if match is None or not 1 <= int(match["port"] or 1) <= 65_535:
             raise ValueError(f'url must look like "http://127.0.0.1:8000", got {shown(url)}.')
         self.url = url.rstrip("/")

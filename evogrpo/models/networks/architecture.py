@@ -53,7 +53,9 @@ class NetworkConfig:
     @property
     def description(self) -> str:
         """Hidden layers and activation, such as "64-64 tanh"."""
-        return f"{'-'.join(map(str, self.hidden))} {self.activation}" if self.hidden else "linear"
+        if self.hidden:
+            return f"{'-'.join(map(str, self.hidden))} {self.activation}"
+        return "linear"
 
 
 @settings
@@ -173,7 +175,10 @@ def morph(state: StateParameters, old: NetworkConfig, new: NetworkConfig, rng: n
         sizes.append(sizes[-1])
     # 2. Remove or add units of each layer, and their weights in the layer after it.
     for layer, (now, wanted) in enumerate(zip(sizes, new.hidden, strict=True)):
-        after = f"hidden{layer + 1}" if layer + 1 < len(sizes) else "output"
+        if layer + 1 < len(sizes):
+            after = f"hidden{layer + 1}"
+        else:
+            after = "output"
         if wanted > now:
             state = add_units(state, f"hidden{layer}", after, wanted - now, rng)
         elif wanted < now:

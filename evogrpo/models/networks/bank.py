@@ -90,7 +90,10 @@ class StackedBank(StackedTrainStates):
                 if stack.reads_features and self.device.type == "cpu":
                     features = np.asarray(observations, dtype=np.float32).reshape(len(member_ids), -1)
                     all_in_order = layout.in_order and layout.index.size == len(member_ids)  # needs no gathering
-                    features = features.reshape(*layout.index.shape, -1) if all_in_order else features[layout.index]
+                    if all_in_order:
+                        features = features.reshape(*layout.index.shape, -1)
+                    else:
+                        features = features[layout.index]
                     outputs = stack.outputs_in_numpy(layout.rows, features)
                 else:
                     laid_out = map_tensors(to_tensors(observations), itemgetter(torch.from_numpy(layout.index)))
@@ -165,8 +168,14 @@ class StackedBank(StackedTrainStates):
             reference: Use the reference policy instead of the members' policies.
         """
         width = self.distribution.outputs + sum(map(math.prod, self.distribution.free_parameters.values()))
-        reference_version: PolicyVersion = "reference" if self.own_reference else "base"
-        version: PolicyVersion = reference_version if reference else "weights"
+        if self.own_reference:
+            reference_version: PolicyVersion = "reference"
+        else:
+            reference_version = "base"
+        if reference:
+            version: PolicyVersion = reference_version
+        else:
+            version = "weights"
         return self._evaluate(batch, version, lambda rows, places, outputs: [outputs], [(width,)])[0]
 
     def _scores(self, batch: Batch, version: PolicyVersion) -> list[Tensor]:
@@ -253,8 +262,14 @@ class StackedBank(StackedTrainStates):
         for part in self._parts(batch, hyperparameters):
             batch.stop.check()
             # 1. Forward pass of some rows.
-            rows = batch if len(part) == len(batch) else batch.select(part)
-            reference = None if reference_distributions is None else reference_distributions[part]
+            if len(part) == len(batch):
+                rows = batch
+            else:
+                rows = batch.select(part)
+            if reference_distributions is None:
+                reference = None
+            else:
+                reference = reference_distributions[part]
             read = partial(
                 self._read_scores, entropy_gradient=entropy_gradient, reference=reference, reverse_kl=reverse_kl
             )
@@ -312,7 +327,10 @@ class StackedBank(StackedTrainStates):
         # 2. Run each stack.
         parts = []
         for stack, layout in layouts:
-            places = None if in_order and layout.real is None else torch.from_numpy(counted[layout.index])
+            if in_order and layout.real is None:
+                places = None
+            else:
+                places = torch.from_numpy(counted[layout.index])
             observations = map_tensors(
                 batch.inputs.observations, partial(_take, places=places, shape=layout.index.shape)
             )
@@ -367,7 +385,9 @@ class StackedBank(StackedTrainStates):
         def adjusted(parameters: Tensor) -> Tensor:
             if temperature is not None:
                 parameters = distribution.at_temperature(parameters, temperature)
-            return parameters if legal is None else parameters.masked_fill(~legal, MASKED_LOGIT)
+            if legal is None:
+                return parameters
+            return parameters.masked_fill(~legal, MASKED_LOGIT)
 
         # 3. Log-probabilities and entropies; divergences if there is a reference.
         actions = take(batch.actions).to(outputs.device)
@@ -394,4 +414,6 @@ def to_tensors(tree: Any) -> Any:
         return {key: to_tensors(value) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
         return tuple(to_tensors(value) for value in tree)
-    return tree if isinstance(tree, Tensor) else torch.from_numpy(np.ascontiguousarray(tree))
+    if isinstance(tree, Tensor):
+        return tree
+    return torch.from_numpy(np.ascontiguousarray(tree))

@@ -185,7 +185,10 @@ class Bernoulli(Distribution):
             greedy, divisor = _greedy_and_divisor(temperature)
             logits = logits if divisor is None else logits / divisor[:, None]
             sampled = uniforms >= np.exp(-np.logaddexp(0, logits))  # the probability of a 0
-            bits = sampled if greedy is None else np.where(greedy[:, None], bits, sampled)
+            if greedy is None:
+                bits = sampled
+            else:
+                bits = np.where(greedy[:, None], bits, sampled)
         log_probs = -np.logaddexp(0, np.where(bits, -logits, logits)).sum(1)
         return bits.reshape(len(outputs), *self.shape).astype(self.dtype), log_probs.astype(np.float32)
 
@@ -290,4 +293,6 @@ def _greedy_and_divisor(temperature: Floats | None) -> tuple[NDArray[np.bool_] |
 
 
 def _sum(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+    if len(parts) == 1:
+        return parts[0]
+    return torch.stack(parts).sum(0)

@@ -66,7 +66,10 @@ class ObservationEncoder:
         images = []
         numbers = flatten(self.space, preprocess_observation(observations, self.space, device))
         for leaf, part in zip(self._leaves, numbers, strict=True):
-            values = part / 255 if leaf.dtype == np.uint8 and isinstance(leaf, spaces.Box) else part
+            if leaf.dtype == np.uint8 and isinstance(leaf, spaces.Box):
+                values = part / 255
+            else:
+                values = part
             shape = _image(leaf)
             if shape is None:
                 vectors.append(values.reshape(values.shape[0], -1))
@@ -85,7 +88,9 @@ def _image(space: spaces.Space[Any]) -> Image | None:
     if len(space.shape) == 2:
         return (1, space.shape[0], space.shape[1])
     first, middle, last = space.shape
-    return (first, middle, last) if first < last else (last, first, middle)
+    if first < last:
+        return (first, middle, last)
+    return (last, first, middle)
 
 
 # ---- layers
@@ -212,7 +217,10 @@ class DefaultNetwork:
         """Add one image's convolutions to `shapes`; return their names, strides and number of features."""
         convolutions = self.config.convolutions
         if convolutions is None:
-            convolutions = NATURE if min(image[1:]) >= MIN_NATURE_SIDE else SMALL
+            if min(image[1:]) >= MIN_NATURE_SIDE:
+                convolutions = NATURE
+            else:
+                convolutions = SMALL
         layers, (width, *sides) = [], image
         self.values_per_observation += 2 * math.prod(image)
         for depth, (channels, kernel, stride) in enumerate(convolutions):
@@ -316,7 +324,10 @@ class DefaultNetwork:
         """Return features `[q, w, f]`, including those of images."""
         lead = flatten(self.encoder.space, observations)[0].shape[:2]
         vector, images = self.encoder(map_tensors(observations, lambda leaf: leaf.flatten(0, 1)), device)
-        parts = [] if vector is None else [vector.unflatten(0, lead)]
+        if vector is None:
+            parts = []
+        else:
+            parts = [vector.unflatten(0, lead)]
         # Member by member: with 8 members and 32 images of 84 x 84 x 4 each, forward and backward take 88 ms; with one
         # grouped convolution or `torch.func.vmap` 116 ms.
         for layers, image in zip(self._images, images, strict=True):

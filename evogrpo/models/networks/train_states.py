@@ -82,7 +82,10 @@ def lay_out(rows: IntArray) -> list[Layout]:
     members = np.flatnonzero(counts)
     # 2. Group the members: by the rounded-down log2 of their items if one group would be mostly padding.
     wasteful = len(members) * counts.max() > 2 * len(rows)
-    sizes = np.log2(counts[members]).astype(np.int64) if wasteful else np.zeros_like(members)
+    if wasteful:
+        sizes = np.log2(counts[members]).astype(np.int64)
+    else:
+        sizes = np.zeros_like(members)
     # 3. Lay out each group; a member with fewer items than `width` repeats its first one.
     layouts = []
     for size in np.unique(sizes):
@@ -133,7 +136,10 @@ class Stack:
         self.gradient = torch.zeros_like(self.tensors["weights"])
         self._gradients = split(self.gradient, self.shapes)
         self._views = {name: split(matrix, self.shapes) for name, matrix in self.tensors.items()}
-        space = network.encoder.space if isinstance(network, DefaultNetwork) else None
+        if isinstance(network, DefaultNetwork):
+            space = network.encoder.space
+        else:
+            space = None
         self.reads_features = isinstance(space, spaces.Box) and space.dtype != np.uint8
 
     def row(self, name: str, row: int) -> Tensor:
@@ -156,8 +162,14 @@ class Stack:
 
         def backward(grad: Tensor) -> None:
             # 1. The network's gradient, from the columns of its outputs.
-            flat = self.gradient if all_members else torch.zeros_like(self.gradient[: len(rows)])
-            gradients = self._gradients if all_members else split(flat, self.shapes)
+            if all_members:
+                flat = self.gradient
+            else:
+                flat = torch.zeros_like(self.gradient[: len(rows)])
+            if all_members:
+                gradients = self._gradients
+            else:
+                gradients = split(flat, self.shapes)
             grad_outputs, grad_free = grad.tensor_split([outputs.shape[2]], 2)
             add_gradients(grad_outputs, gradients)
             # 2. Free parameters are the last columns, the same for every observation: sum over observations. Sum by a
@@ -180,7 +192,9 @@ class Stack:
         outputs = self.network.outputs_in_numpy(arrays, features)
         free_parameters = [arrays[key].reshape(len(rows), 1, -1) for key in self._free_names]
         repeated = [np.broadcast_to(values, (*outputs.shape[:2], values.shape[2])) for values in free_parameters]
-        return np.concatenate([outputs, *repeated], axis=2) if repeated else outputs
+        if repeated:
+            return np.concatenate([outputs, *repeated], axis=2)
+        return outputs
 
     def _parameters(self, name: str, rows: IntArray) -> Parameters:
         """Return the parameters `[q, ...]` of some members: views of all, copies of fewer."""
@@ -191,7 +205,9 @@ class Stack:
 
     def _with_free(self, outputs: Tensor, parameters: Parameters) -> Tensor:
         free = [parameters[name].flatten(1)[:, None].expand(*outputs.shape[:2], -1) for name in self._free_names]
-        return torch.cat([outputs, *free], dim=2) if free else outputs
+        if free:
+            return torch.cat([outputs, *free], dim=2)
+        return outputs
 
     @cached_property
     def _arrays(self) -> dict[str, FloatArray]:
@@ -391,11 +407,16 @@ class StackedTrainStates:
         """Return a copy of one tensor of a member's train state."""
         stack, row = self.locate(slot)
         if name == "architecture":  # as JSON text, in bytes
-            values = {"module": self._module.name} if self._module else dump(stack.config)
+            if self._module:
+                values = {"module": self._module.name}
+            else:
+                values = dump(stack.config)
             return torch.tensor(list(json.dumps(values, sort_keys=True).encode()), dtype=torch.uint8)
         if name == "step":
             return torch.tensor(self._steps[slot])
-        return self._stats[slot].clone() if name == "running_stats" else stack.row(name, row).clone()
+        if name == "running_stats":
+            return self._stats[slot].clone()
+        return stack.row(name, row).clone()
 
     def state(self, slot: int) -> dict[str, Tensor]:
         """Return a copy of a member's train state: weights and moments `[k]`, architecture, statistics, step count."""
@@ -494,7 +515,10 @@ class StackedTrainStates:
             finite = stack.tensors["weights"].sum(1).isfinite().tolist()
             for slot, row in rows.items():
                 self._steps[slot] += row in updates
-                norm = norms[row] if row in updates and finite[row] else math.nan
+                if row in updates and finite[row]:
+                    norm = norms[row]
+                else:
+                    norm = math.nan
                 report = UpdateReport(grad_norm=norm, lr=lrs[slot], loss=losses[slot], step=self._steps[slot])
                 reports[slot] = report
         return reports

@@ -65,7 +65,9 @@ class WrapperSection:
 def _described(error: Exception) -> str:
     """Return the text of an exception of an environment's code, with its line unless the text explains itself."""
     explained = isinstance(error, gymnasium.error.Error | ImportError)
-    return str(error) if explained else f"{class_name(error)}: {one_line(error)}{user_line(error)}"
+    if explained:
+        return str(error)
+    return f"{class_name(error)}: {one_line(error)}{user_line(error)}"
 
 
 @settings
@@ -125,8 +127,13 @@ class EnvironmentTask(StartsTask):
         """Return rows of the printed plan: user code that is executed, and wrappers."""
         module, colon, _ = self.env.partition(":")
         named = [each if isinstance(each, str) else each.name for each in self.wrappers]
-        facts = {"your code": f"module {module}, which registers the environment"} if colon else {}
-        return {**facts, "wrappers": ", then ".join(named)} if named else facts
+        if colon:
+            facts = {"your code": f"module {module}, which registers the environment"}
+        else:
+            facts = {}
+        if named:
+            return {**facts, "wrappers": ", then ".join(named)}
+        return facts
 
     def environment(self, *, seed: int) -> GymnasiumGroups:
         """Create the groups of episodes.
@@ -182,7 +189,9 @@ def reward_threshold(env: str) -> float | None:
     Raises:
         ValueError: If the environment is not registered.
     """
-    return None if env in plugin_names() else _registered(env).reward_threshold
+    if env in plugin_names():
+        return None
+    return _registered(env).reward_threshold
 
 
 def _registered(env: str) -> EnvSpec:
@@ -243,7 +252,10 @@ class ParallelTask(StartsTask):
 
     def facts(self) -> dict[str, str]:
         """Return rows of the printed plan: user code that is executed."""
-        scored = f"; {self.score}, fitness" if isinstance(self.score, str) and ":" in self.score else ""
+        if isinstance(self.score, str) and ":" in self.score:
+            scored = f"; {self.score}, fitness"
+        else:
+            scored = ""
         return {"your code": f"{self.parallel_env}, which makes the environment{scored}"}
 
     def environment(self, *, seed: int) -> PettingZooGroups:
@@ -355,6 +367,11 @@ def packaged_values(env: str | None, *, with_preset: bool) -> dict[str, Any]:
     if env is None:
         return values
     threshold = reward_threshold(env)
-    solved = {} if threshold is None else {"schedule": {"target_fitness": threshold}}
+    if threshold is None:
+        solved = {}
+    else:
+        solved = {"schedule": {"target_fitness": threshold}}
     values = merge_sections(values, {"task": {"env": env}, **solved})
-    return merge_sections(values, preset(env)) if with_preset else values
+    if with_preset:
+        return merge_sections(values, preset(env))
+    return values

@@ -406,13 +406,17 @@ class DatasetTask(QuestionTask):
     @property
     def functions(self) -> tuple[str, ...]:
         """The reward functions."""
-        return (self.reward,) if isinstance(self.reward, str) else self.reward or ()
+        if isinstance(self.reward, str):
+            return (self.reward,)
+        return self.reward or ()
 
     @property
     def factories(self) -> Mapping[str, str]:
         """The environments by name; a single one has an empty name."""
         given = self.environment_factory
-        return {"": given} if isinstance(given, str) else given or {}
+        if isinstance(given, str):
+            return {"": given}
+        return given or {}
 
     @property
     def label(self) -> str:

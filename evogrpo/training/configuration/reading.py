@@ -177,8 +177,13 @@ def _misplaced(name: str, section: str, valid: Sequence[str], task: object = Non
         if matches or has_suggestion:
             return next(iter(matches), None)
     # A setting of another task type, which this configuration cannot have.
-    others = None if task is None else _misplaced(name, section, valid)
-    return None if others is None else f"{others} (only with another task)"
+    if task is None:
+        others = None
+    else:
+        others = _misplaced(name, section, valid)
+    if others is None:
+        return None
+    return f"{others} (only with another task)"
 
 
 def setting_called(name: str) -> str | None:
@@ -373,7 +378,9 @@ def _absolute(path: str, folder: Path) -> str:
 
 def _absolute_or_hub(name: str, folder: Path) -> str:
     # A hub id looks like a relative path, so a name is a path only if it exists.
-    return _absolute(name, folder) if name.startswith((".", "~")) or (folder / name).exists() else name
+    if name.startswith((".", "~")) or (folder / name).exists():
+        return _absolute(name, folder)
+    return name
 
 
 def _absolute_file(name: str, folder: Path) -> str:
@@ -384,7 +391,9 @@ def _absolute_file(name: str, folder: Path) -> str:
 
 def _absolute_reference(reference: str, folder: Path) -> str:
     file, colon, name = reference.rpartition(":")
-    return f"{_absolute(file, folder)}{colon}{name}" if file.endswith(".py") else reference
+    if file.endswith(".py"):
+        return f"{_absolute(file, folder)}{colon}{name}"
+    return reference
 
 
 _PATHS: Mapping[str, Callable[[str, Path], str]] = {
@@ -420,4 +429,6 @@ def absolute_paths(values: Any, folder: Path, path: str = "") -> Any:
         return [absolute_paths(each, folder, path) for each in values]
     section = path.rpartition(".")[0]
     make_absolute = _PATHS.get(path) or _PATHS.get(f"{section}.*")
-    return make_absolute(values, folder) if make_absolute is not None and isinstance(values, str) else values
+    if make_absolute is not None and isinstance(values, str):
+        return make_absolute(values, folder)
+    return values

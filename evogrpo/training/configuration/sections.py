@@ -45,7 +45,10 @@ def _sampler(value: Any) -> Any:
         return None
     from evogrpo.training.configuration.user_code import VLLM, named_sampler
 
-    values = {"name": value} if isinstance(value, str) else value
+    if isinstance(value, str):
+        values = {"name": value}
+    else:
+        values = value
     if isinstance(values, Mapping) and VLLM in values and "name" not in values:
         values = {"name": VLLM, "url": values[VLLM], **{key: each for key, each in values.items() if key != VLLM}}
     if not isinstance(values, Mapping) or not isinstance(values.get("name"), str):

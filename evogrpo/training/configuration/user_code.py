@@ -45,7 +45,10 @@ def load_named(reference: str, what: str, category: str = "function") -> Callabl
         raise ValueError(
             f'A {what} must be given as "path.py:{category}" or "module:{category}", got {shown(reference)}.'
         )
-    module = _run_file(Path(source), what) if source.endswith(".py") else load_module(source)
+    if source.endswith(".py"):
+        module = _run_file(Path(source), what)
+    else:
+        module = load_module(source)
     loaded: Any = getattr(module, name, None)
     is_category = callable if category == "function" else inspect.isclass
     if not is_category(loaded):
@@ -103,7 +106,10 @@ def _errors_of(what: str) -> Iterator[None]:
         message = f"loading {what} raised {class_name(error)}: {one_line(error)}{user_line(error)}"
         if isinstance(error, ModuleNotFoundError):
             parent, dot, last = (error.name or "").rpartition(".")
-            search_path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
+            if parent:
+                search_path = getattr(sys.modules.get(parent), "__path__", None)
+            else:
+                search_path = None
             match = close_match(last, [module.name for module in pkgutil.iter_modules(search_path)])
             message += f". Did you mean {parent}{dot}{match}?" if match else "."
             message += ' Install its package, change to its folder, or write "path.py:name".'
@@ -216,7 +222,10 @@ def chosen_strategy(strategy: Strategy | type[Strategy] | str) -> Strategy:
     """
     if isinstance(strategy, str | Mapping):
         return named_strategy({"name": strategy} if isinstance(strategy, str) else strategy)
-    instance = strategy() if isinstance(strategy, type) else strategy
+    if isinstance(strategy, type):
+        instance = strategy()
+    else:
+        instance = strategy
     check_strategy(instance)
     return instance
 
@@ -298,7 +307,10 @@ def restored_strategy(
         mutation = _custom_mutation(given)
     # Rebuild the strategy from its record; a given instance must be equal to it.
     stored = strategy_from_json(record, strategy_class, mutation)
-    strategy = stored if given is None or isinstance(given, type) else given
+    if given is None or isinstance(given, type):
+        strategy = stored
+    else:
+        strategy = given
     expected, actual = (_json_round_trip(strategy_record(candidate)) for candidate in (stored, strategy))
     # Modules may have moved since, so only the settings and the names of class and mutation are compared.
     if expected != actual or strategy_class not in (None, type(stored)) or _names(record) != _names(actual):

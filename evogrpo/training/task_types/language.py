@@ -192,7 +192,10 @@ class PreparedLanguage:
         first = " ".join(map(str, self.trial.tokens[:12]))
         none = "none (does the function return a value?)"
         earned = {name: none if value is None else number_text(value) for name, value in self.trial.rewards.items()}
-        steps = pluralize(most, "step") if fewest == most else f"{fewest} to {pluralize(most, 'step')}"
+        if fewest == most:
+            steps = pluralize(most, "step")
+        else:
+            steps = f"{fewest} to {pluralize(most, 'step')}"
         micro_batch = config.agent.micro_batch_tokens
         size = f"at most {pluralize(micro_batch or DEFAULT_MICRO_BATCH_TOKENS, 'token')}"
         if micro_batch is None and device.startswith("cuda"):  # chosen when the run starts
@@ -241,7 +244,10 @@ class PreparedLanguage:
         options = self.config.agent.settings()
         tokenizer = self.outline.tokenizer
         # Padding is masked, so any token can be used.
-        padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        if tokenizer.pad_token_id is None:
+            padding = tokenizer.eos_token_id
+        else:
+            padding = tokenizer.pad_token_id
         return GRPO.population(
             self.config.population.size,
             self.env.observation_space,
@@ -262,7 +268,10 @@ class PreparedLanguage:
     def _base(self) -> "PreTrainedModel":
         """Load the base model in the precision that `prepare` chose."""
         precision = self.config.precision
-        dtype: Any = precision if precision in PACKAGES else getattr(torch, precision)
+        if precision in PACKAGES:
+            dtype: Any = precision
+        else:
+            dtype = getattr(torch, precision)
         return load_base(self.model, dtype=dtype, device=self.device, parts=self.config.base_parts).model
 
     def _end_tokens_text(self) -> str:
@@ -280,7 +289,10 @@ class PreparedLanguage:
             return ""
         if processes().size == 1:
             return ", not sharded: there is one process"
-        layout = "a full copy in every process" if parts == 1 else f"each copy sharded over {parts} processes"
+        if parts == 1:
+            layout = "a full copy in every process"
+        else:
+            layout = f"each copy sharded over {parts} processes"
         return f", {layout}" + (f" ({requested} do not divide {processes().size})" if parts != requested else "")
 
 
@@ -298,7 +310,9 @@ def max_row_tokens(agent: LanguageAgent | LanguageSettings, turns: int, prompt: 
     if turns == 1:
         return agent.max_output_tokens
     tokens = agent.max_episode_tokens or (2 * turns - 1) * agent.max_output_tokens  # a reply between two completions
-    return tokens if context is None else max(agent.max_output_tokens, min(tokens, context - prompt))
+    if context is None:
+        return tokens
+    return max(agent.max_output_tokens, min(tokens, context - prompt))
 
 
 def _member_tokens(config: Config, groups: int, longest_prompt: int, row_tokens: int) -> int:
@@ -373,7 +387,9 @@ def peak_memory(
 
 
 def _millions_text(count: int) -> str:
-    return f"{count / 1e6:.1f} M" if count >= 1e5 else count_text(count)
+    if count >= 1e5:
+        return f"{count / 1e6:.1f} M"
+    return count_text(count)
 
 
 def prepare(config: Config) -> PreparedLanguage:
@@ -381,8 +397,14 @@ def prepare(config: Config) -> PreparedLanguage:
     # 1. Check the device, the initial adapter and the architecture of the base model.
     assert config.model is not None  # it has a default
     device = available_device(config.device)
-    start = None if config.agent.adapter is None else read_adapter(config.agent.adapter)
-    fresh = None if config.agent.full_finetuning else lora_from_json(plain(config.agent.lora))
+    if config.agent.adapter is None:
+        start = None
+    else:
+        start = read_adapter(config.agent.adapter)
+    if config.agent.full_finetuning:
+        fresh = None
+    else:
+        fresh = lora_from_json(plain(config.agent.lora))
     lora = start.lora_config if start else fresh
     outline = load_outline(config.model)
     check_causal_class(outline.model)

@@ -90,7 +90,10 @@ class PreparedNetworks:
         specs = self.mapping.specs
         time_limit = ""
         in_all = ""
-        normalised = ", normalised" if config.agent.normalise_observations else ""
+        if config.agent.normalise_observations:
+            normalised = ", normalised"
+        else:
+            normalised = ""
         if env.uses_default_limit:
             time_limit = "; the environment sets no time limit; episodes are truncated after "
             time_limit += f"{env.max_episode_steps:,} steps (task.max_episode_steps)"
@@ -110,7 +113,10 @@ class PreparedNetworks:
             }
         else:
             each = "episode" if env.recreate_env else "parallel episode"
-            native = "vectorised natively" if env.native else f"one environment per {each}"
+            if env.native:
+                native = "vectorised natively"
+            else:
+                native = f"one environment per {each}"
             facts = {
                 "environment": f"{task.label}, {native}: {sizes_text(env)} starts{time_limit}",
                 "observations": f"{_space(env.observation_space)}{normalised}",
@@ -118,7 +124,10 @@ class PreparedNetworks:
             }
             if env.reseed_noise:
                 facts["noise"] = "random after reset; each episode of a group has its own seed"
-        networks = "a network" if len(specs) == 1 else f"{len(specs)} networks"
+        if len(specs) == 1:
+            networks = "a network"
+        else:
+            networks = f"{len(specs)} networks"
         return {
             **facts,
             "population": f"{pluralize(config.population.size, 'member')}, each {networks} "
@@ -230,7 +239,10 @@ class NetworkTask:
 
     def usage(self, best: Path) -> str:
         """Return the expression that acts with the best member."""
-        seen = "observation" if self.algorithm is GRPO else "observations"
+        if self.algorithm is GRPO:
+            seen = "observation"
+        else:
+            seen = "observations"
         return f"evogrpo.{self.algorithm.__name__}.load({str(best)!r}).predict({seen})"
 
     def next_command(self, run_dir: Path) -> tuple[str, tuple[str | Path, ...]]:
@@ -244,7 +256,10 @@ def prepare_in(config: Config, env: GymnasiumGroups | PettingZooGroups) -> Prepa
     Raises:
         ValueError: If the device is not available, or a setting is incompatible with the environment.
     """
-    device = "cpu" if config.device is None else available_device(config.device)
+    if config.device is None:
+        device = "cpu"
+    else:
+        device = available_device(config.device)
     example: Any = _population(config, env, 1, "cpu").members
     return PreparedNetworks(
         config=config,
@@ -297,4 +312,6 @@ def _parameters(state: Mapping[str, torch.Tensor]) -> int:
 
 
 def _space(space: spaces.Space[Any]) -> str:
-    return f"Box{space.shape}" if isinstance(space, spaces.Box) else str(space)
+    if isinstance(space, spaces.Box):
+        return f"Box{space.shape}"
+    return str(space)
