@@ -650,6 +650,10 @@ class HuggingFaceGym(PromptEnvironment):
         if row[: len(prompt)] != list(prompt):
             raise ValueError("Rows of completion_ids must start with their prompt. Keep the order of the prompts.")
         completion = row[len(prompt) :]
-        while completion and completion[-1] == self.tokenizer.pad_token_id:
+        pad = self.tokenizer.pad_token_id
+        padded = bool(completion) and completion[-1] == pad
+        while completion and completion[-1] == pad:
             completion.pop()
+        if padded and pad in self.action_space.end_ids:
+            completion.append(pad)  # the first of them has ended the completion
         return completion
