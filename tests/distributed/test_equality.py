@@ -83,6 +83,7 @@ def test_a_quantised_base_gives_the_results_of_one_process(tmp_path: Path) -> No
     assert_same(tmp_path / "1", tmp_path / "2")
 
 
+@pytest.mark.slow
 def test_learning_steps_of_all_objectives_can_be_divided(tmp_path: Path) -> None:
     """Each rank does part of the work, and both have bit-equal results."""
     for status, output in launch(2, tmp_path, divided).ended():

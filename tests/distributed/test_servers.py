@@ -13,7 +13,7 @@ from tests.tiny_training import shared_model
 from tests.vllm_server import VLLMServer
 
 
-@pytest.mark.parametrize("place", ["whole", "parts"])
+@pytest.mark.parametrize("place", ["whole", pytest.param("parts", marks=pytest.mark.slow)])
 def test_ranks_divide_the_completions_and_rank_0_loads_the_adapters(place: str, tmp_path: Path) -> None:
     """With a whole and with a sharded base."""
     folder = tmp_path / place
