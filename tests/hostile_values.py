@@ -16,7 +16,7 @@ _METHODS = (
     *("__contains__", "tolist", "item", "keys", "__fspath__"),
 )
 RaisesAlways = type("RaisesAlways", (), dict.fromkeys(_METHODS, _fail))
-LongName = type("N" * 100_000 + "\x1b[31m", (), {})
+LongName = type("N" * 10_000 + "\x1b[31m", (), {})
 
 
 class Shows:
@@ -64,7 +64,7 @@ def nested(depth: int) -> list[Any]:
 HOSTILE: dict[str, Callable[[], Any]] = {
     "raises": RaisesAlways,
     "long class name": LongName,
-    "long repr": lambda: Shows("\x1b[31mx\n\t\u202e" * 10**5),
+    "long repr": lambda: Shows("\x1b[31mx\n\t\u202e" * 10**4),
     "repr that is no text": lambda: Shows(3),
     "claims to be an integer": lambda: Lies(int),
     "claims to be a float": lambda: Lies(float),
@@ -74,8 +74,8 @@ HOSTILE: dict[str, Callable[[], Any]] = {
     "negative length": NegativeLength,
     "text that cannot be shown": lambda: FailsAsText("x"),
     "nested": lambda: nested(900),
-    "nested too deeply": lambda: nested(100_000),
-    "long text": lambda: "\x1b[31m\u202e\n" * 10**5,
+    "nested too deeply": lambda: nested(5_000),
+    "long text": lambda: "\x1b[31m\u202e\n" * 10**4,
     "surrogates": lambda: "\ud800" * 1000,
     "bytes": lambda: b"\xff\x1b" * 1000,
     "array": lambda: np.zeros((3, 4)),
