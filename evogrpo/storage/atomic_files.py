@@ -109,17 +109,13 @@ def open_regular_file(path: Path, flags: int = os.O_RDONLY) -> int:
     """
     # Check before opening: opening a pipe or device can already have effects.
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-        raise NotRegularFileError(
-            f"{path} must be a regular file, not a link, folder, pipe or device. Put the file itself there."
-        )
+        raise _not_regular(path)
     # Check again after opening: the file may have been replaced in between.
     safe_flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags | safe_flags, 0o644)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise NotRegularFileError(
-            f"{path} must be a regular file, not a link, folder, pipe or device. Put the file itself there."
-        )
+        raise _not_regular(path)
     return descriptor
 
 
