@@ -32,11 +32,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarking.records import write_record  # the path is set above
 from evogrpo.algorithms.grpo import MultiAgentGRPO
-from evogrpo.data import SampledActions
 from evogrpo.envs.control.conversion import ActionNoise
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies
 from evogrpo.randomness import generator
+from evogrpo.records import SampledActions
 
 ENV_KWARGS = {"N": 3, "local_ratio": 0.5, "max_cycles": 25, "continuous_actions": False, "dynamic_rescaling": True}
 GRPO_SETTINGS = {"lr": 3e-3, "group_size": 8, "update_epochs": 4, "batch_size": 1024, "gamma": 0.95}
@@ -52,7 +52,7 @@ class Random:
     """Acts uniformly at random."""
 
     def act(self, observations: NDArray[np.float32], member_ids: object, **options: Any) -> SampledActions:
-        """Choose an action for each observation; see `evogrpo.data.Actor`."""
+        """Choose an action for each observation; see `evogrpo.records.Actor`."""
         uniforms = options["uniforms"]
         draws = np.zeros(len(observations)) if uniforms is None else uniforms[:, 0]
         actions = (draws * 5).astype(np.int64)
@@ -82,7 +82,7 @@ class ActorCritic(nn.Module):
 
     @torch.no_grad()
     def act(self, observations: NDArray[np.float32], member_ids: object, **options: Any) -> SampledActions:
-        """Choose an action for each observation; see `evogrpo.data.Actor`."""
+        """Choose an action for each observation; see `evogrpo.records.Actor`."""
         log_probs = torch.log_softmax(self.policy(torch.from_numpy(observations)), 1)
         uniforms = options["uniforms"]
         if uniforms is None:

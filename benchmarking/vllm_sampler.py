@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarking.records import write_record  # the path is set above
 from evogrpo import VLLMSampler, load_base
-from evogrpo.models.language.loading import loadable_name
-from evogrpo.models.language.vllm_sampler import vllm_command
+from evogrpo.members.language.loading import loadable_name
+from evogrpo.members.language.vllm_sampler import vllm_command
 from evogrpo.testing.samplers import as_batch, different_members, make_rows, tiny_llama
 from tests.vllm_server import RealServer, VLLMServer
 

@@ -26,10 +26,10 @@ from evogrpo.evolution.strategies.replay import Replay as Replay
 from evogrpo.evolution.strategies.successive_halving import SuccessiveHalving as SuccessiveHalving
 from evogrpo.evolution.strategies.tournament import Tournament as Tournament
 from evogrpo.evolution.strategies.truncation_pbt import TruncationPBT as TruncationPBT
-from evogrpo.models.language.loading import load_base as load_base
-from evogrpo.models.language.vllm_sampler import VLLMSampler as VLLMSampler
-from evogrpo.models.networks.architecture import ArchitectureLimits as ArchitectureLimits
-from evogrpo.models.networks.architecture import NetworkConfig as NetworkConfig
+from evogrpo.members.language.loading import load_base as load_base
+from evogrpo.members.language.vllm_sampler import VLLMSampler as VLLMSampler
+from evogrpo.members.networks.architecture import ArchitectureLimits as ArchitectureLimits
+from evogrpo.members.networks.architecture import NetworkConfig as NetworkConfig
 from evogrpo.reporting.data_frames import read_run as read_run
 from evogrpo.reporting.lineage import best_hyperparameters as best_hyperparameters
 from evogrpo.reporting.report import report as report

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.data import Batch, UpdateReport
 from evogrpo.functional.advantages import group_advantages
 from evogrpo.functional.losses import kl_estimate, loss_weights, policy_loss
-from evogrpo.models.bank import INITIAL_RUNNING_STATS, RUNNING_STATS, LossFunction, PolicyBank
+from evogrpo.members.bank import INITIAL_RUNNING_STATS, RUNNING_STATS, LossFunction, PolicyBank
+from evogrpo.records import Batch, UpdateReport
 
 SIZE = 3
 HYPERPARAMETERS = (

@@ -13,8 +13,8 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from evogrpo.models.fast_llama import weight_layout
-from evogrpo.models.language import causal_model
+from evogrpo.members.fast_llama import weight_layout
+from evogrpo.members.language import causal_model
 
 NAME = "simulated"
 CROSSING = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
@@ -142,7 +142,7 @@ def _matrix_of(head: Any, hidden: Tensor) -> Tensor | None:
 
 def pytest_configure() -> None:
     """Register the device for the accelerator tests and for fast_llama."""
-    from tests.models import test_devices
+    from tests.members import test_devices
 
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=Module())
     torch.__future__.set_swap_module_params_on_conversion(True)

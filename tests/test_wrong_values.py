@@ -16,7 +16,7 @@ from evogrpo.config.hyperparameters import Optimizer
 from evogrpo.evolution import FitnessConfig
 from evogrpo.evolution.mutation import Mutation
 from evogrpo.evolution.strategies import Fixed, MutationOnly, Narrowing, RandomSearch, SelectionOnly, TruncationPBT
-from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
+from evogrpo.members.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.training.configuration.sections import PopulationConfig
 from evogrpo.training.run_dir import LoggingConfig
 from evogrpo.training.schedule import Schedule

@@ -13,14 +13,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.data import Batch, Rollout, SamplingBatch
 from evogrpo.functional.advantages import group_advantages
 from evogrpo.functional.losses import kl_estimate, loss_weights, policy_loss
-from evogrpo.models.bank import LossFunction
-from evogrpo.models.fast_llama.decode import FastDecoding
-from evogrpo.models.language.bank import AdapterBank
-from evogrpo.models.language.kv_cache import CachedDecoding, PlainDecoding
+from evogrpo.members.bank import LossFunction
+from evogrpo.members.fast_llama.decode import FastDecoding
+from evogrpo.members.language.bank import AdapterBank
+from evogrpo.members.language.kv_cache import CachedDecoding, PlainDecoding
 from evogrpo.randomness import generator
+from evogrpo.records import Batch, Rollout, SamplingBatch
 from evogrpo.testing.samplers import PAD, as_batch, different_members, make_rows, with_robust_uniforms
 from tests.policy_banks import assert_gradients_agree
 from tests.rounding import LOG_PROB

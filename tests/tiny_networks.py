@@ -9,12 +9,12 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from evogrpo.algorithms.policies.policy_set import Banks
 from evogrpo.config.objective import Objective
-from evogrpo.data import DEFAULT_POLICY, UNTRUNCATED, Batch, ObservationInputs, SamplingOptions
-from evogrpo.models.networks.architecture import NetworkConfig
-from evogrpo.models.networks.bank import StackedBank
+from evogrpo.members.members import Banks
+from evogrpo.members.networks.architecture import NetworkConfig
+from evogrpo.members.networks.bank import StackedBank
 from evogrpo.randomness import generator
+from evogrpo.records import DEFAULT_POLICY, UNTRUNCATED, Batch, ObservationInputs, SamplingOptions
 
 VECTOR = spaces.Box(-np.inf, np.inf, (3,), np.float32)
 MIXED = spaces.Dict(

@@ -10,7 +10,7 @@ from evogrpo import GRPO, HyperparameterConfig, Population, RLParameter, Tournam
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution import FitnessConfig, Strategy
-from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
+from evogrpo.members.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule

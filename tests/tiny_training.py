@@ -15,19 +15,19 @@ from transformers import PreTrainedModel
 from evogrpo import GRPO, HuggingFaceGym, HyperparameterConfig, Population, RLParameter
 from evogrpo.algorithms.agent import Agent
 from evogrpo.algorithms.learning.learning_step import learn
-from evogrpo.algorithms.policies.language_sampling import as_batch
-from evogrpo.algorithms.policies.policy_set import RolloutBatch
 from evogrpo.config.hyperparameters import Optimizer
-from evogrpo.data import Batch, LearnReport
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.envs.text.templates import Tokenizer
 from evogrpo.evolution import Strategy
-from evogrpo.models.bank import Sampler
-from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled
-from evogrpo.models.language import bank as language_bank
-from evogrpo.models.language.causal_model import CausalModel
-from evogrpo.models.language.full_finetuning import choose_trained
+from evogrpo.members.bank import Sampler
+from evogrpo.members.fast_llama.weight_layout import fast_paths_disabled
+from evogrpo.members.language import bank as language_bank
+from evogrpo.members.language.causal_model import CausalModel
+from evogrpo.members.language.conversations import as_batch
+from evogrpo.members.language.full_finetuning import choose_trained
+from evogrpo.members.members import RolloutBatch
 from evogrpo.randomness import generator
+from evogrpo.records import Batch, LearnReport
 from evogrpo.reporting.records import StepReport
 from evogrpo.storage.checkpoint import CheckpointError, read_checkpoint
 from evogrpo.storage.journal import latest_generations, read_journal

@@ -11,9 +11,9 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from evogrpo.data import Conversation
 from evogrpo.envs.protocol import REPLY, SPLITS, Scores, Split, deal_starts
 from evogrpo.randomness import generator
+from evogrpo.records import Conversation
 
 SIZES = {"train": 40, "validation": 10, "test": 10}
 HINTS = {True: " up ", False: " down "}

@@ -23,9 +23,9 @@ import torch
 from peft import LoraConfig
 from transformers import PreTrainedModel
 
-from evogrpo.data import Batch, SamplingBatch, SamplingOptions, TokenInputs
-from evogrpo.models.language.bank import AdapterBank
-from evogrpo.models.language.lora import read_adapter
+from evogrpo.members.language.bank import AdapterBank
+from evogrpo.members.language.lora import read_adapter
+from evogrpo.records import Batch, SamplingBatch, SamplingOptions, TokenInputs
 
 Fault = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any] | tuple[int, bytes] | None]
 """(request, answer) -> another answer, (status, content), or None to close the connection without an answer."""

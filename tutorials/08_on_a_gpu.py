@@ -307,7 +307,7 @@ print("in two processes: the same members, and the same fitness")
 # for all members. The log-probabilities of vLLM differ by rounding, for which
 # `importance_correction` corrects. In Python, call
 # `population.sample_with(VLLMSampler(url, adapters_dir="adapters"))`. For other
-# engines, implement the two methods of `evogrpo.models.bank.Sampler`.
+# engines, implement the two methods of `evogrpo.members.bank.Sampler`.
 #
 # ## Three things to try
 #

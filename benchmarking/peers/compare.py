@@ -149,7 +149,7 @@ def prepare(systems: Sequence[str], folder: Path, constraints: Path, installed: 
 
 def demo_model() -> Path:
     """Return the folder of the demo model; another process unpacks it, which keeps this one small."""
-    code = "from evogrpo.models.language.loading import demo_model_folder; print(demo_model_folder())"
+    code = "from evogrpo.members.language.loading import demo_model_folder; print(demo_model_folder())"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     return Path(done.stdout.splitlines()[-1])
 

@@ -16,7 +16,7 @@ from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import RLParameter
 from evogrpo.evolution import FitnessConfig, Mutation
 from evogrpo.evolution.strategies import BUILT_IN
-from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
+from evogrpo.members.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.training.configuration.environment_tasks import NetworkAgent, WrapperSection
 from evogrpo.training.configuration.question_tasks import DatasetFiles, LanguageAgent, LoraSettings
 from evogrpo.training.configuration.reading import DEFAULT_SCHEDULE, configuration_schema

@@ -19,7 +19,7 @@ PACKAGES = (
     "evogrpo.config.objective",
     "evogrpo.evolution",
     "evogrpo.evolution.strategies",
-    "evogrpo.data",
+    "evogrpo.records",
     "evogrpo.storage.checkpoint",
     "evogrpo.cli",
 )
@@ -38,8 +38,8 @@ INTERFACES = {
     "evogrpo.algorithms.agent": ("Agent",),
     "evogrpo.algorithms.factory": ("CommonOptions", "Options", "MultiAgentOptions"),
     "evogrpo.envs.text.huggingface_gym": ("PromptOptions",),
-    "evogrpo.models.language.loading": ("load_base", "BaseModel"),
-    "evogrpo.models.bank": ("Sampler", "PolicyBank"),
+    "evogrpo.members.language.loading": ("load_base", "BaseModel"),
+    "evogrpo.members.bank": ("Sampler", "PolicyBank"),
     "evogrpo.envs.protocol": (
         *("GroupEnvironment", "PromptBatch", "Scores", "SPLITS", "Split", "deal_starts"),
         *("SupportsDate", "SupportsFingerprint", "SupportsPreflight", "SupportsProgress"),
@@ -47,8 +47,8 @@ INTERFACES = {
     "evogrpo.envs.text.datasets": ("Filtered",),
     "evogrpo.envs.text.reward_functions": ("RewardError",),
     "evogrpo.envs.text.tasks": ("TASKS", "Task"),
-    "evogrpo.algorithms.policies.language": ("LanguagePolicySet",),
-    "evogrpo.algorithms.policies.networks": ("NetworkPolicySet",),
+    "evogrpo.members.language.members": ("LanguageMembers",),
+    "evogrpo.members.networks.members": ("NetworkMembers",),
 }  # fmt: skip
 """Types that are reached through public names or implemented by users, by module."""
 

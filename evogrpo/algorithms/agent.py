@@ -8,19 +8,19 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.algorithms.policies.settings import check_hyperparameters
 from evogrpo.config.hyperparameters import HyperparameterAttributes, Hyperparameters, Value
 from evogrpo.config.search_space import HyperparameterConfig
-from evogrpo.data import Experience, LearnReport
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import NETWORK, Changes, MemberRecord, changes_between
 from evogrpo.evolution.mutation import Mutation
+from evogrpo.members.members import Learner
+from evogrpo.members.settings import check_hyperparameters
+from evogrpo.records import Experience, LearnReport
 from evogrpo.synonyms import NamesMissing
 from evogrpo.text import shown
 
 if TYPE_CHECKING:
-    from evogrpo.algorithms.policies import PolicySet
+    from evogrpo.members import PolicySet
 
 
 class Agent(NamesMissing, HyperparameterAttributes):

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from evogrpo.algorithms.factory import AGENT_CLASSES, is_language_model
-from evogrpo.algorithms.policies.networks import NetworkPolicySet
 from evogrpo.algorithms.population import Population
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.distributed import processes
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import MemberRecord
+from evogrpo.members.networks.members import NetworkMembers
 from evogrpo.storage.checkpoint import (
     CheckpointError,
     checkpoint_errors,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from evogrpo.algorithms.agent import Agent
-    from evogrpo.algorithms.policies import PolicySet
+    from evogrpo.members import PolicySet
 
 AnyAgent = TypeVar("AnyAgent", bound="Agent")
 
@@ -287,11 +287,11 @@ def _open(
         except RuntimeError as error:
             raise CheckpointError(f"{folder} was saved with another module than the one passed: {error}") from error
     # 3. Build the policy set. Only language models need transformers, so their class is imported on demand.
-    kind: type[PolicySet] = NetworkPolicySet
+    kind: type[PolicySet] = NetworkMembers
     if record["kind"] == "language":
-        from evogrpo.algorithms.policies.language import LanguagePolicySet
+        from evogrpo.members.language.members import LanguageMembers
 
-        kind = LanguagePolicySet
+        kind = LanguageMembers
     return kind.from_record(
         record,
         size,

@@ -8,17 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.algorithms.policies.policy_set import RolloutBatch, SamplingRequest
-from evogrpo.data import Batch
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.functional.loss_types import STEP_ADVANTAGES
 from evogrpo.functional.rewards import consecutive_ids, place_on_last_action, zero_variance_groups
 from evogrpo.interruption import NEVER, Stop
+from evogrpo.members.members import Learner, RolloutBatch, SamplingRequest
+from evogrpo.records import Batch
 from evogrpo.text import class_name
 
 if TYPE_CHECKING:
-    from evogrpo.algorithms.policies import PolicySet
+    from evogrpo.members import PolicySet
 
 
 def sample_groups(

@@ -10,8 +10,6 @@ from gymnasium.wrappers import TimeLimit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evogrpo.algorithms.policies.policy_set import EvaluationRequest
-from evogrpo.data import Actor
 from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.envs.control.rollout import EpisodeRequest, Episodes, StartBatch, play_episodes
 from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, declared_limit
@@ -29,10 +27,12 @@ from evogrpo.evolution.fitness import (
     still_racing,
 )
 from evogrpo.interruption import NEVER, Stop
+from evogrpo.members.members import EvaluationRequest
+from evogrpo.records import Actor
 from evogrpo.warnings import warn
 
 if TYPE_CHECKING:
-    from evogrpo.algorithms.policies import PolicySet
+    from evogrpo.members import PolicySet
 
 
 def evaluate_questions(

@@ -9,17 +9,6 @@ import torch
 from gymnasium import spaces
 from torch import jit, nn
 
-from evogrpo.algorithms.policies.networks import NetworkPolicySet
-from evogrpo.algorithms.policies.policy_set import autocast_context, choose_device
-from evogrpo.algorithms.policies.settings import (
-    NETWORK_DEFAULTS,
-    STEPWISE,
-    Credit,
-    JointSettings,
-    LanguageSettings,
-    NetworkSettings,
-    check_hyperparameters,
-)
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, HyperparameterOptions, Hyperparameters, Optimizer
 from evogrpo.config.objective import Objective, default_space
 from evogrpo.config.search_space import (
@@ -28,7 +17,18 @@ from evogrpo.config.search_space import (
     HyperparameterConfig,
 )
 from evogrpo.envs.control.policy_mapping import AgentSpaces, Policies, PolicyMapping, map_policies, single_agent
-from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
+from evogrpo.members.members import autocast_context, choose_device
+from evogrpo.members.networks.architecture import ArchitectureLimits, NetworkConfig
+from evogrpo.members.networks.members import NetworkMembers
+from evogrpo.members.settings import (
+    NETWORK_DEFAULTS,
+    STEPWISE,
+    Credit,
+    JointSettings,
+    LanguageSettings,
+    NetworkSettings,
+    check_hyperparameters,
+)
 from evogrpo.text import class_name, shown
 from evogrpo.validation import flag, instance, refuse_unknown, whole_between
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedModel
 
-    from evogrpo.algorithms.policies import PolicySet
+    from evogrpo.members import PolicySet
 
 
 class CommonOptions(HyperparameterOptions, total=False):
@@ -45,7 +45,7 @@ class CommonOptions(HyperparameterOptions, total=False):
 
     Some defaults differ for small networks: lr 5e-3, batch_size 2048, update_epochs 4, gamma 0.99, and an objective
     of loss_type "dapo" with advantage "return_to_go_timestep" (`NETWORK_DEFAULTS` and `STEPWISE` of
-    `evogrpo.algorithms.policies.settings`).
+    `evogrpo.members.settings`).
 
     Attributes:
         hp_config: Search space; None (default) = nothing evolves. "auto", for a population: the most important
@@ -233,9 +233,9 @@ def _language_policy_set(
     """Validate the arguments for a language model, and build the policy set; `both` are the spaces, if given."""
     from peft import LoraConfig
 
-    from evogrpo.algorithms.policies.language import LanguagePolicySet
-    from evogrpo.models.language.compatibility import check_causal_class
-    from evogrpo.models.language.lora import default_lora, read_adapter
+    from evogrpo.members.language.compatibility import check_causal_class
+    from evogrpo.members.language.lora import default_lora, read_adapter
+    from evogrpo.members.language.members import LanguageMembers
 
     # 1. Check the model and the arguments that it needs.
     _refuse_other_kind(NETWORKS_ONLY, options, "small networks")
@@ -261,7 +261,7 @@ def _language_policy_set(
     chosen = {name: options[name] for name in _LANGUAGE if name in options}
     settings = LanguageSettings(**{**chosen, "pad_token_id": pad_token_id})
     first = _first_hyperparameters(options, settings, {})
-    members = LanguagePolicySet(
+    members = LanguageMembers(
         model,
         size,
         settings,
@@ -306,7 +306,7 @@ def _network_policy_set(
 ) -> Built:
     first = _first_hyperparameters(options, settings, NETWORK_DEFAULTS)
     device = choose_device(options.get("accelerator"), options.get("device")) or "cpu"
-    return NetworkPolicySet(mapping, size, settings, options.get("hp_config"), module=module, device=device), first
+    return NetworkMembers(mapping, size, settings, options.get("hp_config"), module=module, device=device), first
 
 
 def auto_space(

@@ -27,8 +27,6 @@ from evogrpo.algorithms.factory import (
     is_language_model,
 )
 from evogrpo.algorithms.learning.learning_step import learn
-from evogrpo.algorithms.policies.policy_set import RolloutBatch
-from evogrpo.algorithms.policies.settings import JointSettings, LanguageSettings, NetworkSettings
 from evogrpo.algorithms.population import Population
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import (
@@ -38,13 +36,15 @@ from evogrpo.config.search_space import (
     check_group_size,
     common_samples,
 )
-from evogrpo.data import LearnReport, map_tensors
 from evogrpo.distributed import processes
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import AgentSpaces
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment, Split
 from evogrpo.evolution.founders import spread_founders, warm_start_founders
+from evogrpo.members.members import RolloutBatch
+from evogrpo.members.settings import JointSettings, LanguageSettings, NetworkSettings
 from evogrpo.randomness import generator
+from evogrpo.records import LearnReport, map_tensors
 from evogrpo.spaces import action_dim, observation_dim, preprocess_observation
 from evogrpo.synonyms import unknown_name_error
 from evogrpo.text import shown
@@ -74,7 +74,7 @@ class EvolvableAlgorithm(Agent):
 
     The constructor creates one agent in a bank of its own. `population` creates several agents that share one bank and
     learn in the same batches. The bank (`members.policies[name].bank`) computes log-probabilities and takes optimizer
-    steps for all members under any loss; see `evogrpo.models.bank.PolicyBank.update`.
+    steps for all members under any loss; see `evogrpo.members.bank.PolicyBank.update`.
 
     Args:
         observation_space: Observation space; may be None for a language model.

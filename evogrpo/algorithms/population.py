@@ -10,10 +10,7 @@ from torch import nn
 
 from evogrpo.algorithms.collect import check_groups, resample_groups, sample_groups
 from evogrpo.algorithms.evaluation import measure_fitness
-from evogrpo.algorithms.policies.policy_set import RolloutBatch
-from evogrpo.algorithms.policies.settings import check_hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig, check_group_size
-from evogrpo.data import Experience, LearnReport
 from evogrpo.distributed import ProcessError, Processes
 from evogrpo.envs.protocol import GroupEnvironment, Split
 from evogrpo.evolution.fitness import GREEDY_EVALUATION, Fitness
@@ -21,8 +18,11 @@ from evogrpo.evolution.history import NETWORK, Generation, History, MemberRecord
 from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.interruption import NEVER, Stop
-from evogrpo.models.bank import Sampler
+from evogrpo.members.bank import Sampler
+from evogrpo.members.members import RolloutBatch
+from evogrpo.members.settings import check_hyperparameters
 from evogrpo.randomness import generator
+from evogrpo.records import Experience, LearnReport
 from evogrpo.safe_parsing import dump_json, load_json
 from evogrpo.synonyms import NamesMissing
 from evogrpo.text import class_name, shown
@@ -30,7 +30,7 @@ from evogrpo.validation import dump, validate, whole_between
 
 if TYPE_CHECKING:
     from evogrpo.algorithms.agent import Agent
-    from evogrpo.algorithms.policies import PolicySet
+    from evogrpo.members import PolicySet
 
 
 class Population(NamesMissing, Sequence[Any]):

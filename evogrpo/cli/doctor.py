@@ -25,7 +25,7 @@ from evogrpo.extras import (
     package_command,
     require,
 )
-from evogrpo.models.devices import process_memory
+from evogrpo.members.devices import process_memory
 from evogrpo.safe_parsing import dump_json
 from evogrpo.text import class_name, one_line, pluralize
 from evogrpo.training.console import make_console
@@ -109,7 +109,7 @@ def check_precision() -> Iterator[Finding]:
     """Report the precision that `precision: auto` selects on this machine."""
     if install_hint("The demo", *_LANGUAGE_PACKAGES) is not None:
         return
-    from evogrpo.models.language.loading import has_bfloat16_products
+    from evogrpo.members.language.loading import has_bfloat16_products
 
     torch = importlib.import_module("torch")
     if torch.cuda.is_available():
@@ -142,7 +142,7 @@ def check_memory() -> Iterator[Finding]:
 def check_model() -> Iterator[Finding]:
     """Check the demo's base model: the packages of language models, the wheel, its reader and the converted copy."""
     require("The demo", *_LANGUAGE_PACKAGES)
-    from evogrpo.models.language.loading import DEMO_MODEL, DEMO_WHEEL, cache_folder
+    from evogrpo.members.language.loading import DEMO_MODEL, DEMO_WHEEL, cache_folder
 
     try:
         wheel = importlib.metadata.version(DEMO_WHEEL)
@@ -166,7 +166,7 @@ def check_folders() -> Iterator[Finding]:
     """Check that runs and models can be written, and the free disk space."""
     folders = {"runs folder": Path("runs")}
     if install_hint("The demo", *_LANGUAGE_PACKAGES) is None:
-        from evogrpo.models.language.loading import cache_folder
+        from evogrpo.members.language.loading import cache_folder
 
         folders["model cache"] = cache_folder()
     for name, folder in folders.items():

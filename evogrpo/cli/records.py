@@ -351,7 +351,7 @@ def _export_member(run_dir: Path, folder: Path) -> None:
         if kind != "language":
             loading = f"{agent_class}.load({str(best)!r})"
             raise ValueError(f"{best} contains small networks, not a language model. Load them with {loading}.")
-        from evogrpo.models.language.full_finetuning import find_export
+        from evogrpo.members.language.full_finetuning import find_export
 
         with checkpoint_errors(best):
             exported = find_export(best)
@@ -379,8 +379,8 @@ def _check_export(run_dir: Path, member: Path, source: str) -> str:
     Raises:
         ValueError: If the member cannot be loaded.
     """
-    from evogrpo.models.language.full_finetuning import check_member
-    from evogrpo.models.language.loading import load_outline
+    from evogrpo.members.language.full_finetuning import check_member
+    from evogrpo.members.language.loading import load_outline
     from evogrpo.storage.checkpoint import is_path
 
     if (run_dir / CONFIG_FILE).is_file():

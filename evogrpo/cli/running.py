@@ -25,8 +25,8 @@ from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.extras import install_hint
 from evogrpo.interruption import stopping_on_signals
-from evogrpo.models.bank import SamplerError
-from evogrpo.models.devices import single_threaded
+from evogrpo.members.bank import SamplerError
+from evogrpo.members.devices import single_threaded
 from evogrpo.reporting.lineage import ancestors, best_member, birth_text, selection_score
 from evogrpo.reporting.records import terms_of
 from evogrpo.reporting.report import report
@@ -199,8 +199,8 @@ def print_vllm_commands(args: argparse.Namespace) -> int:
 
 def _vllm_commands(prepared: PreparedRun) -> list[str]:
     """Return the command of each vLLM server of a run of language models."""
-    from evogrpo.models.language.loading import PACKAGES, loadable_name
-    from evogrpo.models.language.vllm_sampler import vllm_command
+    from evogrpo.members.language.loading import PACKAGES, loadable_name
+    from evogrpo.members.language.vllm_sampler import vllm_command
     from evogrpo.training.task_types.language import PreparedLanguage
 
     assert isinstance(prepared, PreparedLanguage)

@@ -442,7 +442,7 @@ class Imported:
         Raises:
             ValueError: With one line for every setting that is not supported or out of range.
         """
-        from evogrpo.data import SamplingOptions  # needs torch
+        from evogrpo.records import SamplingOptions  # needs torch
 
         # 1. List the records. Each hyperparameter is one of its own, so that every invalid value is reported.
         settings = reader.arguments["settings"]

@@ -13,7 +13,7 @@ from evogrpo.randomness import generator
 from evogrpo.text import short_repr
 
 if TYPE_CHECKING:  # verifier workers must not import torch
-    from evogrpo.data import Conversation
+    from evogrpo.records import Conversation
 
 Split = Literal["train", "validation", "test"]
 """Use of a prompt or reset seed: training, fitness, or the final report."""

@@ -15,11 +15,11 @@ import pytest
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from evogrpo.data import Conversation, SampledActions
 from evogrpo.envs.control.conversion import ActionNoise, mask_sizes
 from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies, single_agent
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment, PromptBatch, Scores, Split, SupportsFingerprint
 from evogrpo.randomness import generator
+from evogrpo.records import Conversation, SampledActions
 from evogrpo.spaces import flatten
 
 MAX_STARTS = 24  # starts of each split

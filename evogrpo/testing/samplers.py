@@ -13,10 +13,10 @@ from peft import LoraConfig
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from evogrpo.data import Batch, Rollout, SamplingBatch, SamplingOptions, TokenInputs
-from evogrpo.models.bank import Sampler
-from evogrpo.models.language.bank import AdapterBank
+from evogrpo.members.bank import Sampler
+from evogrpo.members.language.bank import AdapterBank
 from evogrpo.randomness import generator
+from evogrpo.records import Batch, Rollout, SamplingBatch, SamplingOptions, TokenInputs
 
 VOCABULARY = 64
 PAD = 0

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from evogrpo.algorithms.evaluation import evaluate_states, measure_fitness
-from evogrpo.data import LearnReport
 from evogrpo.evolution.fitness import GREEDY, ROLLOUTS, Fitness, difference, paired_difference
+from evogrpo.records import LearnReport
 from evogrpo.reporting.records import (
     BaselineReport,
     Estimate,

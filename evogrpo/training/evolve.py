@@ -20,7 +20,7 @@ from evogrpo.envs.protocol import GroupEnvironment, SupportsPreflight
 from evogrpo.evolution.fitness import FitnessBy, FitnessConfig
 from evogrpo.evolution.strategies import Strategy, default_strategy
 from evogrpo.interruption import STOPPED, stopping_on_signals
-from evogrpo.models.devices import single_threaded
+from evogrpo.members.devices import single_threaded
 from evogrpo.reporting.records import GenerationReport, Result
 from evogrpo.synonyms import NamesMissing
 from evogrpo.text import class_name, relative_path

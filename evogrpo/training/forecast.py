@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from evogrpo.distributed import processes
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment
 from evogrpo.evolution.strategies import SuccessiveHalving
-from evogrpo.models.devices import device_memory
+from evogrpo.members.devices import device_memory
 from evogrpo.text import count_text, pluralize
 from evogrpo.training.configuration.sections import Config
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import evogrpo
-from evogrpo.algorithms.policies.policy_set import RolloutBatch
 from evogrpo.algorithms.population import Population
-from evogrpo.data import LearnReport
+from evogrpo.members.members import RolloutBatch
+from evogrpo.records import LearnReport
 from evogrpo.reporting.records import (
     Example,
     GenerationReport,

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 from torch import Tensor
 
-from evogrpo.algorithms.policies.policy_set import Banks
 from evogrpo.algorithms.population import Population
 from evogrpo.config.search_space import MAX_SAMPLES
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import Generation, MemberRecord, SlotRecord
+from evogrpo.members.members import Banks
 from evogrpo.reporting.records import EvaluationCost, Example, GenerationReport, TestReport
 from evogrpo.training.schedule import Schedule
 from evogrpo.validation import MAX_STEPS, Real, Whole

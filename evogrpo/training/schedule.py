@@ -233,8 +233,8 @@ def warn_first_guess(strategy: "Strategy", first: Hyperparameters, space: Hyperp
         space: Search space.
         plays: The members are small networks.
     """
-    from evogrpo.algorithms.policies.settings import NETWORK_DEFAULTS
     from evogrpo.evolution.strategies import Replay
+    from evogrpo.members.settings import NETWORK_DEFAULTS
 
     if plays:
         default = NETWORK_DEFAULTS["lr"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.interruption import Interrupted, Stop
-from evogrpo.models.devices import single_threaded
+from evogrpo.members.devices import single_threaded
 from evogrpo.text import duration_text, pluralize, user_line
 from evogrpo.training.forecast import evaluation_samples
 from evogrpo.training.task_types import PreparedRun

@@ -7,11 +7,11 @@ from typing import Any
 
 import gymnasium
 
-from evogrpo.algorithms.policies.settings import NETWORK_DEFAULTS
 from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Hyperparameters, Optimizer
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.evolution.fitness import FitnessConfig
+from evogrpo.members.settings import NETWORK_DEFAULTS
 from evogrpo.text import class_name, expand_user, reference_to, shown
 from evogrpo.training.configuration.environment_tasks import (
     EnvironmentTask,

@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from evogrpo.algorithms.policies.policy_set import RolloutBatch
 from evogrpo.algorithms.population import Population
-from evogrpo.data import LearnReport
 from evogrpo.distributed import RunStop
 from evogrpo.envs.fingerprint import fingerprint_of
 from evogrpo.envs.protocol import GroupEnvironment, SupportsDate, SupportsProgress
@@ -18,6 +16,8 @@ from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.interruption import STOPPED, Interrupted
+from evogrpo.members.members import RolloutBatch
+from evogrpo.records import LearnReport
 from evogrpo.reporting.records import (
     BaselineReport,
     BestMember,

@@ -9,8 +9,8 @@ import torch
 from evogrpo import Objective, StepRewards
 from evogrpo.algorithms.collect import groups_without_signal
 from evogrpo.algorithms.evaluation import evaluate
-from evogrpo.data import Batch, TokenInputs
 from evogrpo.functional.rewards import consecutive_ids, zero_variance_groups
+from evogrpo.records import Batch, TokenInputs
 from tests.tiny_models import EOS, tiny_model
 from tests.tiny_training import (
     collect_alone,

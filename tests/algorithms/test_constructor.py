@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from evogrpo import GRPO, HyperparameterConfig, MultiAgentGRPO, Objective
 from evogrpo.algorithms.checkpointing import population_state, restore_population
-from evogrpo.models.networks.architecture import NetworkConfig
+from evogrpo.members.networks.architecture import NetworkConfig
 from evogrpo.testing.samplers import different_members
 from tests.causal_families import family_model
 from tests.tiny_models import EOS, VOCABULARY, tiny_model

@@ -7,8 +7,8 @@ import torch
 
 from evogrpo import MultiTurnGym, Objective
 from evogrpo.algorithms.evaluation import evaluate
-from evogrpo.algorithms.policies.language_sampling import PENALTY
-from evogrpo.data import positions_in_turn
+from evogrpo.members.language.conversations import PENALTY
+from evogrpo.records import positions_in_turn
 from tests.oracles.objective_by_hand import ByHand
 from tests.policy_banks import assert_gradients_agree
 from tests.tiny_models import EOS, VOCABULARY

@@ -5,7 +5,7 @@ import pytest
 
 from evogrpo import MultiTurnGym
 from evogrpo.algorithms.evaluation import evaluate
-from evogrpo.data import single_turn_conversations
+from evogrpo.records import single_turn_conversations
 from tests.envs.verifier_functions import share, share_async
 from tests.tiny_training import QUESTIONS, collect_alone, random_population, shared_tokenizer, tiny_env
 

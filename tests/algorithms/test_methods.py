@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from evogrpo import GRPO, Objective, Population
 from evogrpo.algorithms.grpo import NetworkGroup
-from evogrpo.algorithms.policies.language_sampling import as_batch, as_completions
-from evogrpo.algorithms.policies.settings import STEPWISE
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.data import Rollout
 from evogrpo.evolution import Mutation
+from evogrpo.members.language.conversations import as_batch, as_completions
+from evogrpo.members.settings import STEPWISE
+from evogrpo.records import Rollout
 from tests.rounding import LOG_PROB
 from tests.tiny_models import EOS, PAD, tiny_model
 from tests.tiny_steps import played, step_agent

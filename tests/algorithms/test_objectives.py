@@ -8,9 +8,9 @@ import torch
 
 from evogrpo import Objective
 from evogrpo.algorithms.learning.learning_step import learn, minibatches
-from evogrpo.data import Batch
 from evogrpo.functional.loss_types import ADVANTAGES, IMPORTANCE_CORRECTIONS, LOSS_TYPES
 from evogrpo.functional.losses import ROUNDING
+from evogrpo.records import Batch
 from tests.oracles.objective_by_hand import ByHand, rows_of
 from tests.oracles.slow_advantages import outcome
 from tests.policy_banks import assert_states_agree

@@ -10,10 +10,10 @@ from gymnasium import spaces
 
 from evogrpo import GRPO, HyperparameterConfig, Objective, RLParameter, evolve
 from evogrpo.algorithms.grpo import NetworkGroup
-from evogrpo.algorithms.policies.policy_set import space_from_json, space_to_json
-from evogrpo.algorithms.policies.settings import NETWORK_DEFAULTS, STEPWISE
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
-from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
+from evogrpo.members.members import space_from_json, space_to_json
+from evogrpo.members.networks.architecture import ArchitectureLimits, NetworkConfig
+from evogrpo.members.settings import NETWORK_DEFAULTS, STEPWISE
 from evogrpo.randomness import generator
 from evogrpo.storage.checkpoint import CheckpointError
 from tests.envs.probes import Masked, MatchBox, MatchDict, MatchDiscrete, MatchMultiDiscrete

@@ -6,7 +6,7 @@ import pytest
 from evogrpo import GRPO, evolve
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.evolution import Fixed
-from evogrpo.models.networks.architecture import NetworkConfig
+from evogrpo.members.networks.architecture import NetworkConfig
 from tests.envs.probes import (
     DelayedCredit,
     Masked,

@@ -11,10 +11,10 @@ from torch.distributions import Categorical, kl_divergence
 
 from evogrpo import Objective
 from evogrpo.algorithms.learning.learning_step import learn, minibatches
-from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.functional.loss_types import FULL_KLS
-from evogrpo.models.networks.distributions import MASKED_LOGIT
+from evogrpo.members.members import Learner
+from evogrpo.members.networks.distributions import MASKED_LOGIT
 from tests.oracles.slow_advantages import of_actions, returns_to_go
 from tests.policy_banks import assert_gradients_agree, assert_states_agree
 from tests.rounding import assert_metrics_agree

@@ -9,7 +9,7 @@ import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from evogrpo.cli import main
-from evogrpo.models.language.loading import choose_precision, has_bfloat16_products
+from evogrpo.members.language.loading import choose_precision, has_bfloat16_products
 from evogrpo.training.launch import read_resumable
 from tests.cli.project import prepare
 from tests.tiny_models import COMMON

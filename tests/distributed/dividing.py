@@ -15,9 +15,9 @@ from torch import Tensor
 
 from evogrpo import GRPO
 from evogrpo.config.objective import Objective
-from evogrpo.data import Batch
 from evogrpo.distributed import ProcessError, processes
 from evogrpo.interruption import Interrupted
+from evogrpo.records import Batch
 from tests.policy_banks import assert_states_agree
 from tests.rounding import assert_metrics_agree
 from tests.tiny_models import EOS

@@ -11,8 +11,8 @@ from evogrpo.algorithms.evaluation import evaluate
 from evogrpo.algorithms.population import Population
 from evogrpo.distributed import RunStop, processes
 from evogrpo.interruption import Interrupted
-from evogrpo.models.language.fsdp import layers_of, sharded_over
-from evogrpo.models.language.loading import fingerprint, load_base
+from evogrpo.members.language.fsdp import layers_of, sharded_over
+from evogrpo.members.language.loading import fingerprint, load_base
 from tests.distributed.dividing import TALK
 from tests.distributed.whole_sampler import WholeSampler
 from tests.policy_banks import assert_states_agree

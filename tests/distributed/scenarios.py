@@ -18,10 +18,10 @@ from evogrpo.config.objective import Objective
 from evogrpo.distributed import processes
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.evolution import FitnessConfig, SuccessiveHalving, Tournament
-from evogrpo.models.bank import Sampler
-from evogrpo.models.language.loading import load_base
-from evogrpo.models.language.vllm_sampler import VLLMSampler
-from evogrpo.models.networks.architecture import NetworkConfig
+from evogrpo.members.bank import Sampler
+from evogrpo.members.language.loading import load_base
+from evogrpo.members.language.vllm_sampler import VLLMSampler
+from evogrpo.members.networks.architecture import NetworkConfig
 from evogrpo.training.evolve import Run
 from evogrpo.training.trainer import Trainer
 from tests.distributed.whole_sampler import WholeSampler

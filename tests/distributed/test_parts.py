@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from evogrpo.models.language.fsdp import check_sharding, layers_of, sharded_over
-from evogrpo.models.language.loading import load_base
-from evogrpo.models.language.sizing import parameters_per_rank
+from evogrpo.members.language.fsdp import check_sharding, layers_of, sharded_over
+from evogrpo.members.language.loading import load_base
+from evogrpo.members.language.sizing import parameters_per_rank
 from tests.distributed.launching import launch
 from tests.distributed.parting import compare_sharded, store, train_with_memory_error
 from tests.distributed.scenarios import PARTS

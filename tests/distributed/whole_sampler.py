@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from evogrpo.algorithms.population import Population
-from evogrpo.data import Rollout, SamplingBatch
-from evogrpo.models.bank import FinishedCallback
-from evogrpo.models.language.bank import AdapterBank
+from evogrpo.members.bank import FinishedCallback
+from evogrpo.members.language.bank import AdapterBank
+from evogrpo.records import Rollout, SamplingBatch
 from tests.tiny_models import PAD, tiny_model
 
 

@@ -47,7 +47,7 @@ _SMALLER = {
 LANGUAGE = """
 import evogrpo
 from evogrpo import *
-from evogrpo.models.language.loading import load_base
+from evogrpo.members.language.loading import load_base
 base = load_base("tiny")
 pad = base.tokenizer.pad_token_id
 def reward(completion, answer, question):

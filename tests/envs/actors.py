@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from evogrpo.data import DEFAULT_POLICY, SampledActions
 from evogrpo.envs.control.policy_mapping import single_agent
+from evogrpo.records import DEFAULT_POLICY, SampledActions
 from evogrpo.testing.environments import PlayedEnvironmentTestCase
 
 

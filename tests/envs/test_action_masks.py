@@ -7,8 +7,8 @@ from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 
 from evogrpo import GRPO, GymnasiumGroups, evolve
-from evogrpo.data import DEFAULT_POLICY
 from evogrpo.envs.control.conversion import ActionNoise
+from evogrpo.records import DEFAULT_POLICY
 from evogrpo.testing.environments import PseudoRandomActor
 from tests.envs import probes
 from tests.envs.actors import play_each

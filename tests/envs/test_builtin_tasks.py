@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evogrpo.data import single_turn_conversations
 from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
 from evogrpo.envs.text.tasks import TASKS, accuracy, final_number, sequence_questions, two_digit_questions
+from evogrpo.records import single_turn_conversations
 
 LETTERS = f"{string.printable}\N{MINUS SIGN}\u0663é漢"
 ASKED = re.compile(r"State the final answer to the following arithmetic problem: (\d\d) ([+-]) (\d\d) =")

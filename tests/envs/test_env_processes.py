@@ -24,7 +24,7 @@ from pathlib import Path
 import gymnasium, numpy as np, torch
 from gymnasium import spaces
 from evogrpo import GymnasiumGroups
-from evogrpo.data import SampledActions
+from evogrpo.records import SampledActions
 from evogrpo.envs.control.policy_mapping import single_agent
 
 parent = os.getpid()

@@ -13,10 +13,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from evogrpo import GRPO
-from evogrpo.data import Conversation, Rollout
 from evogrpo.envs.text.environment_gym import EnvironmentGym
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.envs.text.tools import hermes_template
+from evogrpo.records import Conversation, Rollout
 from evogrpo.testing.environments import PromptEnvironmentTestCase
 from evogrpo.training.configuration.reading import load_config
 from tests.envs.conftest import build

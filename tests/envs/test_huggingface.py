@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 
 from evogrpo import HuggingFaceGym
-from evogrpo.data import single_turn_conversations
 from evogrpo.envs.protocol import SPLITS
 from evogrpo.envs.text.datasets import tables_by_split
+from evogrpo.records import single_turn_conversations
 from tests.envs.conftest import build
 
 QA = [{"question": f"{a}+{b}?", "answer": str(a + b), "level": a} for a in range(6) for b in range(5)]

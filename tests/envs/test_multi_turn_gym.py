@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from evogrpo.data import Conversation
 from evogrpo.envs.text.multi_turn_gym import MultiTurnGym
 from evogrpo.envs.text.reward_functions import StepRewards
+from evogrpo.records import Conversation
 from tests.envs.conftest import CHAT, build
 
 CLOSED = (  # every turn has an end marker, as in ChatML

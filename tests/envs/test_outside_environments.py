@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evogrpo.data import Conversation
+from evogrpo.records import Conversation
 from tests.docs.test_examples import blocks
 from tests.docs.test_links import ROOT
 from tests.envs.test_environment_gym import call, converse, encoded, gym, reply_texts

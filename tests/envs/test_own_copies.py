@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from evogrpo.data import Conversation, single_turn_conversations
 from evogrpo.envs.text.environment_gym import EnvironmentGym
 from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
 from evogrpo.envs.text.multi_turn_gym import MultiTurnGym
 from evogrpo.envs.text.reward_functions import RewardError
+from evogrpo.records import Conversation, single_turn_conversations
 from tests.envs import verifier_functions as functions
 from tests.envs.test_environment_gym import CHAT as TOOL_CHAT
 from tests.envs.test_multi_turn_gym import CLOSED, build

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from evogrpo import HuggingFaceGym
-from evogrpo.data import single_turn_conversations
 from evogrpo.envs.text.verifier_pool import MAX_LINE_LENGTH, forward_output
+from evogrpo.records import single_turn_conversations
 from evogrpo.text import EscapingStream, escaped_prints
 
 QA = [{"question": f"{n}?", "answer": str(n)} for n in range(12)]

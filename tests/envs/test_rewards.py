@@ -14,10 +14,10 @@ from transformers import TrainerState
 
 from docs.generate.metrics import NAMES
 from evogrpo import HuggingFaceGym
-from evogrpo.data import single_turn_conversations
 from evogrpo.envs.text.prompt_batch import compute_rewards
 from evogrpo.envs.text.reward_functions import RewardError, RewardInputs, StepRewards, make_rewards
 from evogrpo.envs.text.verifier_worker import encoded
+from evogrpo.records import single_turn_conversations
 
 TEXT_ROWS = [{"prompt": "p", "level": 1}, {"prompt": "q", "level": 2}]
 QA = [{"question": f"{n}?", "answer": str(n)} for n in range(12)]

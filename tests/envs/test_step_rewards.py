@@ -8,9 +8,9 @@ from tokenizers import Tokenizer as RawTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from evogrpo import HuggingFaceGym, StepRewards
-from evogrpo.data import single_turn_conversations
 from evogrpo.envs.text.prompt_batch import token_positions
 from evogrpo.envs.text.reward_functions import RewardError
+from evogrpo.records import single_turn_conversations
 
 ROWS = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(3) for b in range(4)]
 NAN = np.nan

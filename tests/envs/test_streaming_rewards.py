@@ -7,9 +7,9 @@ from functools import cache
 import numpy as np
 import pytest
 
-from evogrpo.data import single_turn_conversations
 from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
 from evogrpo.envs.text.reward_functions import RewardError
+from evogrpo.records import single_turn_conversations
 from tests.envs import verifier_functions as functions
 
 STARTS = [0, 0, 0, 1, 1, 2, 2]

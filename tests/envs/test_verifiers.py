@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evogrpo.data import single_turn_conversations
 from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
 from evogrpo.envs.text.prompt_batch import compute_rewards
 from evogrpo.envs.text.reward_functions import RewardError, RewardInputs, make_rewards
 from evogrpo.envs.text.verifier_pool import VerifierPool, make_reward_runner
+from evogrpo.records import single_turn_conversations
 from evogrpo.training.configuration.user_code import load_named
 from tests.envs import verifier_functions as functions
 from tests.envs.verifier_functions import KINDS, batched, patient, patient_single, single

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective
-from evogrpo.data import Batch
 from evogrpo.functional.loss_types import LOSS_TYPES, STEP_ADVANTAGES
+from evogrpo.records import Batch
 from tests.oracles.peft_members import PeftMember
 from tests.oracles.slow_advantages import gdpo, of_actions, of_completions, returns_to_go
 from tests.oracles.slow_losses import member_loss

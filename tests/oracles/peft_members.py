@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from evogrpo.models.language.bank import AdapterBank
+from evogrpo.members.language.bank import AdapterBank
 
 
 class PeftMember:

@@ -6,8 +6,8 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, distributions, nn
 
-from evogrpo.models.networks.architecture import NetworkConfig
-from evogrpo.models.networks.bank import StackedBank
+from evogrpo.members.networks.architecture import NetworkConfig
+from evogrpo.members.networks.bank import StackedBank
 
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU}
 

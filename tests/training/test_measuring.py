@@ -10,8 +10,8 @@ from rich.console import Console
 
 from evogrpo import GymnasiumGroups, Objective
 from evogrpo.algorithms.evaluation import evaluate_questions, measure_fitness
-from evogrpo.algorithms.policies.policy_set import EvaluationRequest
 from evogrpo.evolution import Fitness, FitnessConfig
+from evogrpo.members.members import EvaluationRequest
 from evogrpo.reporting.records import GenerationReport, StepReport
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.display import RunDisplay

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from evogrpo import GRPO, GymnasiumGroups, NetworkConfig, evolve
-from evogrpo.models.devices import process_memory
+from evogrpo.members.devices import process_memory
 from evogrpo.training.configuration.question_tasks import LanguageAgent
 from evogrpo.training.forecast import MemoryNeed, check_memory
 from evogrpo.training.task_types.language import peak_memory

@@ -6,11 +6,12 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from evogrpo.algorithms.learning.training_rows import Learner, TrainingRows
+from evogrpo.algorithms.learning.training_rows import TrainingRows
 from evogrpo.config.objective import Objective
-from evogrpo.data import select_rows
 from evogrpo.functional.losses import bias_corrected_kl, clipped_actions, importance_weights, kl_estimate, policy_loss
-from evogrpo.models.bank import Update
+from evogrpo.members.bank import Update
+from evogrpo.members.members import Learner
+from evogrpo.records import select_rows
 
 Part = Tensor | slice
 """Indices `[j]` into the rows of an optimizer step, or all of them."""

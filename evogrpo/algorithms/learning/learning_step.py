@@ -12,9 +12,8 @@ from torch import Tensor
 from evogrpo.algorithms.learning.action_loss import ACTION_SUMS, ActionLosses, RowHyperparameters
 from evogrpo.algorithms.learning.metrics import merge_reports, sample_metrics, sampling_metrics, update_metrics
 from evogrpo.algorithms.learning.step_size import StepSizes
-from evogrpo.algorithms.learning.training_rows import Learner, TrainingRows
+from evogrpo.algorithms.learning.training_rows import TrainingRows
 from evogrpo.config.objective import Objective
-from evogrpo.data import UNTRUNCATED, Batch, Experience, LearnReport, UpdateReport, select_rows
 from evogrpo.functional.advantages import advantages
 from evogrpo.functional.loss_types import FULL_KLS, STEP_ADVANTAGES
 from evogrpo.functional.losses import adaptive_kl, high_entropy_mask, kl_estimate, loss_weights
@@ -25,15 +24,17 @@ from evogrpo.functional.rewards import (
     update_running_statistics,
     zero_variance_groups,
 )
+from evogrpo.members.members import Learner
 from evogrpo.randomness import generator
+from evogrpo.records import UNTRUNCATED, Batch, Experience, LearnReport, UpdateReport, select_rows
 from evogrpo.warnings import warn
 
 if TYPE_CHECKING:
-    from evogrpo.algorithms.policies import PolicySet
-    from evogrpo.algorithms.policies.language import LanguagePolicySet
-    from evogrpo.algorithms.policies.network_policy import StackedPolicy
+    from evogrpo.members import PolicySet
+    from evogrpo.members.language.members import LanguageMembers
+    from evogrpo.members.networks.policy import StackedPolicy
 
-    Policy = LanguagePolicySet | StackedPolicy
+    Policy = LanguageMembers | StackedPolicy
 
 
 def learn(members: "PolicySet", learners: Sequence[Learner], experience: Experience) -> dict[int, LearnReport]:
@@ -143,7 +144,7 @@ class _LearningStep:
     """Learning step of one policy: advantages and loss are set up once, then shared by all optimizer steps."""
 
     def __init__(
-        self, policy: "LanguagePolicySet | StackedPolicy", learners: Mapping[int, Learner], batch: Batch
+        self, policy: "LanguageMembers | StackedPolicy", learners: Mapping[int, Learner], batch: Batch
     ) -> None:
         self._bank = policy.bank
         self._settings = policy.settings

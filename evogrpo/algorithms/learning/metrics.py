@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from evogrpo.config.objective import Objective
-from evogrpo.data import Batch, LearnReport, UpdateReport
 from evogrpo.functional.losses import importance_weights
 from evogrpo.functional.rewards import consecutive_ids, group_statistics, zero_variance_groups
+from evogrpo.records import Batch, LearnReport, UpdateReport
 
 
 def sample_metrics(batch: Batch) -> dict[str, float]:

@@ -13,12 +13,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from evogrpo.algorithms.learning.training_rows import Learner, TrainingRows
+from evogrpo.algorithms.learning.training_rows import TrainingRows
 from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL
 from evogrpo.config.objective import Objective
-from evogrpo.data import UpdateReport
 from evogrpo.functional.loss_types import LOSS_TYPES
-from evogrpo.models.bank import RUNNING_STATS, PolicyBank
+from evogrpo.members.bank import RUNNING_STATS, PolicyBank
+from evogrpo.members.members import Learner
+from evogrpo.records import UpdateReport
 
 MAX_SEARCH_PASSES = 7
 """Maximum number of passes that search the learning rate on the first batch."""

@@ -1,31 +1,13 @@
 """Training rows: the samples that members learn from, with their log-probabilities."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.data import Batch
-from evogrpo.models.bank import PolicyBank
-from evogrpo.models.networks.bank import StackedBank
-
-
-@dataclass(frozen=True, kw_only=True)
-class Learner:
-    """One member that takes part in a learning step.
-
-    Attributes:
-        slot: Its slot in the bank.
-        index: Its identity; part of the name of its random streams.
-        step: Number of the learning step; part of the name as well.
-        hyperparameters: Its hyperparameters in this step.
-    """
-
-    slot: int
-    index: int
-    step: int
-    hyperparameters: Hyperparameters
+from evogrpo.members.bank import PolicyBank
+from evogrpo.members.networks.bank import StackedBank
+from evogrpo.records import Batch
 
 
 class TrainingRows:

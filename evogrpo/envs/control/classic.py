@@ -12,9 +12,9 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.utils.seeding import np_random
 from numpy.typing import NDArray
 
-from evogrpo.data import DEFAULT_POLICY
 from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.envs.control.vector_env import PolicyInput, VectorEnv, VectorStep
+from evogrpo.records import DEFAULT_POLICY
 
 Start = tuple[tuple[float, ...], tuple[float, ...]]
 """State and first observation of an episode, as numbers."""

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import gymnasium
 
-from evogrpo.data import DEFAULT_POLICY
 from evogrpo.distributed import cores_per_rank
 from evogrpo.envs.control.classic import native_class
 from evogrpo.envs.control.policy_mapping import single_agent
@@ -23,6 +22,7 @@ from evogrpo.envs.control.single_env import EnvFactory, Wrap, env_spec, time_lim
 from evogrpo.envs.control.vector_env import GymnasiumVectorEnv, ProcessVectorEnv, VectorEnv
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import TEST_SIZE, VALIDATION_SIZE, Split
+from evogrpo.records import DEFAULT_POLICY
 from evogrpo.spaces import check_action_space, leaf_spaces
 from evogrpo.text import shown
 from evogrpo.validation import flag, names_unknown

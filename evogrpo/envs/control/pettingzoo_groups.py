@@ -9,7 +9,6 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
-from evogrpo.data import Actor
 from evogrpo.envs.control.conversion import can_act, legal_actions, own_copy, scalars, to_environment
 from evogrpo.envs.control.policy_mapping import AgentSpaces, PolicyMapping, map_policies, prefix_of
 from evogrpo.envs.control.random_play import check_determinism
@@ -28,6 +27,7 @@ from evogrpo.envs.control.vector_env import PolicyInput, SerialVectorEnv, Vector
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import TEST_SIZE, VALIDATION_SIZE, Split
 from evogrpo.extras import require
+from evogrpo.records import Actor
 from evogrpo.text import class_name
 from evogrpo.validation import flag, names_unknown, whole_between
 

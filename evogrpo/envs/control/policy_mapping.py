@@ -9,9 +9,9 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from evogrpo.data import DEFAULT_POLICY
 from evogrpo.envs.control.conversion import Leaves, stack
 from evogrpo.envs.control.single_env import ACTION_MASK, check_mask_name
+from evogrpo.records import DEFAULT_POLICY
 from evogrpo.spaces import check_action_space, flatten, leaf_spaces
 from evogrpo.text import shown
 

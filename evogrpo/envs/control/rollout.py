@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evogrpo.data import Actor
 from evogrpo.envs.control.conversion import Uniforms, to_environment
 from evogrpo.envs.control.policy_mapping import AGENT, PolicyMapping
 from evogrpo.envs.control.vector_env import PolicyInput, VectorEnv, VectorStep
 from evogrpo.interruption import NEVER, Stop
+from evogrpo.records import Actor
 from evogrpo.spaces import unflatten
 from evogrpo.text import short_repr
 from evogrpo.validation import FLOAT32_LIMIT

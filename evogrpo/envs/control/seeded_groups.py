@@ -7,13 +7,13 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from evogrpo.data import Actor
 from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.envs.control.rollout import EpisodeRequest, Episodes, StartBatch, play_episodes
 from evogrpo.envs.control.single_env import EndForkedChildren
 from evogrpo.envs.control.vector_env import VectorEnv
 from evogrpo.envs.protocol import SPLITS, Split, deal_starts
 from evogrpo.randomness import generator
+from evogrpo.records import Actor
 from evogrpo.text import shown
 from evogrpo.validation import whole_between, whole_number
 from evogrpo.warnings import warn

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evogrpo.data import DEFAULT_POLICY
 from evogrpo.envs.control.conversion import Leaves, legal_actions, own_copy, scalars
 from evogrpo.envs.control.env_process import EnvProcess, process_setup
 from evogrpo.envs.control.policy_mapping import AGENT, PolicyMapping
@@ -21,6 +20,7 @@ from evogrpo.envs.control.single_env import (
     noise_seed,
 )
 from evogrpo.interruption import NEVER, Stop
+from evogrpo.records import DEFAULT_POLICY
 
 
 class PolicyInput(NamedTuple):

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Unpack
 
 import numpy as np
 
-from evogrpo.data import Conversation
 from evogrpo.envs.fingerprint import code_hash
 from evogrpo.envs.protocol import Scores, Split
 from evogrpo.envs.text.datasets import AnyTable, check_table
@@ -47,6 +46,7 @@ from evogrpo.envs.text.tools import (
     tool_schema,
 )
 from evogrpo.interruption import NEVER, Stop
+from evogrpo.records import Conversation
 from evogrpo.text import class_name, escaped_prints, one_line, pluralize, printable, short_repr, shown
 from evogrpo.validation import finite_number, lists_options, names_unknown, whole_between
 from evogrpo.warnings import warn

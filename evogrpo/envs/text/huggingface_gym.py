@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evogrpo.chat_templates import end_of_turn_ids
-from evogrpo.data import single_turn_conversations
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import SPLITS, Split, deal_starts
 from evogrpo.envs.text.datasets import (
@@ -57,6 +56,7 @@ from evogrpo.envs.text.templates import (
 )
 from evogrpo.envs.text.verifier_pool import make_reward_runner
 from evogrpo.extras import require
+from evogrpo.records import single_turn_conversations
 from evogrpo.spaces import CompletionSpace
 from evogrpo.text import class_name, one_line, shown
 from evogrpo.validation import lists_options, names_unknown, refuse_unknown, whole_between, whole_number

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 from evogrpo.chat_templates import ANSWER, QUESTION
-from evogrpo.data import Conversation
 from evogrpo.envs.fingerprint import code_hash
 from evogrpo.envs.protocol import Split
 from evogrpo.envs.text.datasets import AnyTable
@@ -30,6 +29,7 @@ from evogrpo.envs.text.templates import (
     reply_tokens,
     row_options,
 )
+from evogrpo.records import Conversation
 from evogrpo.text import escaped_prints, shown
 from evogrpo.validation import lists_options, names_unknown, whole_between
 from evogrpo.warnings import warn

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evogrpo.data import Conversation
 from evogrpo.envs.protocol import REPLY, Scores
 from evogrpo.envs.text.reward_functions import (
     CallFailedError,
@@ -32,6 +31,7 @@ from evogrpo.envs.text.templates import Tokenizer, check_messages
 from evogrpo.envs.text.verifier_pool import RewardRunner
 from evogrpo.extras import require
 from evogrpo.interruption import NEVER, Stop
+from evogrpo.records import Conversation
 from evogrpo.text import class_name, escaped_prints, printable, shown, text_of
 from evogrpo.validation import FLOAT32_LIMIT, float32_number, plain_list
 from evogrpo.warnings import warn

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
-from evogrpo.algorithms.policies.settings import STEPWISE, Credit, NetworkSettings
 from evogrpo.config.hyperparameters import Optimizer
 from evogrpo.config.objective import Objective
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups, Vectorization, check_wrapper
@@ -20,7 +19,8 @@ from evogrpo.envs.control.policy_mapping import Policies
 from evogrpo.envs.control.single_env import Wrap, env_spec
 from evogrpo.envs.protocol import TEST_SIZE, VALIDATION_SIZE
 from evogrpo.extras import require
-from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
+from evogrpo.members.networks.architecture import ArchitectureLimits, NetworkConfig
+from evogrpo.members.settings import STEPWISE, Credit, NetworkSettings
 from evogrpo.safe_parsing import load_yaml
 from evogrpo.synonyms import unknown_name_error
 from evogrpo.text import class_name, one_line, shown, user_line

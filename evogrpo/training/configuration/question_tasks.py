@@ -9,7 +9,6 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from evogrpo.algorithms.policies.settings import LanguageSettings
 from evogrpo.config.hyperparameters import Optimizer
 from evogrpo.config.objective import Objective
 from evogrpo.envs.protocol import SPLITS, TEST_SIZE, VALIDATION_SIZE, Split
@@ -25,6 +24,7 @@ from evogrpo.envs.text.tasks import TASKS
 from evogrpo.envs.text.templates import Tokenizer, numbered
 from evogrpo.envs.text.verifier_pool import check_worker_limits
 from evogrpo.extras import require
+from evogrpo.members.settings import LanguageSettings
 from evogrpo.safe_parsing import read_regular, unique_keys
 from evogrpo.synonyms import close_match
 from evogrpo.text import class_name, one_line, pluralize, shown

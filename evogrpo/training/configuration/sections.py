@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from evogrpo.config.hyperparameters import Hyperparameters, check_calibration
 from evogrpo.config.search_space import MAX_MEMBERS, HyperparameterConfig, check_group_size
-from evogrpo.models.devices import Precision
+from evogrpo.members.devices import Precision
 from evogrpo.text import shown
 from evogrpo.training.schedule import Schedule
 from evogrpo.validation import WHOLE, Flag, NonNegativeInt, PositiveInt, Seed, Text, plain, settings

@@ -21,7 +21,7 @@ from evogrpo.text import USER_MODULE_PREFIX, class_name, one_line, reference_to,
 
 if TYPE_CHECKING:
     from evogrpo.algorithms.population import Population
-    from evogrpo.models.bank import Sampler
+    from evogrpo.members.bank import Sampler
 
 PLUGINS = "evogrpo.plugins"
 """Group of entry points with which packages add strategies, samplers, environments and tasks."""
@@ -158,7 +158,7 @@ def named_sampler(name: str) -> "Callable[..., Sampler]":
     """
     factory = load_named(name, "sampler") if ":" in name else load_plugin(name, "sampler", (VLLM,))
     if factory is None and name == VLLM:
-        from evogrpo.models.language.vllm_sampler import VLLMSampler
+        from evogrpo.members.language.vllm_sampler import VLLMSampler
 
         return lambda population, **settings: VLLMSampler(**settings)
     if factory is None:

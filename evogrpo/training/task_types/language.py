@@ -8,25 +8,22 @@ import torch
 from torch import Tensor
 
 from evogrpo.algorithms.grpo import GRPO
-from evogrpo.algorithms.policies.policy_set import RolloutBatch
-from evogrpo.algorithms.policies.settings import LanguageSettings
 from evogrpo.algorithms.population import Population
-from evogrpo.data import DEFAULT_POLICY
 from evogrpo.distributed import processes
 from evogrpo.envs.text.huggingface_gym import SAMPLE_COMPLETIONS, Preflight, PromptEnvironment
 from evogrpo.envs.text.reward_functions import RewardError
-from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS, available_device
-from evogrpo.models.language.bank import REDUCED_LOGITS_ROWS
-from evogrpo.models.language.compatibility import (
+from evogrpo.members.devices import DEFAULT_MICRO_BATCH_TOKENS, available_device
+from evogrpo.members.language.bank import REDUCED_LOGITS_ROWS
+from evogrpo.members.language.compatibility import (
     check_causal_class,
     check_context,
     check_token_ids,
     context_of,
     end_ids_of,
 )
-from evogrpo.models.language.fsdp import NEEDS_SAMPLER, check_sharding, shard_count
-from evogrpo.models.language.full_finetuning import AllWeights, choose_trained
-from evogrpo.models.language.loading import (
+from evogrpo.members.language.fsdp import NEEDS_SAMPLER, check_sharding, shard_count
+from evogrpo.members.language.full_finetuning import AllWeights, choose_trained
+from evogrpo.members.language.loading import (
     PACKAGES,
     BaseModel,
     check_quantised,
@@ -35,9 +32,9 @@ from evogrpo.models.language.loading import (
     load_base,
     load_outline,
 )
-from evogrpo.models.language.lora import LoraTargets, lora_from_json, read_adapter
-from evogrpo.models.language.sampling import CACHED_TOKENS, rows_at_once
-from evogrpo.models.language.sizing import (
+from evogrpo.members.language.lora import LoraTargets, lora_from_json, read_adapter
+from evogrpo.members.language.sampling import CACHED_TOKENS, rows_at_once
+from evogrpo.members.language.sizing import (
     FLOAT,
     base_bytes,
     learning_bytes,
@@ -45,6 +42,9 @@ from evogrpo.models.language.sizing import (
     quantised_bytes,
     sampling_bytes,
 )
+from evogrpo.members.members import RolloutBatch
+from evogrpo.members.settings import LanguageSettings
+from evogrpo.records import DEFAULT_POLICY
 from evogrpo.text import count_text, number_text, pluralize, shorten, user_line
 from evogrpo.training.configuration.question_tasks import LanguageAgent
 from evogrpo.training.configuration.sections import Config

@@ -12,16 +12,16 @@ import torch
 from gymnasium import spaces
 
 from evogrpo.algorithms.grpo import GRPO, MultiAgentGRPO
-from evogrpo.algorithms.policies.policy_set import RolloutBatch
-from evogrpo.algorithms.policies.settings import NETWORK_DEFAULTS, STEPWISE
 from evogrpo.algorithms.population import Population
 from evogrpo.config.search_space import NETWORK_RANGES
-from evogrpo.data import DEFAULT_POLICY
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import PolicyMapping
-from evogrpo.models.devices import available_device
-from evogrpo.models.networks.networks import ObservationEncoder
+from evogrpo.members.devices import available_device
+from evogrpo.members.members import RolloutBatch
+from evogrpo.members.networks.networks import ObservationEncoder
+from evogrpo.members.settings import NETWORK_DEFAULTS, STEPWISE
+from evogrpo.records import DEFAULT_POLICY
 from evogrpo.spaces import leaf_spaces
 from evogrpo.text import count_text, pluralize, shown
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask, NetworkAgent, ParallelTask

@@ -1,0 +1,150 @@
+"""Devices: availability, memory and threads."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from evogrpo.text import shown
+
+if TYPE_CHECKING:
+    import torch
+
+BASE_ALLOWANCE, ALLOWANCE_FACTOR = 2**26, 100
+"""A checkpoint's settings may need this many bytes, plus this multiple of the size of its tensors."""
+
+Precision = Literal["auto", "float32", "bfloat16", "int8", "nf4"]
+"""Precisions of a base model; see `evogrpo.members.language.loading.choose_precision`."""
+DEFAULT_MICRO_BATCH_TOKENS = 1024
+"""Default size of a micro-batch. On CUDA, the default follows from the memory estimate."""
+_GROUPS = Path("/sys/fs/cgroup")
+
+
+def check_device(device: "str | torch.device") -> None:
+    """Raise a ValueError unless tensors can be created on the device."""
+    import torch
+
+    if not isinstance(device, str | torch.device):
+        raise ValueError(f"device must be a name such as 'cpu' or 'cuda', got {shown(device)}.")
+    if device == "auto":
+        raise ValueError("device 'auto' is the default. Leave device out.")
+    try:
+        torch.empty(1, device=device).cpu()  # a tensor on the meta device has no data
+    except (RuntimeError, AssertionError, TypeError) as error:  # torch asserts that it was built with CUDA
+        raise ValueError(
+            f"device {shown(device, 40)} is not available. Use 'cpu', or 'cuda' if torch.cuda.is_available()."
+        ) from error
+
+
+def local_gpu() -> str:
+    """Return the GPU of this process: the one with the number LOCAL_RANK, if a launcher has set it."""
+    import torch
+
+    rank = os.environ.get("LOCAL_RANK", "0")
+    if rank.isdigit() and rank != "0":
+        return f"cuda:{int(rank) % torch.cuda.device_count()}"
+    return "cuda"
+
+
+def available_device(device: str | None) -> str:
+    """Return the given device, or by default a GPU if there is one.
+
+    Raises:
+        ValueError: If the device does not exist here.
+    """
+    import torch
+
+    if device is None:
+        return local_gpu() if torch.cuda.is_available() else "cpu"
+    check_device(device)
+    return local_gpu() if device == "cuda" else device
+
+
+@contextmanager
+def single_threaded(*, enabled: bool) -> Iterator[None]:
+    """Run torch on one thread inside the block, unless OMP_NUM_THREADS is set.
+
+    Measured with 8 members on CartPole: a second thread is 5 % faster on an idle machine and nine times slower on a
+    busy one. Results are bit-equal.
+
+    Args:
+        enabled: False changes nothing. Set it for small networks.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    if enabled and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def check_stored_size(needed: int, stored: int) -> None:
+    """Reject sizes out of proportion to the tensors of a checkpoint, whose record may name huge widths or ranks.
+
+    Args:
+        needed: Bytes that the record asks for.
+        stored: Bytes of the tensors in the checkpoint.
+
+    Raises:
+        ValueError: If `needed` is more than BASE_ALLOWANCE plus ALLOWANCE_FACTOR times `stored`.
+    """
+    if needed > BASE_ALLOWANCE + ALLOWANCE_FACTOR * stored:
+        raise ValueError(
+            f"The settings in the checkpoint need {needed / 1e9:.1f} GB, over {ALLOWANCE_FACTOR} times the size of "
+            "its tensors. It is damaged or was changed. Load another checkpoint."
+        )
+
+
+def check_allocation(needed: int, device: "torch.device", what: str) -> None:
+    """Reject allocations larger than a device's whole memory, before the system kills the process.
+
+    Args:
+        needed: Bytes.
+        device: Device of the allocation.
+        what: What is allocated and how to make it smaller, for the message: "the adapters of 8 members: use fewer".
+
+    Raises:
+        ValueError: If the device has less memory.
+    """
+    available, _ = device_memory(str(device))
+    if available is not None and needed > available:
+        raise ValueError(f"{device} has {available / 1e9:.0f} GB, but {needed / 1e9:.0f} GB are needed for {what}")
+
+
+def device_memory(device: str) -> tuple[int | None, str]:
+    """Return a device's memory in bytes (None if unknown) and its name in messages."""
+    if device.startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.get_device_properties(device).total_memory), "GPU memory"
+    if not device.startswith("cpu"):
+        return None, f"memory on {device}"
+    return process_memory(), "memory"
+
+
+def process_memory(groups: Path = _GROUPS, membership: Path = Path("/proc/self/cgroup")) -> int | None:
+    """Return the memory that this process may use, in bytes: the machine's, or less inside a container or cgroup.
+
+    Args:
+        groups: Mount point of the control groups (version 2).
+        membership: File that names the group of the process, as "0::/path".
+    """
+    sizes = []
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    if membership.is_file():
+        lines = membership.read_text().splitlines()
+    else:
+        lines = []
+    inner = Path(next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), ""))
+    # Inside a container the path may be the host's and not exist; the root is then the container's own group.
+    for folder in (inner, *inner.parents):
+        try:
+            sizes.append(int((groups / folder / "memory.max").read_text()))
+        except (OSError, ValueError):  # no such folder, or "max"
+            continue
+    return min(sizes, default=None)

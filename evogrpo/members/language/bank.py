@@ -1,0 +1,548 @@
+"""Bank of language models: one frozen base model, and one LoRA adapter or all weights per member."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
+from dataclasses import replace
+
+import torch
+from peft import LoraConfig
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
+from evogrpo.distributed import Processes
+from evogrpo.functional.log_probs import chunked_log_probs
+from evogrpo.members.bank import LossFunction, PolicyVersion, Update
+from evogrpo.members.devices import DEFAULT_MICRO_BATCH_TOKENS
+from evogrpo.members.fast_llama.weight_layout import fast_paths_disabled
+from evogrpo.members.language.causal_model import CausalModel
+from evogrpo.members.language.compatibility import check_causal_class, check_token_ids
+from evogrpo.members.language.fsdp import run_on_all_ranks
+from evogrpo.members.language.full_finetuning import AllWeights, choose_trained, transformers_files
+from evogrpo.members.language.loading import loadable_name
+from evogrpo.members.language.lora import StoredAdapter, peft_files, tensors_file
+from evogrpo.members.language.micro_batches import MicroBatch, distinct_prefixes, lexsort, micro_batches, repetitions
+from evogrpo.members.language.sampling import AdapterSampler
+from evogrpo.records import Batch, TokenInputs, UpdateReport, positions_in_turn
+
+NO_GRAD_FACTOR = 4
+"""Size of micro-batches without gradient, relative to those with: they store no activations."""
+REDUCED_LOGITS_ROWS = 256
+"""Tokens whose logits exist at once with `reduce_memory_peak`."""
+
+
+class AdapterBank(AdapterSampler):
+    """PolicyBank and Sampler of language models: LoRA adapters of all members on one frozen base model.
+
+    Without `lora_config`, each member has all weights of the model instead, and its own passes. Weights and AdamW
+    moments of a member are rows of matrices `[p, k]`, so cloning a member copies rows. Gradients exist only until their
+    optimizer step. The base is never changed and can be shared with other banks.
+
+    Args:
+        model: A causal language model of transformers, on its device and in its dtype.
+        size: Number of members.
+        pad_token_id: Token used for padding.
+        eos_token_ids: Tokens that end a completion.
+        lora_config: LoRA configuration; None = members train all weights, unless `start` is given.
+        optimizer: AdamW settings shared by all members.
+        seed: Root seed of the initial adapters.
+        micro_batch_tokens: Maximum tokens, padding included, of a forward pass with gradients. Halved when out of
+            memory.
+        reduce_memory_peak: Compute logits in chunks of 256 tokens instead of a whole micro-batch at once. Results
+            agree up to rounding.
+        explicit_positions: Pass position ids, counted without padding, to the model.
+        autocast: Returns the context manager of forward passes, for mixed precision.
+        own_reference: Store one reference per member for the KL term, instead of using the base. Takes as much memory
+            as the adapters. See `mix_reference`.
+        start: Adapter that every member starts from; brings its own lora_config.
+        like: Bank over the same model with the same adapters; its compatibility checks are not repeated.
+
+    Raises:
+        ValueError: If the model is not supported or an argument is invalid.
+
+    Attributes:
+        micro_batch_tokens: As passed, halved when out of memory.
+        logits_rows: Maximum tokens whose logits exist at once.
+        processes: Ranks that divide the micro-batches among them; this process alone at first. All ranks must call the
+            same methods with equal batches.
+    """
+
+    rows_are_transitions = False  # a token depends on the tokens before it
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        size: int,
+        pad_token_id: int,
+        eos_token_ids: Sequence[int],
+        lora_config: LoraConfig | None = None,
+        optimizer: Optimizer | None = None,
+        seed: int = 0,
+        micro_batch_tokens: int = DEFAULT_MICRO_BATCH_TOKENS,
+        reduce_memory_peak: bool = True,
+        explicit_positions: bool = True,
+        autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
+        own_reference: bool = False,
+        start: StoredAdapter | None = None,
+        like: "AdapterBank | None" = None,
+    ) -> None:
+        # 1. Check the arguments.
+        if start is not None and lora_config not in (None, start.lora_config):
+            raise ValueError("An adapter brings its own lora_config. Leave lora_config out.")
+        if start is not None:
+            lora_config = start.lora_config
+        if not eos_token_ids:
+            raise ValueError("eos_token_ids must contain at least one token, got none.")
+        if micro_batch_tokens < 1:
+            raise ValueError(f"micro_batch_tokens must be at least 1, got {micro_batch_tokens}.")
+        check_causal_class(model)
+        check_token_ids(model, [pad_token_id], "pad_token_id")
+        check_token_ids(model, eos_token_ids, "eos_token_ids")
+
+        # 2. Build train states and the base model. Its compatibility checks run the model, so with a sharded base all
+        # ranks run them together.
+        def build() -> CausalModel:
+            if like is None:
+                trained = choose_trained(model, lora_config)
+            else:
+                trained = like.trained
+            super(AdapterBank, self).__init__(
+                model,
+                size,
+                trained,
+                lora_config,
+                optimizer or Optimizer(),
+                seed=seed,
+                own_reference=own_reference,
+                start=start,
+            )
+            if like is not None:
+                return copy(like.base)
+            return CausalModel(model, pad_token_id, changed=trained.modules, explicit_positions=explicit_positions)
+
+        # A bank like another one repeats no check, so other ranks need not take part.
+        if like is not None:
+            self.base = build()
+        else:
+            self.base = run_on_all_ranks(model, build)
+        # 3. Models of the members that train all weights, and the settings of the passes.
+        self.base.autocast = autocast
+        self._own_passes = {
+            version: [self.base.with_model(each) for each in models] for version, models in self.member_models.items()
+        }
+        self.end_ids = torch.tensor(sorted(set(eos_token_ids)), device=self.base.device)
+        self.micro_batch_tokens = micro_batch_tokens
+        # no limit
+        if reduce_memory_peak:
+            self.logits_rows = REDUCED_LOGITS_ROWS
+        else:
+            self.logits_rows = 1 << 30
+        self.processes = Processes()
+
+    # ---- scoring and learning
+
+    def log_probs(self, batch: Batch, *, base: bool = False) -> Tensor:
+        """Return `[n, t]` log-probabilities of the actions in nats, without gradient; 0 where masked.
+
+        Args:
+            batch: Rows of any members, in any order.
+            base: Use the base model instead of the members' policies.
+        """
+        with self.base.working():
+            return self._score(batch, "base" if base else "weights")[0]
+
+    def entropies(self, batch: Batch) -> Tensor:
+        """Return `[n, t]` entropies of the sampling distributions in nats, without gradient; 0 where masked."""
+        with self.base.working():
+            return self._score(batch, "weights")[1]
+
+    def reference_log_probs(self, batch: Batch) -> Tensor:
+        """Return `[n, t]` log-probabilities under members' own references, or under the base without adapters.
+
+        Under the base, all members share the forward pass of a prompt.
+        """
+        with self.base.working():
+            return self._score(batch, "base" if self.reference is None else "reference")[0]
+
+    def update(
+        self,
+        batch: Batch,
+        loss_fn: LossFunction,
+        hyperparameters: Mapping[int, Hyperparameters],
+        *,
+        entropy_gradient: bool = False,
+    ) -> Update:
+        """Take one AdamW step for every slot in `hyperparameters`.
+
+        Gradients of micro-batches are summed. A member without rows steps with a zero gradient. A member takes no step,
+        and its report has a norm of NaN, if its gradient is not finite or one completion alone is out of memory.
+
+        Args:
+            batch: Rows of these members.
+            loss_fn: Weighted losses of rows, given their numbers, log_probs and entropies; their sum is minimised.
+            hyperparameters: Hyperparameters by slot; `lr` and `max_grad_norm` are used.
+            entropy_gradient: Make entropies differentiable; costs a second product with the vocabulary.
+        """
+        reports: dict[int, UpdateReport] = {}
+        log_probs, entropies = (torch.zeros(batch.actions.shape, device=batch.actions.device) for _ in range(2))
+        with self.base.working():
+            while len(reports) < len(hyperparameters):
+                waiting = [slot for slot in sorted(hyperparameters) if slot not in reports]
+                steps = self.gradients(
+                    batch, waiting, loss_fn, (log_probs, entropies), entropy_gradient=entropy_gradient
+                )
+                try:
+                    for slot, gradient, loss in steps:
+                        reports[slot] = self.step(slot, gradient, hyperparameters[slot], loss)
+                except torch.OutOfMemoryError as error:  # a single row never raises, so the loop ends
+                    self._halve(error)
+        return Update(reports=reports, log_probs=log_probs, entropies=entropies)
+
+    def cost(self, batch: Batch) -> dict[int, int]:
+        """Return the tokens of one pass over the batch, by slot; shared prompts count once."""
+        inputs: TokenInputs = batch.inputs
+        return self.tokens_of(inputs.prompts, inputs.prompt_ids, batch.member_ids, batch.present.sum(1).tolist())
+
+    def tokens_of(
+        self, prompts: Sequence[Sequence[int]], prompt_ids: Tensor, member_ids: Tensor, lengths: Sequence[int]
+    ) -> dict[int, int]:
+        """Return the tokens of rows with completions of these lengths, by slot; see `cost`."""
+        tokens: dict[int, int] = {}
+        pairs, rows = distinct_prefixes(member_ids.cpu(), prompt_ids.cpu())
+        for slot, prompt in pairs if self.base.shares_prefix else [pairs[row] for row in rows.tolist()]:
+            tokens[slot] = tokens.get(slot, 0) + len(prompts[prompt])
+        for slot, length in zip(member_ids.tolist(), lengths, strict=True):
+            tokens[slot] += length
+        return tokens
+
+    # ---- forward and backward passes, in micro-batches
+
+    @torch.no_grad()
+    def _score(self, batch: Batch, policy: PolicyVersion) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies `[n, t]` in nats, without gradient; 0 where masked."""
+        log_probs = torch.zeros(batch.actions.shape, device=batch.actions.device)
+        entropies = torch.zeros_like(log_probs)
+        counter = batch.stop.progress("scoring", len(batch), "completions")
+        while True:
+            try:
+                parts = self._plan(batch, NO_GRAD_FACTOR * self.micro_batch_tokens, policy)
+                for part, scores in zip(parts, self._scored(batch, parts, policy), strict=True):
+                    log_probs[part.rows], entropies[part.rows] = scores
+                    counter.add(len(part.rows))
+                return log_probs, entropies
+            except torch.OutOfMemoryError as error:
+                if self.micro_batch_tokens == 1:
+                    raise
+                self._halve(error)
+
+    def _scored(
+        self, batch: Batch, parts: Sequence[MicroBatch], policy: PolicyVersion
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield log-probabilities and entropies of every micro-batch, each computed on one rank."""
+        if self.processes.size == 1:
+            for part in parts:
+                yield self._forward(batch, part, policy)
+            return
+
+        def score_own_part() -> dict[int, list[Tensor]]:
+            with self.base.in_lockstep():
+                return {
+                    number: [values.cpu() for values in self._forward(batch, parts[number], policy)]
+                    for number, _ in self._own_parts(len(parts))
+                }
+
+        scores = dict(pair for part in self.processes.run_section(score_own_part) for pair in part.items())
+        for number in range(len(parts)):
+            log_probs, entropies = scores[number]
+            yield log_probs.to(batch.actions.device), entropies.to(batch.actions.device)
+
+    def _own_parts(self, parts: int) -> list[tuple[int, bool]]:
+        """Return the numbers of this rank's micro-batches, dealt round robin.
+
+        In lockstep, a rank without a micro-batch in the last round repeats the last one, marked with False.
+        """
+        rank = self.processes.rank
+        size = self.processes.size
+        numbers = [first + rank for first in range(0, parts, size)]
+        return [(min(n, parts - 1), n < parts) for n in numbers if n < parts or self.base.lockstep]
+
+    def _halve(self, error: torch.OutOfMemoryError) -> None:
+        """Halve the size of micro-batches after running out of memory, on all ranks or on none."""
+        if self.processes.size > 1 and not self.processes.raised_on_all_ranks(error):
+            raise error
+        self.micro_batch_tokens = max(1, self.micro_batch_tokens // 2)
+
+    def gradients(
+        self,
+        batch: Batch,
+        slots: Sequence[int],
+        loss_fn: LossFunction,
+        scores: tuple[Tensor, Tensor],
+        *,
+        entropy_gradient: bool,
+    ) -> Iterator[tuple[int, Tensor, float]]:
+        """Yield each member's slot, gradient `[k]` and loss after its last micro-batch.
+
+        Rows are sorted by member, so in one process only a few gradients exist at a time. A gradient is NaN if a single
+        completion of the member is out of memory. On several ranks, each micro-batch is computed on one rank; the sums
+        in rank order are bit-equal on all ranks.
+
+        Args:
+            batch: Rows of any members.
+            slots: Members to compute gradients of.
+            loss_fn: Weighted losses of rows.
+            scores: Log-probabilities and entropies `[n, t]`, written for the rows of these members.
+            entropy_gradient: Make entropies differentiable.
+
+        Raises:
+            torch.OutOfMemoryError: If a micro-batch of several rows is out of memory.
+        """
+        # 1. Plan the micro-batches. One that this rank only repeats gets the factor 0.
+        parts = self._plan(batch, self.micro_batch_tokens, "weights", slots)
+        own_parts = self._own_parts(len(parts))
+        factors = [(parts[number], 1.0 if is_mine else 0.0) for number, is_mine in own_parts]
+        own_gradients = self._own_gradients(batch, slots, factors, loss_fn, scores, entropy_gradient=entropy_gradient)
+        if self.processes.size == 1:
+            yield from own_gradients
+            return
+        # 2. Compute this rank's gradients; exchange scores and losses.
+        gradients = dict[int, Tensor]()
+
+        def compute_own_part() -> tuple[dict[int, list[Tensor]], dict[int, float]]:
+            """Compute this rank's gradients into `gradients`; return its micro-batches' scores and its losses.
+
+            Repeated micro-batches are left out.
+            """
+            losses = {}
+            with self.base.in_lockstep():
+                for slot, gradient, loss in own_gradients:
+                    gradients[slot], losses[slot] = gradient, loss
+            own_numbers = [number for number, is_mine in own_parts if is_mine]
+            return {number: [values[parts[number].rows].cpu() for values in scores] for number in own_numbers}, losses
+
+        shares = self.processes.run_section(compute_own_part)
+        # 3. Sum the gradients over ranks; write the scores of all ranks.
+        totals = {slot: self.processes.all_reduce(gradients.pop(slot)) for slot in slots}
+        for scores_of_part, _ in shares:
+            for number, computed in scores_of_part.items():
+                for values, part in zip(scores, computed, strict=True):
+                    values[parts[number].rows] = part.to(values.device)
+        for slot, gradient in totals.items():
+            yield slot, gradient, sum(losses[slot] for _, losses in shares)
+
+    def _own_gradients(
+        self,
+        batch: Batch,
+        slots: Sequence[int],
+        parts: Sequence[tuple[MicroBatch, float]],
+        loss_fn: LossFunction,
+        scores: tuple[Tensor, Tensor],
+        *,
+        entropy_gradient: bool,
+    ) -> Iterator[tuple[int, Tensor, float]]:
+        """Yield the gradients of this rank's micro-batches, each with its factor; see `gradients`."""
+        # 1. Note the last micro-batch of each member.
+        member_ids = batch.member_ids
+        members = [sorted(set(member_ids[part.run].tolist())) for part, _ in parts]
+        last = {slot: number for number, present in enumerate(members) for slot in present}
+        losses = dict.fromkeys(slots, 0.0)
+        gradients = dict[int, Tensor]()
+        trained = self._views["weights"]
+        try:
+            # 2. Members without rows have a zero gradient: AdamW's moments still move their weights.
+            for slot in slots:
+                if slot not in last:
+                    yield slot, torch.zeros_like(self.weights[slot]), 0.0
+            # 3. Backward: accumulate into the gradients of the members present.
+            for number, ((part, factor), present) in enumerate(zip(parts, members, strict=True)):
+                for slot in present:
+                    if slot not in gradients:
+                        gradients[slot] = torch.zeros_like(self.weights[slot])
+                        trained.gather_gradient(slot, gradients[slot])
+                try:
+                    computed = self._forward(batch, part, "weights", entropy_gradient=entropy_gradient)
+                    loss = factor * loss_fn(part.rows, *computed)
+                    loss.sum().backward()
+                    for values, new in zip(scores, computed, strict=True):
+                        values[part.rows] = new.detach()
+                    row_losses = loss.tolist()
+                    del computed, new, loss  # the graph must be gone before the next forward pass
+                except torch.OutOfMemoryError:
+                    if len(part.run) > 1 or self.base.lockstep:
+                        raise
+                    row_losses = [0.0] * len(part.rows)
+                    gradients[int(member_ids[part.run])].fill_(float("nan"))  # only this member fails
+                for slot, value in zip(member_ids[part.rows].tolist(), row_losses, strict=True):
+                    losses[slot] += value
+                for slot in present:
+                    if last[slot] == number:
+                        trained.gather_gradient(slot, None)
+                        yield slot, gradients.pop(slot), losses[slot]
+        finally:
+            for slot in gradients:
+                trained.gather_gradient(slot, None)
+
+    def _plan(
+        self, batch: Batch, budget: int, policy: PolicyVersion, slots: Sequence[int] | None = None
+    ) -> list[MicroBatch]:
+        """Plan the micro-batches: distinct rows with at least one action, sorted by member and prompt.
+
+        Args:
+            batch: Rows of any members.
+            budget: Maximum tokens of a micro-batch.
+            policy: Policy that scores the rows.
+            slots: Plan the rows of these members only.
+        """
+        # 1. Select the rows of these slots; `numbers` are their row numbers in the whole batch.
+        device = batch.actions.device
+        if slots is None:
+            numbers = torch.arange(len(batch), device=device)
+        else:
+            numbers = torch.isin(batch.member_ids, torch.tensor(slots, device=batch.member_ids.device)).nonzero()[:, 0]
+            batch = batch.select(numbers)
+        # 2. Sort them by member and prompt; leave out rows without actions and repetitions.
+        inputs: TokenInputs = batch.inputs
+        members = _scoring_slots(batch, policy)
+        order = lexsort(inputs.prompt_ids, members).tolist()
+        lengths = _lengths(batch.action_mask).tolist()
+        _, prefixes = distinct_prefixes(members.cpu(), inputs.prompt_ids.cpu())
+        widths = [len(inputs.prompts[prompt]) for prompt in inputs.prompt_ids.tolist()]
+        if fast_paths_disabled():
+            repeated = [[row] for row in range(len(batch))]
+        else:
+            repeated = repetitions(batch, members)
+        rows = [row for row in order if lengths[row] and repeated[row]]
+        # 3. Split the distinct rows into micro-batches, then add the rows that repeat them.
+        parts = []
+        runs = (
+            run
+            for group in self.split_passes(policy, rows, members.tolist())
+            for run in micro_batches(group, prefixes.tolist(), widths, lengths, budget)
+        )
+        for run in runs:
+            copies = [repeated[row] for row in run]
+            rows_of_part = torch.tensor([row for group in copies for row in group], device=device)
+            run_as = torch.arange(len(run)).repeat_interleave(torch.tensor([len(group) for group in copies])).to(device)
+            run_rows = torch.tensor(run, device=device)
+            parts.append(MicroBatch(rows=numbers[rows_of_part], run=numbers[run_rows], run_as=run_as))
+        return parts
+
+    def _forward(
+        self, whole: Batch, part: MicroBatch, policy: PolicyVersion, *, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies `[n, t]` of a micro-batch's rows, in one forward pass."""
+        if self.base.lockstep:
+            self.processes.check_stop(whole.stop)
+        whole.stop.check()
+        # 1. Drop columns after the last action.
+        batch = whole.select(part.run)
+        inputs: TokenInputs = batch.inputs
+        used = int(_lengths(batch.action_mask).max())
+        if self.base.lockstep:  # with a token after the first action, each micro-batch takes as many passes
+            used = min(max(used, 2), batch.action_mask.shape[1])
+        mask = batch.action_mask[:, :used]
+        early = torch.zeros_like(mask)  # True where an end of sequence was forbidden
+        if inputs.min_new_tokens:
+            early = positions_in_turn(batch.chosen[:, :used]) < inputs.min_new_tokens
+        # 2. Hidden states `[k, used, h]` that predict the actions, then the actions' log-probabilities and entropies.
+        members = _scoring_slots(batch, policy)
+        pairs, rows = distinct_prefixes(members, inputs.prompt_ids.to(members.device))
+        prompts = [inputs.prompts[prompt] for _, prompt in pairs]
+        slots = [slot for slot, _ in pairs]
+        fed = batch.actions[:, : used - 1]
+        present = batch.present[:, : used - 1]
+        model = self.model_of(policy, slots[0])
+        with model.autocast():
+            make_hook = self.hook_factory(policy)
+            hidden = model.hidden(prompts, slots, rows, fed, present, members, make_hook)[mask]
+            train_head = model is not self.base and torch.is_grad_enabled()
+            scores = chunked_log_probs(
+                hidden,
+                model.head,
+                batch.actions[:, :used][mask],
+                inputs.temperature.to(mask.device)[:, None].expand(mask.shape)[mask],
+                early[mask],
+                self.end_ids,
+                self.logits_rows,
+                entropy_gradient=entropy_gradient,
+                weight=model.head_matrix(hidden),
+                train_head=train_head,
+            )
+        # 3. Scatter to `[k, t]`, then copy to identical rows.
+        zeros = torch.zeros(batch.actions.shape, device=mask.device)
+        places = mask.nonzero(as_tuple=True)
+        log_probs, entropies = (zeros.index_put(places, values)[part.run_as] for values in scores)
+        return log_probs, entropies
+
+    # ---- export
+
+    def files(self, slot: int) -> dict[str, bytes | Callable[[], bytes]]:
+        """Return a member as a PEFT adapter, or as a model of transformers: contents by file name.
+
+        A function returns the content when it is called, so that files need not be in memory together.
+        """
+        if isinstance(self.trained, AllWeights):
+            return {**transformers_files(self.member_models["weights"][slot], self.end_ids.tolist())}
+        tensors, config = self.peft_files(slot)
+        return {"adapter_model.safetensors": lambda: tensors_file(tensors), "adapter_config.json": config}
+
+    def peft_files(self, slot: int) -> tuple[dict[str, Tensor], bytes]:
+        """Return a member in PEFT's format: tensors of adapter_model.safetensors, bytes of adapter_config.json."""
+        assert self.lora_config is not None
+        config = replace(self.lora_config, base_model_name_or_path=loadable_name(self.base.model))
+        return peft_files(self.targets, config, self.weights[slot])
+
+    def policy(self, slot: int, *, base: bool = False) -> nn.Module:
+        """Return one member as a module; it reads the weights of the bank."""
+        return MemberPolicy(self, slot, base=base)
+
+
+def _scoring_slots(batch: Batch, policy: PolicyVersion) -> Tensor:
+    """Return the slots whose weights score the rows; under the base all rows are of one slot and share prompts."""
+    if policy == "base":
+        return torch.zeros_like(batch.member_ids)
+    return batch.member_ids
+
+
+def _lengths(mask: Tensor) -> Tensor:
+    """Return the number of columns up to the last True of each row."""
+    columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return (mask * columns).amax(1)
+
+
+class MemberPolicy(nn.Module):
+    """One member of a bank as a module: token ids in, logits out.
+
+    Args:
+        bank: Bank of the member.
+        slot: Slot of the member.
+        base: Use the base model without adapters.
+    """
+
+    def __init__(self, bank: AdapterBank, slot: int, *, base: bool = False) -> None:
+        super().__init__()
+        self._bank = (bank,)  # in a tuple, so that the base does not become a submodule
+        self.slot = slot
+        if base:
+            self._policy_version: PolicyVersion = "base"
+        else:
+            self._policy_version = "weights"
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Return logits `[n, t, v]` of tokens `[n, t]`, without gradient.
+
+        Args:
+            input_ids: `[n, t]` token ids.
+            attention_mask: `[n, t]`, True or 1 for real tokens; all tokens by default.
+        """
+        (bank,) = self._bank
+        if attention_mask is None:
+            mask = torch.ones_like(input_ids)
+        else:
+            mask = attention_mask
+        hook = bank.hook_factory(self._policy_version)(torch.full((len(input_ids),), self.slot))
+        with torch.no_grad(), bank.base.working(), bank.base.autocast(), bank.base.in_lockstep():
+            model = bank.model_of(self._policy_version, self.slot)
+            return model.head(model.run(input_ids, mask.bool(), None, hook))

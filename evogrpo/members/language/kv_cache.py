@@ -1,0 +1,242 @@
+"""KV caches of transformers' causal models, and decoding with and without a cache."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers.cache_utils import Cache, DynamicLayer
+
+from evogrpo.members.language.adapters import HookFactory, LoraHook
+
+
+class PrefixLayer(DynamicLayer):
+    """Keys and values of one attention layer: shared prefixes, gathered per row, followed by new tokens.
+
+    Sliding-window layers keep all positions too; the model's mask applies the window.
+
+    Args:
+        prefix: Keys and values `[m, heads, P, width]` of the prefixes.
+        rows: `[n]` prefix of each row; None = one prefix per row.
+        order: `[n, P + t]` position that each position of the result is read from; None = unchanged.
+
+    Attributes:
+        whole: All keys and values of the last forward pass; None before it.
+    """
+
+    def __init__(
+        self, prefix: "tuple[Tensor, Tensor] | None" = None, rows: Tensor | None = None, order: Tensor | None = None
+    ) -> None:
+        super().__init__()
+        self.prefix = prefix
+        self.rows = rows
+        self.order = order
+        self.is_initialized = True
+        self.whole: tuple[Tensor, Tensor] | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Return keys and values of the prefix and the new tokens."""
+        self.whole = (key_states, value_states)
+        if self.prefix is not None:
+            keys, values = (past if self.rows is None else past[self.rows] for past in self.prefix)
+            self.whole = torch.cat([keys, key_states], dim=-2), torch.cat([values, value_states], dim=-2)
+        if self.order is not None:
+            order = self.order[:, None, :, None]
+            keys, values = (part.gather(2, order.expand(part.shape)) for part in self.whole)
+            self.whole = keys, values
+        return self.whole
+
+    def get_seq_length(self) -> int:
+        """Return the length of the prefix."""
+        if self.prefix is None:
+            return 0
+        return int(self.prefix[0].shape[-2])
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCache:
+    """Keys and values of rows that later tokens attend to.
+
+    Attributes:
+        layers: Keys and values `[m, heads, P, width]` of every attention layer.
+        mask: `[m, P]` booleans, False for padding, which is on the left.
+    """
+
+    layers: tuple[tuple[Tensor, Tensor], ...]
+    mask: Tensor
+
+    def left_padded(self) -> "KVCache":
+        """Return a copy with the masked positions on the left, without columns that are masked in all rows."""
+        width = int(self.mask.sum(1).max())
+        # A stable sort of booleans moves False to the left and keeps the order of real tokens.
+        order = self.mask.int().argsort(dim=1, stable=True)[:, self.mask.shape[1] - width :]
+
+        def moved(part: Tensor) -> Tensor:
+            return part.gather(2, order[:, None, :, None].expand(*part.shape[:2], width, part.shape[3]))
+
+        layers = tuple((moved(keys), moved(values)) for keys, values in self.layers)
+        return KVCache(layers=layers, mask=self.mask.gather(1, order))
+
+
+def gather_rows(parts: Sequence[KVCache], part_of: Tensor, row_of: Tensor) -> KVCache:
+    """Return rows of several caches, padded to the widest: row i is row `row_of[i]` of part `part_of[i]`."""
+    # 1. Rows of each part, part by part; `back` restores the caller's order.
+    numbers = part_of.unique().tolist()
+    used = [parts[number] for number in numbers]
+    rows = [row_of[part_of == number] for number in numbers]
+    back = torch.argsort(torch.argsort(part_of, stable=True))
+    width = max(part.mask.shape[1] for part in used)
+
+    # 2. Pad on the left along `dim`, concatenate, reorder.
+    def joined(values: Sequence[Tensor], dim: int) -> Tensor:
+        chosen = [value[indices] for value, indices in zip(values, rows, strict=True)]
+        after = [0, 0] * (chosen[0].dim() - 1 - dim)
+        wide = [pad(value, (*after, width - value.shape[dim], 0)) for value in chosen]
+        return torch.cat(wide)[back]
+
+    return KVCache(
+        layers=tuple(
+            (joined([part.layers[layer][0] for part in used], 2), joined([part.layers[layer][1] for part in used], 2))
+            for layer in range(len(used[0].layers))
+        ),
+        mask=joined([part.mask for part in used], 1),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefix(KVCache):
+    """KV cache of prompts after prefill.
+
+    Attributes:
+        last_hidden: `[m, h]` final hidden state of each prompt's last token.
+    """
+
+    last_hidden: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """Prompts of a model whose cache cannot be shared; every pass runs them again.
+
+    Attributes:
+        ids: `[m, P]` token ids.
+        mask: `[m, P]` booleans, False for padding, which is on the left.
+    """
+
+    ids: Tensor
+    mask: Tensor
+
+
+ForwardPass = Callable[[Tensor, Tensor, Cache | None, LoraHook | None], Tensor]
+"""(token ids `[n, t]`, mask `[n, P + t]`, KV cache, adapter hook) -> hidden states `[n, t, h]`."""
+
+
+class Decoding(Protocol):
+    """Rows that are decoded token by token."""
+
+    def start(self) -> Tensor:
+        """Return hidden states `[n, h]` of the prompts' last tokens."""
+
+    def advance(self, tokens: Tensor) -> Tensor:
+        """Feed one token `[n]` per row and return its hidden states `[n, h]`."""
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep these rows only, in this order; a repeated row is copied."""
+
+    def copy_cache(self, rows: Tensor, real: Tensor) -> Any:
+        """Return the KV cache (prompt, then own tokens) of `rows`, so that the next turn continues from it.
+
+        None if the model has no cache; see `CausalModel.resume`.
+
+        Args:
+            rows: Row numbers `[k]`.
+            real: `[k, t]` booleans: False for fed tokens that are padding.
+        """
+
+
+class CachedDecoding:
+    """Decoding with a KV cache.
+
+    Args:
+        run: Forward pass of the model.
+        prefix: Prompts after prefill.
+        rows: `[n]` prompt of each row.
+        slots: `[n]` slot of each row, sorted.
+        make_hook: Hooks of the policy version.
+    """
+
+    def __init__(self, run: ForwardPass, prefix: Prefix, rows: Tensor, slots: Tensor, make_hook: HookFactory) -> None:
+        self._run = run
+        self._make_hook = make_hook
+        self._slots = slots
+        self._first = prefix.last_hidden[rows]
+        self._mask = prefix.mask[rows]
+        self._prompt_width = prefix.mask.shape[1]
+        self._layers = [DynamicLayer() for _ in prefix.layers]
+        self._cache = Cache(layers=list(self._layers))
+        for number, (keys, values) in enumerate(prefix.layers):
+            self._cache.update(keys[rows], values[rows], number)
+        self._adapter_hook = make_hook(slots)
+
+    def start(self) -> Tensor:
+        """Return hidden states of the prompts' last tokens."""
+        return self._first
+
+    def advance(self, tokens: Tensor) -> Tensor:
+        """Feed one token per row."""
+        self._mask = pad(self._mask, (0, 1), value=True)
+        return self._run(tokens[:, None], self._mask, self._cache, self._adapter_hook)[:, 0]
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep these rows only."""
+        self._cache.batch_select_indices(rows)
+        self._mask, self._slots = self._mask[rows], self._slots[rows]
+        self._adapter_hook = self._make_hook(self._slots)
+
+    def copy_cache(self, rows: Tensor, real: Tensor) -> KVCache:
+        """Return the KV cache of `rows`: their prompts, then their own tokens."""
+        mask = torch.cat([self._mask[rows, : self._prompt_width], real], dim=1)
+        layers = tuple((layer.keys[rows], layer.values[rows]) for layer in self._layers)  # type: ignore[index]
+        return KVCache(layers=layers, mask=mask).left_padded()
+
+
+class PlainDecoding:
+    """Decoding without a KV cache: the whole sequence runs again for every token.
+
+    Args:
+        run: Forward pass of the model.
+        prompts: Prompts.
+        rows: `[n]` prompt of each row.
+        slots: `[n]` slot of each row, sorted.
+        make_hook: Hooks of the policy version.
+    """
+
+    def __init__(self, run: ForwardPass, prompts: Prompts, rows: Tensor, slots: Tensor, make_hook: HookFactory) -> None:
+        self._run = run
+        self._make_hook = make_hook
+        self._slots = slots
+        self._ids = prompts.ids[rows]
+        self._mask = prompts.mask[rows]
+        self._adapter_hook = make_hook(slots)
+
+    def start(self) -> Tensor:
+        """Return hidden states of the prompts' last tokens."""
+        return self._run(self._ids, self._mask, None, self._adapter_hook)[:, -1]
+
+    def advance(self, tokens: Tensor) -> Tensor:
+        """Run the whole sequences with one more token per row."""
+        self._ids = torch.cat([self._ids, tokens[:, None]], dim=1)
+        self._mask = pad(self._mask, (0, 1), value=True)
+        return self.start()
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep these rows only."""
+        self._ids, self._mask, self._slots = self._ids[rows], self._mask[rows], self._slots[rows]
+        self._adapter_hook = self._make_hook(self._slots)
+
+    def copy_cache(self, rows: Tensor, real: Tensor) -> None:
+        """Return None: there is no cache."""

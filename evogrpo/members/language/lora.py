@@ -1,0 +1,603 @@
+"""LoRA: supported configurations, the modules that members adapt, and adapter files in PEFT's format."""
+
+import copy
+import dataclasses
+import json
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, PeftModelForCausalLM
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.save_and_load import set_peft_model_state_dict
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from safetensors.torch import save as tensor_bytes
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from evogrpo.members.language.compatibility import frozen_model, is_quantised, logits_of, plain_outline
+from evogrpo.members.language.fsdp import sharded_over
+from evogrpo.randomness import generator
+from evogrpo.text import class_name, expand_user, shown
+from evogrpo.validation import flag, refuse_unknown
+
+SUPPORTED = {"r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora"}
+# Fields that do not change the computation.
+INERT = {
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+    "inference_mode", "fan_in_fan_out", "runtime_config", "megatron_core", "qalora_group_size",
+}  # fmt: skip
+
+PREFIX = "base_model.model."  # of every name in a PEFT file of a transformers model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One adapted module.
+
+    Attributes:
+        name: Dotted name in the base model.
+        width_in: Input features.
+        width_out: Output features.
+        start: Offset of A, followed by B, in a member's flat vector.
+        rank: Rank of the adapter.
+    """
+
+    name: str
+    width_in: int
+    width_out: int
+    start: int
+    rank: int
+
+    @property
+    def end(self) -> int:
+        """Offset of the end of B."""
+        return self.start + self.rank * (self.width_in + self.width_out)
+
+    @property
+    def peft_names(self) -> tuple[str, str]:
+        """Names of A and B in adapter_model.safetensors."""
+        return f"{PREFIX}{self.name}.lora_A.weight", f"{PREFIX}{self.name}.lora_B.weight"
+
+    def matrices(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """Return A `[..., r, in]` and B `[..., out, r]` as views of flat vectors `[..., k]`."""
+        middle = self.start + self.rank * self.width_in
+        a = flat[..., self.start : middle]
+        b = flat[..., middle : self.end]
+        return a.unflatten(-1, (self.rank, self.width_in)), b.unflatten(-1, (self.width_out, self.rank))
+
+
+def default_lora() -> LoraConfig:
+    """Return the default: rank 16 on all linear layers except the vocabulary head."""
+    return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def lora_to_json(config: LoraConfig | None) -> dict[str, Any] | None:
+    """Return the supported fields as plain JSON values; None if members train all weights."""
+    if config is None:
+        return None
+    values = {name: getattr(config, name) for name in sorted(SUPPORTED)}
+    return {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
+
+
+def lora_from_json(values: Mapping[str, Any] | None) -> LoraConfig | None:
+    """Return the configuration that `lora_to_json` wrote.
+
+    Raises:
+        ValueError: If a field is unknown or unsupported.
+    """
+    if values is None:
+        return None
+    refuse_unknown("field of lora_config", values, sorted(SUPPORTED))
+    return LoraConfig(**values, task_type="CAUSAL_LM")
+
+
+def check_supported(config: LoraConfig) -> None:
+    """Check a LoraConfig.
+
+    Raises:
+        ValueError: If an unsupported field differs from its default, or a supported field has an invalid value.
+    """
+    plain = LoraConfig()
+    refused = [
+        field.name
+        for field in dataclasses.fields(config)
+        if field.name not in SUPPORTED | INERT and getattr(config, field.name) != getattr(plain, field.name, None)
+    ]
+    if refused:
+        values = ", ".join(f"{name}={getattr(config, name)!r}" for name in refused)
+        raise ValueError(
+            f"lora_config supports {', '.join(sorted(SUPPORTED))}; got {values}. Leave these at their defaults."
+        )
+    if type(config.r) is not int or config.r < 1:
+        raise ValueError(f"lora_config.r must be a whole number of at least 1, got {shown(config.r)}.")
+    if type(config.lora_alpha) not in (int, float) or not 0 < config.lora_alpha < math.inf:
+        raise ValueError(f"lora_config.lora_alpha must be a finite number above 0, got {shown(config.lora_alpha)}.")
+    flag("lora_config.use_rslora", config.use_rslora)
+    for name in ("target_modules", "exclude_modules"):
+        value = getattr(config, name)
+        names = [value] if isinstance(value, str) else value
+        listed = isinstance(names, list | tuple | set) and all(isinstance(each, str) for each in names)
+        if value is not None and not listed:
+            raise ValueError(
+                f"lora_config.{name} must be a list of module names or a regular expression, got {shown(value)}."
+            )
+        try:
+            re.compile(value if isinstance(value, str) else "")
+        except re.error as error:
+            raise ValueError(f"lora_config.{name}={value!r} is not a regular expression: {error}.") from None
+    if config.target_modules is None:
+        raise ValueError(
+            "lora_config.target_modules must be 'all-linear', a list of module names or a regular expression, got None."
+        )
+
+
+def adapts_all(config: LoraConfig) -> bool:
+    """Return True if a config targets all linear layers."""
+    return isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear"
+
+
+def scaling(config: LoraConfig) -> float:
+    """Return the factor on B A x: alpha / r, or alpha / sqrt(r) for rank-stabilised adapters (arXiv:2312.03732)."""
+    return float(config.lora_alpha) / (math.sqrt(config.r) if config.use_rslora else config.r)
+
+
+def initial_weights(targets: tuple[Target, ...], seed: int) -> Tensor:
+    """Return the initial flat vector `[k]` float32: random A, zero B, so that the policy equals the base.
+
+    All members start from the same vector.
+
+    Source: LoRA (arXiv:2106.09685), section 4.1; the ranges are PEFT's.
+    """
+    rng = generator(seed, "adapter")
+    flat = torch.zeros(targets[-1].end)
+    for target in targets:
+        bound = 1.0 / math.sqrt(target.width_in)  # kaiming_uniform_ with a = sqrt(5)
+        values = rng.uniform(-bound, bound, (target.rank, target.width_in)).astype(np.float32)
+        target.matrices(flat)[0].copy_(torch.from_numpy(values))
+    return flat
+
+
+# ---- the modules that a config adapts
+
+FUSED = "stacked weights such as fused experts"
+NOT_LINEAR = "not a plain linear layer that sees every token"
+UNUSED = "not called for text"
+MISREAD = "PEFT cannot load its adapter"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraTargets:
+    """Adapted modules of a model.
+
+    Attributes:
+        targets: The adapted modules, in the order of a member's flat vector.
+        left_out: Reasons by name of modules without adapters: stacked weights, and linear layers that "all-linear"
+            covers but that cannot be adapted.
+    """
+
+    targets: tuple[Target, ...]
+    left_out: Mapping[str, str]
+
+    @property
+    def size(self) -> int:
+        """Number of weights of a member."""
+        return self.targets[-1].end
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the adapted modules."""
+        return tuple(target.name for target in self.targets)
+
+    @property
+    def rank(self) -> int:
+        """Rank of the adapters."""
+        return self.targets[0].rank
+
+    @property
+    def description(self) -> str:
+        """Words for each member in the plan of a run."""
+        return f"each a LoRA adapter of rank {self.rank}"
+
+    def summary(self, model: nn.Module) -> str:
+        """Return the number of adapted layers and the modules left out; empty if none are."""
+        if not self.left_out:
+            return ""
+        return f"{len(self.targets)} linear layers of {class_name(model)}, without {_in_words(self.left_out)}"
+
+
+def choose_targets(model: PreTrainedModel, config: LoraConfig, *, outline: bool = False) -> LoraTargets:
+    """Return the modules that `config` adapts, so that PEFT loads an export onto the same modules.
+
+    Args:
+        model: The base model. It runs once on a few tokens.
+        config: LoRA configuration.
+        outline: The model has no weights; skip the forward pass and trust the classes of layers.
+
+    Raises:
+        ValueError: If nothing can be adapted, or `config` names a module that cannot be.
+    """
+    # 1. Find modules that cannot be adapted, or whose adapter PEFT would not load.
+    targets = find_targets(model, config)
+    unfit = {} if outline else _not_linear(model, targets)
+    if not adapts_all(config):  # a stored adapter may name layers for images, which text does not call
+        unfit = {name: reason for name, reason in unfit.items() if reason != UNUSED}
+    fitting = _loadable_by_peft(model, [target for target in targets if target.name not in unfit], config)
+    for target in targets:
+        if all(target.name != each.name for each in fitting):
+            unfit.setdefault(target.name, MISREAD)
+    # 2. Raise if none is left, or if the configuration names one of them. "all-linear" leaves them out.
+    if not fitting or (unfit and not adapts_all(config)):
+        if adapts_all(config):
+            remedy = "Use another architecture."
+        else:
+            remedy = "Name others, or use 'all-linear'."
+        raise ValueError(
+            f"lora_config.target_modules={config.target_modules!r} names modules of {class_name(model)} that cannot "
+            f"be adapted: {_in_words(unfit)}. {remedy}"
+        )
+    # 3. Place the others in the flat vector, each at the end of the one before.
+    packed: list[Target] = []
+    for target in fitting:
+        packed.append(replace(target, start=packed[-1].end if packed else 0))
+    return LoraTargets(targets=tuple(packed), left_out=dict.fromkeys(_stacked_weights(model), FUSED) | unfit)
+
+
+def find_targets(model: nn.Module, config: LoraConfig) -> tuple[Target, ...]:
+    """Return the modules that `config` targets, in the model's order.
+
+    Raises:
+        ValueError: If nothing matches, or a match is not a linear layer (nn.Linear or GPT-2's Conv1D), or it is the
+            vocabulary head.
+    """
+    check_supported(config)
+    if adapts_all(config):
+        pattern = replace(config, target_modules=".*")
+    else:
+        pattern = config
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    targets: list[Target] = []
+    for name, module in model.named_modules():
+        linear = isinstance(module, (nn.Linear, Conv1D))
+        if not check_target_module_exists(pattern, name) or (adapts_all(config) and (not linear or module is head)):
+            continue
+        if not linear or module is head:
+            raise ValueError(
+                f"lora_config.target_modules matches {name!r}, a {class_name(module)}"
+                f"{' (the vocabulary head)' if module is head else ''}. Target linear layers inside the model, "
+                "or use target_modules='all-linear'."
+            )
+        # Conv1D stores its weight as [in, out]; that of nn.Linear may be packed.
+        shape = module.weight.shape if isinstance(module, Conv1D) else (module.in_features, module.out_features)
+        width_in, width_out = shape
+        start = targets[-1].end if targets else 0
+        targets.append(Target(name=name, width_in=width_in, width_out=width_out, start=start, rank=config.r))
+    if not targets:
+        raise ValueError(
+            f"lora_config.target_modules={config.target_modules!r} matches no module of {class_name(model)}. "
+            "Use target_modules='all-linear', or names from model.named_modules()."
+        )
+    return tuple(targets)
+
+
+def _not_linear(model: PreTrainedModel, targets: Sequence[Target]) -> dict[str, str]:
+    """Run the model; return reasons by name of layers that do not map rows `[n, ..., in]` to `[n, ..., out]`.
+
+    These are routers that return tuples, block-diagonal layers, experts that see some tokens, image encoders, and
+    layers whose weights the model reads without a call.
+    """
+    rows = 2
+    tokens = 5
+    reasons = {target.name: UNUSED for target in targets}  # until a layer is called
+
+    def watching(target: Target) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def watch(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            *shape, width = args[0].shape
+            # Some architectures flatten rows and tokens.
+            if len(shape) > 1:
+                in_rows = shape[0] == rows
+            else:
+                in_rows = shape == [rows * tokens]
+            linear = width == target.width_in and isinstance(output, Tensor)
+            if not (in_rows and linear and [*output.shape] == [*shape, target.width_out]):
+                reasons[target.name] = NOT_LINEAR
+            elif reasons.get(target.name) == UNUSED:
+                del reasons[target.name]
+
+        return watch
+
+    device = next(model.parameters()).device
+    handles = [model.get_submodule(target.name).register_forward_hook(watching(target)) for target in targets]
+    try:
+        with frozen_model(model), torch.no_grad():
+            logits_of(model, torch.ones((rows, tokens), dtype=torch.long, device=device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return reasons
+
+
+def _stacked_weights(model: nn.Module) -> list[str]:
+    """Return the names of weights that stack several matrices, such as fused experts, which get no adapters.
+
+    They have more than two axes and belong to modules outside torch, so convolutions do not count.
+    """
+    return [
+        f"{name}.{parameter}"
+        for name, module in model.named_modules()
+        if not type(module).__module__.startswith("torch.")
+        for parameter, values in module.named_parameters(recurse=False)
+        if sum(size > 1 for size in values.shape) > 2
+    ]
+
+
+def _in_words(reasons: Mapping[str, str]) -> str:
+    """Return names by reason; layer numbers are replaced by a star."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        starred = re.sub(r"\.\d+(?=\.)", ".*", name)
+        if starred not in names.setdefault(reason, []):
+            names[reason].append(starred)
+    return "; ".join(f"{', '.join(group)} ({reason})" for reason, group in names.items())
+
+
+# ---- names in PEFT's files
+
+
+def _peft_record(targets: Sequence[Target], config: LoraConfig) -> dict[str, Any]:
+    """Return the values of adapter_config.json."""
+    record: dict[str, Any] = config.to_dict()
+    record.update(peft_type="LORA", task_type="CAUSAL_LM", inference_mode=True, lora_dropout=0.0, bias="none")
+    # Full names, because "all-linear" may mean other modules in later versions of PEFT.
+    record.update(target_modules=sorted(target.name for target in targets), exclude_modules=None)
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in record.items()}
+
+
+_LOADABLE: dict[Any, list[Target]] = {}  # results of `_loadable_by_peft`, by model structure and configuration
+
+
+def _loadable_by_peft(model: PreTrainedModel, targets: Sequence[Target], config: LoraConfig) -> list[Target]:
+    """Return the targets whose adapters PEFT loads onto the right modules.
+
+    PEFT mistakes some modules for fused experts, such as `mlp.up_proj` in a model with `mlp.experts`, and refuses
+    others, such as Mamba's `out_proj`.
+    """
+    # 1. Reuse an earlier result for the same structure and configuration.
+    structure = model.config.model_type, *((name, type(module)) for name, module in model.named_modules())
+    key = structure, tuple(targets), json.dumps(_peft_record(targets, config), sort_keys=True, default=str)
+    if key in _LOADABLE:
+        return _LOADABLE[key]
+    # 2. Drop targets until PEFT loads all that are left.
+    outline = _outline(model)
+    fitting = list(targets)
+
+    def misread(chosen: Sequence[Target]) -> set[str]:
+        """Return the targets that do not load; if all load but PEFT adapts other modules as well, all targets."""
+        shapes = dict[str, tuple[int, ...]]()
+        for target in chosen:
+            a, b = target.peft_names
+            shapes |= {a: (target.rank, target.width_in), b: (target.width_out, target.rank)}
+        lost, strays = _not_loaded_by_peft(outline, shapes, _peft_record(chosen, config))
+        misplaced = {target.name for target in chosen if not lost.isdisjoint(target.peft_names)}
+        return misplaced or {target.name for target in chosen if strays}
+
+    while wrong := misread(fitting):
+        # A single refused module makes PEFT raise, so that all are wrong. Find it by one target of each kind of layer.
+        if len(wrong) == len(fitting):
+            kinds = {target.name.rpartition(".")[2]: target for target in fitting}
+            refused = {kind for kind, example in kinds.items() if misread([example])}
+            wrong = {name for name in wrong if not refused or name.rpartition(".")[2] in refused}
+        fitting = [target for target in fitting if target.name not in wrong]
+    _LOADABLE[key] = fitting
+    return fitting
+
+
+def _not_loaded_by_peft(
+    model: nn.Module, shapes: Mapping[str, tuple[int, ...]], record: Mapping[str, Any]
+) -> tuple[set[str], bool]:
+    """Load an adapter with PEFT onto a copy of the model without weights.
+
+    Args:
+        model: The base model, with or without weights.
+        shapes: Shapes of the tensors in adapter_model.safetensors.
+        record: Values of adapter_config.json.
+
+    Returns:
+        Names of tensors that do not arrive at their modules (all if PEFT raises), and whether PEFT adapts other
+        modules.
+    """
+    # 1. Load tensors filled with their numbers. Expanded from one value, they take no memory.
+    marks = {name: torch.tensor(float(number)).expand(shape) for number, (name, shape) in enumerate(shapes.items())}
+    values = {key: value for key, value in record.items() if key not in NOT_ARGUMENTS}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded = PeftModelForCausalLM(_outline(model), LoraConfig(**values), low_cpu_mem_usage=True)
+            set_peft_model_state_dict(loaded, dict(marks), low_cpu_mem_usage=True)
+    except Exception:  # noqa: BLE001  # any error means that PEFT does not load the adapter
+        return set(shapes), False
+    # 2. Find each number in the module that its tensor's name belongs to.
+    factor = scaling(LoraConfig(**values))
+    loaded_names = set[str]()
+    strays = False
+    layers = [(name, layer) for name, layer in loaded.named_modules() if isinstance(layer, LoraLayer)]
+    for (module, layer), part in product(layers, "AB"):
+        name = f"{module}.lora_{part}.weight"
+        weight = getattr(layer, f"lora_{part}")["default"].weight
+        mark = marks.get(name)
+        if mark is None:
+            strays = True
+            continue
+        same = weight.shape == mark.shape and not weight.is_meta and bool(weight[0, 0] == mark[0, 0])
+        if same and math.isclose(layer.scaling["default"], factor):
+            loaded_names.add(name)
+    return set(shapes) - loaded_names, strays
+
+
+def _outline(model: nn.Module) -> nn.Module:
+    """Copy a model without weights: each is one zero, expanded to the shape."""
+    if isinstance(model, PreTrainedModel) and (sharded_over(model) > 1 or is_quantised(model)):
+        model = plain_outline(model)  # a sharded or quantised model cannot be copied; exports are for the plain one
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.zeros(()).expand(parameter.shape), requires_grad=False)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.zeros((), dtype=buffer.dtype).expand(buffer.shape)
+    return copy.deepcopy(model, memo)
+
+
+# ---- adapter files
+
+
+def peft_files(targets: Sequence[Target], config: LoraConfig, flat: Tensor) -> tuple[dict[str, Tensor], bytes]:
+    """Return one member in PEFT's format: tensors of adapter_model.safetensors and bytes of adapter_config.json.
+
+    Args:
+        targets: The adapted modules.
+        config: LoRA configuration of the targets.
+        flat: `[k]` adapters of the member.
+    """
+    tensors: dict[str, Tensor] = {}
+    for target in targets:
+        for name, matrix in zip(target.peft_names, target.matrices(flat), strict=True):
+            tensors[name] = matrix.detach().cpu().clone()
+    record = _peft_record(targets, config)
+    return tensors, (json.dumps(record, indent=2, sort_keys=True, default=str) + "\n").encode()
+
+
+def tensors_file(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return the bytes of a safetensors file, as PEFT and transformers write them."""
+    plain = {name: value.cpu().contiguous() for name, value in tensors.items()}
+    return tensor_bytes(plain, metadata={"format": "pt"})
+
+
+def check_export(folder: Path, model: nn.Module) -> int:
+    """Check that PEFT loads an exported adapter, by names and shapes.
+
+    Args:
+        folder: Folder with adapter_model.safetensors and adapter_config.json.
+        model: The base model, with or without weights.
+
+    Returns:
+        Number of tensors.
+
+    Raises:
+        ValueError: If PEFT does not load one of them.
+    """
+    record = json.loads((folder / "adapter_config.json").read_text())
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # no mapping
+    missing, strays = _not_loaded_by_peft(model, shapes, record)
+    if missing or strays:
+        raise ValueError(
+            f"PEFT does not load {len(missing)} of the {len(shapes)} tensors in {folder} onto {class_name(model)}"
+            f"{f' (for example {min(missing)})' if missing else ' but adapts other modules'}. The adapter belongs to "
+            "another base model, or was written by another version of PEFT."
+        )
+    return len(shapes)
+
+
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+NOT_ARGUMENTS = ("peft_type", "auto_mapping")
+"""Keys of adapter_config.json that are not arguments of LoraConfig."""
+TRAINING_FIELDS = {"lora_dropout": 0.0, "init_lora_weights": True, "inference_mode": False, "task_type": "CAUSAL_LM"}
+"""Fields of training and initialisation, which are reset when an adapter is read."""
+SEPARATE_INITS = (True, False, "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` that leave the weights of the base unchanged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredAdapter:
+    """LoRA adapter in PEFT's format.
+
+    Attributes:
+        lora_config: Configuration of the adapter.
+        tensors: Matrices of the adapter, by name in adapter_model.safetensors.
+    """
+
+    lora_config: LoraConfig
+    tensors: Mapping[str, Tensor]
+
+    def flat(self, targets: Sequence[Target]) -> Tensor:
+        """Return the adapter as a member's flat vector `[k]`, float32.
+
+        Args:
+            targets: The adapted modules of the members.
+
+        Raises:
+            ValueError: If modules or shapes differ, or values are not finite.
+        """
+        flat = torch.zeros(targets[-1].end)
+        matrices = dict[str, Tensor]()
+        for target in targets:
+            matrices |= zip(target.peft_names, target.matrices(flat), strict=True)
+        needed, given = ({name: tuple(x.shape) for name, x in each.items()} for each in (matrices, self.tensors))
+        if wrong := sorted(name for name in needed | given if needed.get(name) != given.get(name)):
+            raise ValueError(
+                f"The adapter has {wrong[0]} of shape {given.get(wrong[0])}, but this model has "
+                f"{needed.get(wrong[0])}. The adapter belongs to another base model."
+            )
+        for name, matrix in matrices.items():
+            matrix.copy_(self.tensors[name])
+        if not bool(torch.isfinite(flat).all()):
+            raise ValueError("The adapter contains values that are not finite.")
+        return flat
+
+
+def read_adapter(folder: str | Path) -> StoredAdapter:
+    """Read an adapter folder written by PEFT or `evogrpo export`.
+
+    Raises:
+        ValueError: If a file is missing or damaged, or the adapter is not a supported LoRA.
+    """
+    place = expand_user(folder)
+    missing = [name for name in (CONFIG, TENSORS) if not (place / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"adapter must be a folder with {CONFIG} and {TENSORS}, but {str(folder)!r} has no {missing[0]}. Use a "
+            "folder written by PEFT or `evogrpo export`. Download one from the hub with "
+            "huggingface_hub.snapshot_download first."
+        )
+    try:
+        record = json.loads((place / CONFIG).read_text())
+        tensors = load_file(place / TENSORS)
+        config = _config(record)
+    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        cause = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"The adapter in {folder} cannot be read ({class_name(error)}: {cause}).") from error
+    check_supported(config)
+    return StoredAdapter(lora_config=config, tensors=tensors)
+
+
+def _config(record: dict[str, Any]) -> LoraConfig:
+    """Return the LoraConfig of adapter_config.json.
+
+    Fields that matter only for training are reset; see `TRAINING_FIELDS`.
+
+    Raises:
+        ValueError: If the record is not that of a LoRA adapter, or the initialisation changed the base.
+    """
+    if record.get("peft_type") != "LORA":
+        raise ValueError(f"peft_type must be 'LORA', got {shown(record.get('peft_type'))}.")
+    init = record.get("init_lora_weights", True)
+    if init not in SEPARATE_INITS:
+        raise ValueError(
+            f"init_lora_weights={init!r} changed the weights of the base, which an adapter does not contain. Merge it "
+            "into its base, or convert it to a plain LoRA adapter with PEFT"
+        )
+    values = {name: value for name, value in (record | TRAINING_FIELDS).items() if name not in NOT_ARGUMENTS}
+    known = {name: value for name, value in values.items() if name in LoraConfig.__dataclass_fields__}
+    if unknown := {name: value for name, value in values.items() if name not in known and value}:
+        raise ValueError(f"The installed peft does not support these settings of the adapter: {unknown}. Update peft.")
+    return LoraConfig(**known)

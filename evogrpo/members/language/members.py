@@ -1,0 +1,627 @@
+"""LanguageMembers: language models with one frozen base, and one LoRA adapter or all weights per member."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from evogrpo.chat_templates import end_of_turn_ids
+from evogrpo.config.search_space import HyperparameterConfig
+from evogrpo.distributed import Processes
+from evogrpo.envs.protocol import GroupEnvironment, PromptBatch, Scores, Split
+from evogrpo.envs.text.prompt_batch import SingleTurnBatch
+from evogrpo.envs.text.templates import check_messages, tokenize
+from evogrpo.interruption import Stop
+from evogrpo.members.bank import Sampler
+from evogrpo.members.devices import DEFAULT_MICRO_BATCH_TOKENS, check_stored_size
+from evogrpo.members.language.bank import AdapterBank
+from evogrpo.members.language.compatibility import (
+    check_context,
+    check_token_ids,
+    end_ids_of,
+    is_quantised,
+    vocabulary_of,
+)
+from evogrpo.members.language.conversations import (
+    Experiences,
+    as_batch,
+    as_completions,
+    prompt_rows,
+    rewarded_batch,
+    sample_conversations,
+)
+from evogrpo.members.language.fsdp import NEEDS_SAMPLER, sharded_over
+from evogrpo.members.language.full_finetuning import choose_trained
+from evogrpo.members.language.loading import fingerprint, load_base, load_tokenizer
+from evogrpo.members.language.lora import StoredAdapter, lora_from_json, lora_to_json
+from evogrpo.members.language.sizing import size_for_memory
+from evogrpo.members.language.vllm_sampler import VLLMSampler
+from evogrpo.members.members import (
+    HELD_OUT,
+    Banks,
+    CheckpointFiles,
+    EvaluationRequest,
+    Learner,
+    ObservedStatistics,
+    RolloutBatch,
+    SamplingRequest,
+    autocast_context,
+    choose_device,
+    space_from_json,
+    space_to_json,
+)
+from evogrpo.members.settings import LanguageSettings, check_own_loop
+from evogrpo.randomness import generator
+from evogrpo.records import DEFAULT_POLICY, Conversation, Experience, Rollout, SamplingBatch, unpadded
+from evogrpo.spaces import CompletionSpace
+from evogrpo.storage.checkpoint import CheckpointError, is_path
+from evogrpo.text import class_name
+from evogrpo.validation import validate, whole_between
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from peft import LoraConfig
+    from transformers import PreTrainedModel
+
+
+class LanguageMembers:
+    """Members over one frozen base model; see `evogrpo.members.PolicySet`.
+
+    Args:
+        model: The base model; moved to the device if one is given.
+        size: Number of members.
+        settings: Settings that do not evolve.
+        hp_config: The search space; None = nothing evolves.
+        lora_config: LoRA settings; None = members train all weights.
+        source: Name that the base was loaded by; the model's own name by default.
+        device: Device of the base; None = where it is.
+        autocast: Returns the autocast context of forward passes.
+        base_fingerprint: Fingerprint of the base, if known; None = compute it.
+        observation_space: Observation space, if given.
+        action_space: Action space, if given.
+        start: Adapter that members start from, with its lora_config; None = fresh adapters.
+        like: A bank with the same base and adapters, whose compatibility checks are not repeated.
+        end_ids: Tokens that end a completion; None = those of the settings, or of the model and the action space.
+
+    Attributes:
+        hp_config: As given.
+        settings: As given, with `micro_batch_tokens` set.
+        bank: Weights and optimizers.
+        policies: The single policy, this object.
+        banks: Bank of the policy.
+        sampler: Generates completions: the bank, or an external engine.
+        start: As given.
+        source: As given.
+        fingerprint: Fingerprint of the base.
+        observation_space: As given.
+        action_space: As given.
+    """
+
+    kind = "language"
+    evolves = False
+    identity = ("fingerprint", "lora_config")
+    """Keys of `checkpoint_record` that must be equal to load a saved member into an existing one."""
+
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        size: int,
+        settings: LanguageSettings,
+        hp_config: HyperparameterConfig | None = None,
+        *,
+        lora_config: "LoraConfig | None" = None,
+        source: str | None = None,
+        device: str | torch.device | None = None,
+        autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
+        base_fingerprint: str | None = None,
+        observation_space: spaces.Space[Any] | None = None,
+        action_space: spaces.Space[Any] | None = None,
+        start: StoredAdapter | None = None,
+        like: AdapterBank | None = None,
+        end_ids: Sequence[int] | None = None,
+    ) -> None:
+        # 1. Move the base model to the device, if one is given. A sharded or quantised one cannot be moved.
+        immovable = sharded_over(model) > 1 or is_quantised(model)
+        if device is not None and not immovable:
+            model.to(device)  # type: ignore[arg-type]  # torch accepts a device or its name
+        elif device is not None and torch.device(device).type != model.device.type:
+            raise ValueError(
+                f"A sharded or quantised base stays on {model.device.type}, where it was loaded. Load it with "
+                f"load_base(..., device={str(device)!r})."
+            )
+        # 2. Choose the tokens that end a completion.
+        ends = end_ids or settings.eos_token_ids or end_ids_of(model) | self._end_ids_in(action_space, model)
+        if not ends:
+            raise ValueError(
+                "eos_token_ids must be given: neither the model's configuration nor the action space has a token that "
+                "ends a completion."
+            )
+        # 3. Build the bank. On CUDA, the default size of micro-batches depends on the memory that members leave.
+        self.hp_config = hp_config
+        self.observation_space = observation_space
+        self.action_space = action_space
+        self.start = start
+        self.bank = AdapterBank(
+            model,
+            size=size,
+            pad_token_id=settings.pad_token_id,
+            eos_token_ids=tuple(ends),
+            lora_config=lora_config,
+            optimizer=settings.optimizer,
+            seed=settings.seed,
+            micro_batch_tokens=settings.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS,
+            reduce_memory_peak=settings.reduce_memory_peak,
+            explicit_positions=settings.calc_position_embeddings,
+            autocast=autocast,
+            own_reference=settings.objective.reference == "snapshot",
+            start=start,
+            like=like,
+        )
+        if settings.micro_batch_tokens is None and self.device.type == "cuda":
+            self.bank.micro_batch_tokens = size_for_memory(self.bank, model)
+        self.settings = replace(settings, micro_batch_tokens=self.bank.micro_batch_tokens)
+        # 4. Set the attributes that all kinds of policy sets have, and the identity of the base model.
+        self.sampler: Sampler = self.bank
+        self.policies = {DEFAULT_POLICY: self}
+        self.banks = Banks({DEFAULT_POLICY: self.bank})
+        self.weights = (self.bank.weights_key,)
+        self.source = source or str(getattr(model, "name_or_path", "") or type(model).__name__)
+        self.fingerprint = base_fingerprint or fingerprint(model)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the base model."""
+        return self.bank.base.device
+
+    @property
+    def processes(self) -> Processes:
+        """Ranks that divide sampling, evaluation and micro-batches; this process alone at first."""
+        return self.bank.processes
+
+    @processes.setter
+    def processes(self, processes: Processes) -> None:
+        # All ranks must plan the same micro-batches.
+        self.bank.micro_batch_tokens = min(processes.all_gather(self.bank.micro_batch_tokens))
+        self.bank.processes = processes
+
+    def new_member(self, *, wrap: bool = True) -> "LanguageMembers":
+        """Return a policy set of one fresh member over the same base, without an external sampler.
+
+        Args:
+            wrap: Keep the accelerator's mixed precision.
+        """
+        return LanguageMembers(
+            self.bank.base.model,
+            1,
+            self.settings,
+            self.hp_config,
+            lora_config=self.bank.lora_config,
+            start=self.start,
+            source=self.source,
+            autocast=self.bank.base.autocast if wrap else nullcontext,
+            base_fingerprint=self.fingerprint,
+            observation_space=self.observation_space,
+            action_space=self.action_space,
+            like=self.bank,
+            end_ids=self.bank.end_ids.tolist(),
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the constructor arguments that are not in the settings."""
+        return {
+            "lora_config": self.bank.lora_config,
+            "full_finetuning": self.bank.lora_config is None,
+            "observation_space": self.observation_space,
+            "action_space": self.action_space,
+        }
+
+    # ---- in environments
+
+    def sample_with(self, sampler: Sampler) -> None:
+        """Generate completions with an external engine; all slots are marked as changed. Called on all ranks."""
+        if isinstance(sampler, VLLMSampler):
+            sampler.connect(self.bank)
+        self.sampler = sampler
+        self.banks.changed.update(range(self.banks.size))
+
+    def check(self, env: Any) -> None:
+        """Raise ValueError if the environment has no prompts, unknown tokens or too long prompts."""
+        opened = self._open(env, "train", [0])
+        largest = getattr(env, "largest_token", max(max(prompt) for prompt in opened.prompts))
+        longest = getattr(env, "longest_prompt", max(len(prompt) for prompt in opened.prompts))
+        check_token_ids(self.bank.base.model, [largest], "tokens of prompts")
+        check_context(self.bank.base.context, longest + self.settings.max_output_tokens)
+
+    @staticmethod
+    def _end_ids_in(space: object, model: "PreTrainedModel") -> set[int]:
+        """Return the tokens that end a turn in an action space and are in the model's vocabulary."""
+        if isinstance(space, CompletionSpace):
+            ends = space.end_ids
+        else:
+            ends = ()
+        return {token for token in ends if token < vocabulary_of(model)}
+
+    def _open(self, env: Any, split: Split, starts: Sequence[int]) -> PromptBatch:
+        """Open starts; from then on, completions also end with the tokens that end a turn in the environment."""
+        batch = env.open(split, starts)
+        if not isinstance(batch, PromptBatch):
+            raise ValueError(
+                f"Language models need an environment of prompts, but {class_name(env)} is played step by step. Use "
+                "HuggingFaceGym, or train small networks: pass its observation_space and action_space."
+            )
+        if self.settings.eos_token_ids is None:
+            ends = self._end_ids_in(getattr(env, "action_space", None), self.bank.base.model)
+            self.bank.end_ids = torch.tensor(sorted(ends | set(self.bank.end_ids.tolist())), device=self.device)
+        return batch
+
+    def sample(self, env: GroupEnvironment, starts: Sequence[int], request: SamplingRequest) -> RolloutBatch:
+        """Sample one completion or conversation for each requested row, and reward it.
+
+        Row r, token t of turn k uses number `[r, t]` of the stream (seed, purpose, step, index); from the second turn
+        on, the turn's number is appended to the purpose.
+
+        Args:
+            env: Provides prompts and rewards.
+            starts: Training prompts.
+            request: The rows.
+        """
+        prompts = self._open(env, "train", starts)
+
+        def uniforms(turn: int) -> Tensor:
+            return self._draw(request.purpose, turn, request.streams, request.counts)[request.row_ids]
+
+        rows, rollout, conversations = self._generate(
+            prompts, request.start_ids, request.member_ids, request.temperature, uniforms, stop=request.stop
+        )
+        began = time.monotonic()
+        scores = self._score(prompts, conversations, request.stop)
+        scoring_seconds = time.monotonic() - began
+        batch = rewarded_batch(self.settings, rows, rollout, scores, group_ids=request.group_ids)
+        return RolloutBatch(
+            experience={DEFAULT_POLICY: batch},
+            scores=replace(scores, step_rewards=None),
+            member_ids=request.member_ids,
+            start_ids=request.start_ids,
+            truncated=rollout.truncated,
+            tokens=self.bank.cost(batch),
+            questions=tuple(prompts.questions),
+            scoring_seconds=scoring_seconds,
+        )
+
+    def evaluate(
+        self, env: GroupEnvironment, request: EvaluationRequest
+    ) -> tuple[NDArray[np.float64], tuple[int, ...]]:
+        """Complete held-out prompts greedily, or sampled at temperature 1.
+
+        Token t of answer a to a question uses number `[a, t]` of the stream (seed, purpose, question); from the second
+        turn on, the turn's number is appended to the purpose. External samplers draw their own random numbers.
+        """
+        prompts = self._open(env, request.split, request.questions)
+
+        def uniforms(turn: int) -> Tensor:
+            if request.answers is None:
+                return torch.zeros(len(request.slots) * request.rows_per_slot, self.settings.max_output_tokens)
+            counts = [request.answers_per_question] * len(request.questions)
+            return self._draw(HELD_OUT, turn, request.streams, counts).repeat(len(request.slots), 1)
+
+        start_ids = request.start_ids
+        member_ids = request.member_ids
+        rows, rollout, conversations = self._generate(
+            prompts, start_ids, member_ids, request.temperature, uniforms, base=request.base, stop=request.stop
+        )
+        costs = self.bank.tokens_of(rows.prompts, start_ids, member_ids, rollout.present.sum(1).tolist())
+        rewards = self._score(prompts, conversations, request.stop).rewards
+        return rewards, tuple(costs[slot] for slot in request.slots)
+
+    def _draw(self, purpose: str, turn: int, streams: Sequence[tuple[int, ...]], counts: Sequence[int]) -> Tensor:
+        """Return random numbers `[sum(counts), max_output_tokens]` of a turn, `counts[i]` rows of stream i."""
+        name = purpose if not turn else f"{purpose} turn {turn}"
+        length = self.settings.max_output_tokens
+        parts = [
+            generator(self.settings.seed, name, *stream).random((count, length), dtype=np.float32)
+            for stream, count in zip(streams, counts, strict=True)
+        ]
+        return torch.from_numpy(np.concatenate(parts))
+
+    def _generate(
+        self,
+        prompts: PromptBatch,
+        start_ids: Tensor,
+        member_ids: Tensor,
+        temperature: Tensor,
+        uniforms: Callable[[int], Tensor],
+        *,
+        base: bool = False,
+        stop: Stop,
+    ) -> tuple[SamplingBatch, Rollout, tuple[Conversation, ...]]:
+        """Sample completions or conversations within the settings' limits and the model's context.
+
+        Args:
+            prompts: One prompt per start.
+            start_ids: `[n]` prompt of each row.
+            member_ids: `[n]` slot of each row.
+            temperature: `[n]`.
+            uniforms: Returns the random numbers `[n, t]` of a turn, from 0.
+            base: Sample from the untrained base model.
+            stop: Checked between tokens and replies.
+        """
+        # 1. Describe the first turn of each row.
+        rows = SamplingBatch(
+            prompts=tuple(tuple(map(int, prompt)) for prompt in prompts.prompts),
+            prompt_ids=start_ids,
+            member_ids=member_ids,
+            temperature=temperature,
+            uniforms=uniforms(0),
+            min_new_tokens=self.settings.min_output_tokens,
+            options=self.settings.sampling_options,
+            stop=stop,
+        )
+        # 2. Sample all turns.
+        rollout, conversations = sample_conversations(
+            self.sampler,
+            prompts,
+            rows,
+            uniforms=uniforms,
+            max_tokens=self.settings.max_episode_tokens,
+            context=self.bank.base.context,
+            device=self.device,
+            base=base,
+        )
+        return rows, rollout, conversations
+
+    def _score(self, prompts: PromptBatch, conversations: Sequence[Conversation], stop: Stop) -> Scores:
+        stop.progress("rewarding", len(conversations), "completions")
+        if isinstance(prompts, SingleTurnBatch):  # a user's own batch need not accept `stop`
+            return prompts.score(conversations, stop)
+        return prompts.score(conversations)
+
+    def update_statistics(self, observed: Sequence[ObservedStatistics]) -> None:
+        """Do nothing: prompts have no running statistics."""
+
+    def prepare_sampling(self) -> None:
+        """Load changed weights into the sampler. Called on all ranks before they sample.
+
+        Raises:
+            ValueError: If the base is sharded and there is no external sampler.
+        """
+        if self.bank.base.lockstep and self.sampler is self.bank:
+            raise ValueError(NEEDS_SAMPLER)
+        self.sampler.sync(sorted(self.banks.changed))
+        self.banks.changed.clear()
+
+    def _synced_sampler(self) -> Sampler:
+        """Return the sampler with current weights, for a call that one rank may make alone."""
+        if self.processes.size > 1 and self.sampler is not self.bank:
+            raise ValueError(
+                f"A member with an external sampler acts on its own in a single process only, got "
+                f"{self.processes.size}. Use population.collect, or a clone."
+            )
+        self.prepare_sampling()
+        return self.sampler
+
+    # ---- in a caller's own loop
+
+    def act(
+        self, learner: Learner, observations: Sequence[Mapping[str, Tensor]], *, training: bool, action_mask: Any = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Complete prompts, in AgileRL's shapes; see `GRPO.get_action`."""
+        if action_mask is not None:
+            raise ValueError("action_mask is for small networks. Leave it out.")
+        rows = prompt_rows(observations, learner, self.settings, training=training)
+        return as_completions(rows.prompts, self._synced_sampler().sample(rows), self.settings.pad_token_id)
+
+    def predict(
+        self, learner: Learner, observation: Any, *, deterministic: bool, calls: int, action_masks: Any, base: bool
+    ) -> NDArray[Any]:
+        """Raise ValueError: language models have no observations."""
+        raise ValueError("predict is for small networks. Use generate or get_action.")
+
+    def generate(
+        self,
+        learner: Learner,
+        prompts: Sequence[Any],
+        *,
+        tokenizer: Any,
+        n: int,
+        temperature: float,
+        max_output_tokens: int | None,
+        calls: int,
+        base: bool,
+    ) -> list[str]:
+        """Complete texts; see `GRPO.generate`. Random numbers depend on the number of `calls` so far."""
+        # 1. Check the arguments, and tokenize the prompts.
+        single = isinstance(prompts, str) or not hasattr(prompts, "__len__")
+        if single or any(isinstance(prompt, dict) for prompt in prompts):
+            raise ValueError("prompts must be a list of texts or conversations. Put a single one in a list.")
+        settings = self.settings
+        n = whole_between("n", n, 1)
+        length = settings.max_output_tokens
+        if max_output_tokens is not None:
+            length = whole_between("max_output_tokens", max_output_tokens, 1)
+        if not 0 <= temperature < float("inf"):
+            raise ValueError(f"temperature must be finite and at least 0, got {temperature}.")
+        if not len(prompts):
+            return []
+        tokenizer = tokenizer or self._tokenizer
+        plain = [prompt if isinstance(prompt, str) else check_messages(prompt, "a prompt") for prompt in prompts]
+        ids = tokenize([(prompt, {}) for prompt in plain], tokenizer, "generate")
+        # 2. Sample `n` completions of each, prompt by prompt.
+        count = len(ids) * n
+        rng = generator(settings.seed, "generate", learner.index, calls)
+        rows = SamplingBatch(
+            prompts=tuple(tuple(prompt) for prompt in ids),
+            prompt_ids=torch.arange(len(ids)).repeat_interleave(n),
+            member_ids=torch.full((count,), learner.slot),
+            temperature=torch.full((count,), float(temperature)),
+            uniforms=torch.from_numpy(rng.random((count, length), dtype=np.float32)),
+            min_new_tokens=min(settings.min_output_tokens, length),
+            options=settings.sampling_options,
+        )
+        rollout = self._synced_sampler().sample(rows, base=base)
+        # 3. Decode. The tokenizer may name further tokens that end a turn.
+        if settings.eos_token_ids is None:
+            ends = end_of_turn_ids(tokenizer, {})
+        else:
+            ends = ()
+        texts = []
+        for tokens in unpadded(rollout.actions, rollout.present):
+            first = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
+            texts.append(str(tokenizer.decode(tokens[:first], skip_special_tokens=True)))
+        return texts
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self.bank.base.model)
+
+    def experience(self, learner: Learner, experiences: Experiences) -> tuple[Experience, tuple[()]]:
+        """Convert `(completion_ids, action_masks, rewards)` to a batch; the second value is for small networks."""
+        # 1. Convert and check the tokens.
+        check_own_loop(self.settings.objective, ("dynamic_sampling", "overlong_buffer"))
+        hyperparameters = learner.hyperparameters
+        shortest = self.settings.min_output_tokens
+        batch = as_batch(experiences, learner.slot, hyperparameters, shortest, self.device)
+        tokens = [int(batch.actions.max()), int(batch.actions.min())]
+        check_token_ids(self.bank.base.model, tokens, "completion_ids")
+        # 2. A completion whose last token does not end it was truncated.
+        last = batch.present.sum(1, keepdim=True).clamp(min=1) - 1
+        ended = torch.isin(batch.actions.gather(1, last), self.bank.end_ids.to(self.device))
+        mask = batch.action_mask
+        if self.settings.objective.mask_truncated:
+            mask = mask & ended
+        batch = replace(batch, action_mask=mask, truncated=~ended[:, 0])
+        return {DEFAULT_POLICY: batch}, ()
+
+    # ---- the network
+
+    def policy(self, slot: int, *, base: bool = False) -> nn.Module:
+        """Return a module `policy(input_ids, attention_mask)` that returns logits `[n, t, v]`."""
+        return self.bank.policy(slot, base=base)
+
+    def unwrap(self) -> None:
+        """Stop using the accelerator's precision."""
+        self.bank.base.autocast = nullcontext
+
+    def propose_architecture(self, slot: int, rng: np.random.Generator) -> None:
+        """Return None: the architecture of a language model does not change."""
+
+    def change_architecture(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
+        """Raise ValueError: the architecture of a language model does not change."""
+        raise ValueError(f"The architecture of a language model cannot change, got {architecture}.")
+
+    # ---- checkpoints
+
+    def checkpoint_record(self) -> dict[str, Any]:
+        """Return source and fingerprint of the base model, LoRA settings (None without adapters), settings of the bank.
+
+        Also the spaces; those of a kind that checkpoints cannot store are left out.
+        """
+        stored: dict[str, Any] = {}
+        for name in ("observation_space", "action_space"):
+            if getattr(self, name) is not None:
+                with suppress(ValueError):
+                    stored[name] = space_to_json(getattr(self, name))
+        return {
+            **stored,
+            "lora_config": lora_to_json(self.bank.lora_config),
+            "source": self.source,
+            "fingerprint": self.fingerprint,
+            "micro_batch_tokens": self.bank.micro_batch_tokens,
+            "end_ids": self.bank.end_ids.tolist(),
+        }
+
+    def shared_tensors(self) -> dict[str, Tensor]:
+        """Return the adapter that members start from."""
+        if self.start is None:
+            return {}
+        return dict(self.start.tensors)
+
+    def files(self, slot: int) -> CheckpointFiles:
+        """Return the member as a PEFT adapter or a model of transformers."""
+        files: CheckpointFiles = self.bank.files(slot)
+        return files
+
+    @classmethod
+    def from_record(
+        cls,
+        record: Mapping[str, Any],
+        size: int,
+        where: Path,
+        hp_config: HyperparameterConfig | None,
+        *,
+        constants: Mapping[str, Tensor],
+        stored_bytes: int,
+        actor_network: "PreTrainedModel | None",
+        device: torch.device | str | None,
+        accelerator: "Accelerator | None",
+    ) -> Self:
+        """Build the policy set that a checkpoint's record describes.
+
+        Args:
+            record: Result of `checkpoint_record`, with the settings.
+            size: Number of members.
+            where: The checkpoint's folder.
+            hp_config: What evolves.
+            constants: Result of `shared_tensors`.
+            stored_bytes: Bytes of the tensors in the checkpoint; the record may name a huge rank.
+            actor_network: The base model; by default the one named in the record. Paths in records are never followed.
+            device: Device to move it to; None = where it is.
+            accelerator: Chooses the device and the precision.
+
+        Raises:
+            CheckpointError: If the base model is another one.
+            ValueError: If it cannot be found.
+        """
+        # 1. Load the base model if it was not passed, and check that it is the same one.
+        source = str(record["source"])
+        model = actor_network
+        if model is None:
+            remedy = "Pass the base model as actor_network=, loaded with evogrpo.load_base"
+            if is_path(source):
+                raise ValueError(f"The base model was saved from path {source!r}, which is not opened. {remedy}.")
+            try:
+                model = load_base(source).model
+            except ValueError as error:
+                raise ValueError(
+                    f"The checkpoint's base model {source!r} cannot be loaded. {remedy}. {error}"
+                ) from error
+        actual = fingerprint(model)
+        if record["fingerprint"] != actual:
+            raise CheckpointError(
+                f"{where} was trained on the base model {source!r} with fingerprint {record['fingerprint']}, but the "
+                f"model passed has {actual}. Pass the same base model."
+            )
+        # 2. Check the size of what members train before it is allocated, as the record may name a huge rank.
+        lora = lora_from_json(record["lora_config"])
+        check_stored_size(4 * size * choose_trained(model, lora, outline=True).size, stored_bytes)
+        # 3. Build the policy set. Its micro-batches may be smaller than in the settings: they are halved if memory runs
+        #    out.
+        observations, actions = (
+            space_from_json(record[name], stored_bytes) if name in record else None
+            for name in ("observation_space", "action_space")
+        )
+        members = cls(
+            model,
+            size,
+            validate(LanguageSettings, record["settings"]),
+            hp_config,
+            base_fingerprint=actual,
+            lora_config=lora,
+            start=StoredAdapter(lora_config=lora, tensors=constants) if constants and lora else None,
+            source=source,
+            device=choose_device(accelerator, device),
+            autocast=autocast_context(accelerator),
+            observation_space=observations,
+            action_space=actions,
+            end_ids=[whole_between("end_ids", token, 0) for token in record["end_ids"]],
+        )
+        members.bank.micro_batch_tokens = whole_between("micro_batch_tokens", record["micro_batch_tokens"], 1)
+        return members

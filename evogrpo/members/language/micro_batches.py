@@ -1,0 +1,109 @@
+"""Micro-batches: distinct rows of a batch, split into parts that fit into memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from evogrpo.records import Batch, TokenInputs
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MicroBatch:
+    """Rows of one forward pass; identical rows run once.
+
+    Attributes:
+        rows: `[n]` row numbers in the batch.
+        run: `[k]` numbers of the distinct rows.
+        run_as: `[n]` index into `run` of each row.
+    """
+
+    rows: Tensor
+    run: Tensor
+    run_as: Tensor
+
+
+def repetitions(batch: Batch, members: Tensor) -> list[list[int]]:
+    """Find identical rows: same member, prompt, temperature and completion.
+
+    Args:
+        batch: Completions.
+        members: `[n]` slot whose weights score each row.
+
+    Returns:
+        For each row, all rows identical to it, itself first; empty if an earlier row is identical.
+    """
+    inputs: TokenInputs = batch.inputs
+    columns = (
+        members[:, None],
+        inputs.prompt_ids[:, None],
+        # Bits of the float, read as an integer: all columns fit into one integer matrix, and only equal floats match.
+        inputs.temperature.double()[:, None].view(torch.long),
+        torch.where(batch.present, batch.actions, -1),
+        batch.action_mask,
+        batch.chosen,
+    )
+    found: dict[bytes, list[int]] = {}
+    groups: list[list[int]] = []
+    for number, row in enumerate(torch.cat([column.cpu().long() for column in columns], dim=1).numpy()):
+        group = found.setdefault(row.tobytes(), [])
+        groups.append([] if group else group)
+        group.append(number)
+    return groups
+
+
+def micro_batches(
+    order: Sequence[int], prefix_ids: Sequence[int], prefix_lengths: Sequence[int], lengths: Sequence[int], budget: int
+) -> list[list[int]]:
+    """Split rows into parts with a limited padded size.
+
+    Args:
+        order: Row numbers, sorted by prefix.
+        prefix_ids: Prefix of each row, by row number.
+        prefix_lengths: Tokens of each row's prefix.
+        lengths: Tokens of each row after the prefix.
+        budget: Maximum tokens of a part: prefixes * longest prefix + rows * longest row. A single row may exceed it.
+
+    Returns:
+        Row numbers of each part; concatenated they equal `order`.
+    """
+    parts: list[list[int]] = []
+    seen: set[int] = set()
+    widest = longest = 0
+    for row in order:
+        prefixes = seen | {prefix_ids[row]}
+        wide = max(widest, prefix_lengths[row])
+        long = max(longest, lengths[row])
+        if parts and (len(parts[-1]) + 1) * long + len(prefixes) * wide <= budget:
+            parts[-1].append(row)
+            seen = prefixes
+            widest = wide
+            longest = long
+        else:
+            parts.append([row])
+            seen = {prefix_ids[row]}
+            widest = prefix_lengths[row]
+            longest = lengths[row]
+    return parts
+
+
+def distinct_prefixes(member_ids: Tensor, prompt_ids: Tensor) -> tuple[list[tuple[int, int]], Tensor]:
+    """Find the distinct (member, prompt) pairs of rows.
+
+    Args:
+        member_ids: `[n]` slots.
+        prompt_ids: `[n]` prompt numbers.
+
+    Returns:
+        The pairs, sorted by member and then prompt; and `[n]` the index of each row's pair.
+    """
+    pairs, inverse = torch.unique(torch.stack([member_ids, prompt_ids], 1), dim=0, return_inverse=True)
+    return list(map(tuple, pairs.tolist())), inverse
+
+
+def lexsort(minor: Tensor, major: Tensor) -> NDArray[np.intp]:
+    """Return the stable order that sorts by `major`, then `minor`."""
+    return np.lexsort((minor.cpu().numpy(), major.cpu().numpy()))

@@ -1,0 +1,168 @@
+"""Memory estimates of language models, and the size of a micro-batch that follows from them."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from evogrpo.distributed import processes
+from evogrpo.members.devices import device_memory
+from evogrpo.members.language.bank import AdapterBank
+from evogrpo.members.language.compatibility import is_quantised
+from evogrpo.members.language.fsdp import layers_of, sharded_over
+
+MIN_TOKENS, MAX_TOKENS = 256, 1 << 15
+"""Range of `size_for_memory`, in tokens."""
+
+MEMORY_SHARE = 0.5
+"""Fraction of the memory left by the base and the members that a micro-batch may take."""
+
+FLOAT = 4
+"""Bytes of a float32."""
+
+
+BITS: dict[str, float] = {"int8": 8.0, "nf4": 4.0 + 8 / 64 + 32 / (64 * 256)}
+"""Bits per weight. nf4 includes its scales: 8 bits per 64 weights, and 32 bits per 256 of these scales."""
+
+
+def learning_bytes(model: PreTrainedModel, tokens: int, logits_rows: int, precision: int) -> int:
+    """Estimate the bytes of activations and logits of a micro-batch with gradients.
+
+    A layer stores about 12 hidden and 5 intermediate vectors per token, adapters included. Logits exist about three
+    times in float32.
+
+    Args:
+        model: The base model, with or without weights.
+        tokens: Tokens of the micro-batch.
+        logits_rows: Tokens whose logits exist at once.
+        precision: Bytes per number in the base's compute precision.
+    """
+    widths = widths_of(model)
+    activations = tokens * widths.layers * (12 * widths.hidden + 5 * widths.intermediate) * precision
+    return activations + logits_rows * widths.vocabulary * FLOAT * 3
+
+
+def sampling_bytes(model: PreTrainedModel, tokens: int, precision: int) -> int:
+    """Estimate the bytes of the KV cache, or of one layer's states in a recurrent model.
+
+    Args:
+        model: The base model, with or without weights.
+        tokens: Tokens of all prompts and completions in memory at once.
+        precision: Bytes per number in the base's compute precision.
+    """
+    widths = widths_of(model)
+    if not widths.keys:  # no cache: a recurrent layer has one float32 state per token
+        return tokens * widths.intermediate * widths.states * FLOAT
+    return tokens * widths.layers * 2 * widths.keys * precision
+
+
+class Widths(NamedTuple):
+    """Dimensions of a model; the maximum where layers differ.
+
+    Attributes:
+        layers: Number of layers.
+        hidden: Width of hidden states.
+        intermediate: Width of the MLP, or inside a recurrent layer.
+        keys: Width of a token's keys over all heads; 0 = no attention.
+        states: State size per channel of a recurrent layer; 1 if there is none or the config has no value.
+        vocabulary: Number of logits.
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    keys: int
+    states: int
+    vocabulary: int
+
+
+def widths_of(model: PreTrainedModel) -> Widths:
+    """Return the dimensions in a model's config."""
+    text = model.config.get_text_config()
+
+    def width(name: str, default: int) -> int:
+        try:
+            value = getattr(text, name, None)
+        except RuntimeError:  # transformers has no single value where layers differ
+            value = [getattr(layer, name, None) or 0 for layer in text.per_layer_config]
+        if isinstance(value, list | tuple):
+            value = max(value, default=0)
+        return int(value or default)
+
+    hidden = width("hidden_size", 0)
+    heads = width("num_attention_heads", 0)
+    head = width("head_dim", hidden // heads) if heads else 0
+    return Widths(
+        layers=width("num_hidden_layers", 1),
+        hidden=hidden,
+        intermediate=width("intermediate_size", 4 * hidden),
+        keys=width("num_key_value_heads", heads) * head,
+        states=width("state_size", 1),
+        vocabulary=width("vocab_size", 1),
+    )
+
+
+def parameters_per_rank(model: PreTrainedModel, parts: int) -> int:
+    """Return the maximum number of parameters in a rank's memory.
+
+    With several parts: its shard of every layer, everything outside the layers, and three full layers (one in use, the
+    next one, and a buffer to gather it).
+    """
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    if parts == 1:
+        return whole
+    layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers_of(model)]
+    return whole - sum(layers) + math.ceil(sum(layers) / parts) + 3 * max(layers)
+
+
+def base_bytes(model: PreTrainedModel) -> int:
+    """Return the maximum bytes of a loaded model's weights on this rank."""
+    if is_quantised(model):
+        return sum(stored_bytes(weights.data) for weights in model.parameters())
+    return parameters_per_rank(model, sharded_over(model)) * next(model.parameters()).element_size()
+
+
+def stored_bytes(values: torch.Tensor) -> int:
+    """Return the bytes of a tensor; of a tensor subclass, those of its inner tensors."""
+    if hasattr(values, "__tensor_flatten__"):
+        return sum(stored_bytes(getattr(values, name)) for name in values.__tensor_flatten__()[0])
+    return values.numel() * values.element_size()
+
+
+def quantised_bytes(outline: PreTrainedModel, kind: str, compute: int) -> int:
+    """Return the bytes of a model's weights with quantised linear layers, the vocabulary head excepted.
+
+    Args:
+        outline: The model without weights.
+        kind: "int8" or "nf4".
+        compute: Bytes per number in the compute dtype.
+    """
+    head = outline.get_output_embeddings()
+    narrow = sum(
+        module.weight.numel() for module in outline.modules() if isinstance(module, nn.Linear) and module is not head
+    )
+    rest = sum(values.numel() for values in outline.parameters()) - narrow
+    return round(narrow * BITS[kind] / 8) + rest * compute
+
+
+def size_for_memory(bank: AdapterBank, model: PreTrainedModel) -> int:
+    """Return the largest micro-batch, a power of two tokens, that fits into memory by estimate.
+
+    All ranks return the minimum over ranks, because they must plan the same micro-batches.
+
+    Args:
+        bank: Members on the base.
+        model: The base model.
+    """
+    size, (available, _) = MAX_TOKENS, device_memory(str(bank.base.device))
+    if available is not None:
+        state = sum(bank.state_tensor(0, name).nbytes for name in bank.state_keys)
+        left = available - base_bytes(model) - (bank.size + 1) * state  # all members and one gradient
+        precision = next(model.parameters()).element_size()
+        while size > MIN_TOKENS and MEMORY_SHARE * left < learning_bytes(
+            model, size, min(size, bank.logits_rows), precision
+        ):
+            size //= 2
+    return min(processes().all_gather(size))

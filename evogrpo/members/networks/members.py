@@ -1,0 +1,529 @@
+"""NetworkMembers: small networks that act for the agents of a Gymnasium or PettingZoo environment."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from evogrpo.config.search_space import HyperparameterConfig
+from evogrpo.distributed import Processes
+from evogrpo.envs.control.conversion import ActionNoise, ObservationStatistics, can_act, legal_actions, to_environment
+from evogrpo.envs.control.policy_mapping import AGENT, PolicyMapping, map_policies, single_agent
+from evogrpo.envs.control.rollout import Episodes
+from evogrpo.envs.protocol import Scores
+from evogrpo.evolution.history import ArchitectureChange
+from evogrpo.members.bank import Sampler
+from evogrpo.members.devices import check_stored_size
+from evogrpo.members.members import (
+    HELD_OUT,
+    Banks,
+    CheckpointFiles,
+    EvaluationRequest,
+    Learner,
+    ObservedStatistics,
+    RolloutBatch,
+    SamplingRequest,
+    choose_device,
+    space_from_json,
+    space_to_json,
+    state_key,
+)
+from evogrpo.members.networks.distributions import distribution_for
+from evogrpo.members.networks.networks import DefaultNetwork
+from evogrpo.members.networks.policy import StackedPolicy, as_step_batch, check_observations
+from evogrpo.members.settings import JointSettings, NetworkSettings, check_own_loop
+from evogrpo.randomness import generator
+from evogrpo.records import DEFAULT_POLICY, Batch, Experience
+from evogrpo.spaces import unflatten
+from evogrpo.text import class_name
+from evogrpo.validation import validate
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+class NetworkMembers:
+    """Policies of small networks: one network per policy and member.
+
+    A single agent is a mapping with one policy named "default".
+
+    Args:
+        mapping: Maps agents to policies.
+        size: Number of members.
+        settings: Settings that do not evolve.
+        hp_config: The search space; None = nothing evolves.
+        module: The user's own network, for a single agent; None = the default one.
+        device: Device of the networks.
+
+    Attributes:
+        kind: "networks" for a single agent, "joint" for several.
+        mapping: As given.
+        settings: As given.
+        hp_config: As given.
+        device: As given.
+        policies: The policies by name.
+        banks: Banks of the policies.
+        processes: Ranks that divide the episodes; this process alone at first.
+
+    Raises:
+        ValueError: If a space is not supported, or the module or the settings do not fit.
+    """
+
+    identity = ("observation_spaces", "action_spaces", "module")
+    """Keys of `checkpoint_record` that must be equal to load a saved member into an existing one."""
+
+    def __init__(
+        self,
+        mapping: PolicyMapping,
+        size: int,
+        settings: NetworkSettings,
+        hp_config: HyperparameterConfig | None = None,
+        *,
+        module: nn.Module | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.mapping = mapping
+        self.settings = settings
+        self.hp_config = hp_config
+        self.device = torch.device(device)
+        self._single = mapping.policies is None
+        self.kind = "networks" if self._single else "joint"
+        self.policies = {}
+        for number, (name, spec) in enumerate(mapping.specs.items()):
+            # Each policy of a team has its own seed, so that policies with equal spaces start from different weights.
+            if self._single:
+                seed = settings.seed
+            else:
+                seed = int(generator(settings.seed, "policy", number).integers(2**31))
+            self.policies[name] = StackedPolicy(
+                spec.observation_space,
+                spec.action_space,
+                size,
+                replace(settings, seed=seed),
+                module=module,
+                device=device,
+            )
+        self.banks = Banks({name: policy.bank for name, policy in self.policies.items()})
+        self.processes = Processes()
+
+    @property
+    def observation_space(self) -> spaces.Space[Any] | None:
+        """Observation space of a single agent, action mask included; None for several."""
+        if self._single:
+            return self.mapping.observation_spaces[AGENT]
+        return None
+
+    @property
+    def action_space(self) -> spaces.Space[Any] | None:
+        """Action space of a single agent; None for several."""
+        if self._single:
+            return self.mapping.specs[DEFAULT_POLICY].action_space
+        return None
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Keys of a train state that hold the policies' weights."""
+        return tuple(state_key(name, part) for name, policy in self.policies.items() for part in policy.weights)
+
+    @property
+    def _module(self) -> nn.Module | None:
+        """The user's own network."""
+        return next(iter(self.policies.values())).custom
+
+    def _spaces(self) -> dict[str, Any]:
+        """Return the spaces by the name of the constructor's argument: those of a single agent, or by agent."""
+        if self._single:
+            return {"observation_space": self.observation_space, "action_space": self.action_space}
+        return {"observation_spaces": self.mapping.observation_spaces, "action_spaces": self.mapping.action_spaces}
+
+    def new_member(self, *, wrap: bool = True) -> "NetworkMembers":
+        """Return a policy set of one fresh member; `wrap` has no effect, as networks compute in float32."""
+        return NetworkMembers(self.mapping, 1, self.settings, self.hp_config, module=self._module, device=self.device)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the constructor arguments that are not in the settings, or differ from them."""
+        module = self._module
+        arguments = {**self._spaces(), "device": self.device}
+        if self._single:
+            arguments["actor_network"] = module
+        if module is None:
+            return arguments
+        return {**arguments, "network": None}
+
+    # ---- in environments
+
+    def sample_with(self, sampler: Sampler) -> None:
+        """Raise ValueError: samplers are for language models."""
+        raise ValueError("sample_with is for language models. Small networks act in the environment directly.")
+
+    def check(self, env: Any) -> None:
+        """Raise ValueError if the environment has other agents or spaces."""
+        wrapper = "Gymnasium environments as evogrpo.GymnasiumGroups(...)"
+        if not self._single:
+            wrapper = "parallel PettingZoo environments as evogrpo.PettingZooGroups(...)"
+        for name, expected in self._spaces().items():
+            given = getattr(env, name, None)
+            if given != expected:
+                raise ValueError(
+                    f"The members' {name} {'is' if self._single else 'are'} {expected}, but {class_name(env)} has "
+                    f"{given}. Create agents with the environment's spaces, or with a language model for prompts. Wrap "
+                    f"{wrapper}."
+                )
+
+    def sample(self, env: Any, starts: Sequence[int], request: SamplingRequest) -> RolloutBatch:
+        """Play one episode for each requested row.
+
+        Each member draws from random streams of its own, one per agent, so its actions do not depend on other members;
+        see `ActionNoise`.
+        """
+        # 1. Check the environment.
+        self.check(env)
+        # 2. Play the episodes.
+        member_ids, temperature, row_ids = (
+            values.numpy() for values in (request.member_ids, request.temperature, request.row_ids)
+        )
+        noise = ActionNoise(
+            self.settings.seed, request.purpose, streams=request.streams, rows=request.counts, width_of=self._width_of
+        )
+        played: Episodes = env.open("train", starts).play(
+            self.policies,
+            self.mapping,
+            request.start_ids.tolist(),
+            member_ids.tolist(),
+            uniforms=lambda agents, rows, t: noise(agents, row_ids[rows], t),
+            temperature=temperature,
+            stop=request.stop,
+        )
+        # 3. Build one batch per policy.
+        experience: dict[str, Batch] = {}
+        observed: dict[str, ObservationStatistics] = {}
+        for name, episodes in played.episodes.items():
+            experience[name], summary = self.policies[name].batch(episodes, member_ids, temperature)
+            if summary is not None:
+                observed[name] = summary
+        steps = np.bincount(member_ids, weights=played.actions, minlength=self.banks.size)
+        return RolloutBatch(
+            experience=experience,
+            scores=Scores(rewards=played.rewards, components={}, completions=(), weights=()),
+            member_ids=request.member_ids,
+            start_ids=request.start_ids,
+            truncated=torch.from_numpy(played.truncated),
+            tokens={learner.slot: int(steps[learner.slot]) for learner in request.learners},
+            observed=(observed,) if observed else (),
+        )
+
+    def evaluate(self, env: Any, request: EvaluationRequest) -> tuple[NDArray[np.float64], tuple[int, ...]]:
+        """Play held-out starts, sampled at temperature 1 or greedy; rewards are undiscounted returns or the score.
+
+        Returns:
+            `[n]` raw task rewards in the order of `EvaluationRequest.start_ids`, float64; NaN = no reward. And the
+            steps processed, for each slot of the request.
+        """
+        self.check(env)
+        noise = ActionNoise(
+            self.settings.seed,
+            HELD_OUT,
+            streams=request.streams,
+            rows=[request.answers_per_question] * len(request.questions),
+            width_of=self._width_of,
+        )
+        greedy = request.answers is None
+        # Rows are numbered within their slot, so that all slots use the same random numbers.
+        played: Episodes = env.open(request.split, request.questions).play(
+            self.policies,
+            self.mapping,
+            request.start_ids.tolist(),
+            request.member_ids.tolist(),
+            uniforms=None if greedy else lambda agents, rows, t: noise(agents, rows % request.rows_per_slot, t),
+            temperature=None if greedy else request.temperature.numpy(),
+            base=request.base,
+            stop=request.stop,
+        )
+        steps = played.actions.reshape(len(request.slots), request.rows_per_slot).sum(axis=1)
+        return played.rewards, tuple(steps.tolist())
+
+    def _width_of(self, agent: str) -> int:
+        """Return the number of uniforms per action of an agent."""
+        if self._single:
+            name = DEFAULT_POLICY
+        else:
+            name = self.mapping.policy_of(agent)
+        return self.policies[name].bank.distribution.uniforms_per_action
+
+    def prepare_sampling(self) -> None:
+        """Do nothing: networks act with their current weights."""
+
+    def update_statistics(self, observed: Sequence[ObservedStatistics]) -> None:
+        """Add the observations of a learning step to each policy's running statistics."""
+        for by_policy in observed:
+            for name, summary in by_policy.items():
+                self.policies[name].update_statistics(summary)
+
+    # ---- in a caller's own loop
+
+    def act(self, learner: Learner, observations: Any, *, training: bool, action_mask: Any = None) -> Any:
+        """Choose actions; see `GRPO.get_action` and `MultiAgentGRPO.get_action`."""
+        if training:
+            rng = generator(self.settings.seed, "get_action", learner.step, learner.index)
+        else:
+            rng = None
+        if not self._single:
+            return self._choose_for_team(learner, observations, rng, action_mask)
+        actions, batched = self._choose(learner, observations, rng, action_mask)
+        if isinstance(self.action_space, spaces.Discrete | spaces.MultiDiscrete):
+            actions = actions + self.action_space.start  # a policy counts values from 0, the space from `start`
+        return actions if batched else actions[0]
+
+    def predict(
+        self, learner: Learner, observation: Any, *, deterministic: bool, calls: int, action_masks: Any, base: bool
+    ) -> Any:
+        """Choose actions in the environment's format; see `GRPO.predict`. `base` uses the untrained network."""
+        if deterministic:
+            rng = None
+        else:
+            rng = generator(self.settings.seed, "predict", calls, learner.index)
+        if not self._single:
+            return self._choose_for_team(learner, observation, rng, action_masks, base=base)
+        actions, batched = self._choose(learner, observation, rng, action_masks, base=base)
+        assert self.action_space is not None
+        actions = to_environment(self.action_space, actions)
+        return actions if batched else actions[0]  # a scalar for Discrete: some environments use it as a key
+
+    def _choose(
+        self,
+        learner: Learner,
+        observations: Any,
+        rng: np.random.Generator | None,
+        action_mask: Any,
+        *,
+        base: bool = False,
+    ) -> tuple[NDArray[Any], bool]:
+        """Return a single agent's actions for one observation or a batch, and True if it was a batch."""
+        spec = self.mapping.specs[DEFAULT_POLICY]
+        observations, own_mask = spec.split_mask(observations)
+        if own_mask is not None:
+            action_mask = own_mask
+        arrays, count = check_observations(spec.observation_space, observations)
+        masks: list[Any] = [None] * (count or 1)
+        if action_mask is not None:
+            if count is None:
+                masks = [action_mask]
+            else:
+                masks = _rows_of(action_mask, count)
+        return self._actions(DEFAULT_POLICY, learner, arrays, rng, masks, base), count is not None
+
+    def _choose_for_team(
+        self,
+        learner: Learner,
+        observations: Any,
+        rng: np.random.Generator | None,
+        action_masks: Any,
+        *,
+        base: bool = False,
+    ) -> dict[Any, Any]:
+        """Return the actions of all agents that can act, in the environment's format."""
+        # 1. Check the observations, and leave out agents whose mask allows no action: they wait.
+        for name, values in (("observations", observations), ("action masks", action_masks)):
+            if not isinstance(values, Mapping) and (values is not None or name == "observations"):
+                raise ValueError(
+                    f"{name} must be a dict by agent, got {class_name(values)}. Unpack what reset and step return."
+                )
+        masks_of: dict[str, dict[Any, Any]] = {}
+        unmasked = {}
+        for agent, observation in observations.items():
+            policy = self.mapping.policy_of(str(agent))
+            unmasked[agent], mask = self.mapping.specs[policy].split_mask(observation)
+            if mask is None and action_masks is not None:
+                mask = action_masks.get(agent)
+            if can_act(mask):
+                masks_of.setdefault(policy, {})[agent] = mask
+        # 2. Act with each policy.
+        chosen: dict[Any, Any] = {}
+        for policy, masks in masks_of.items():
+            spec = self.mapping.specs[policy]
+            leaves = spec.stack([unmasked[agent] for agent in masks], [str(agent) for agent in masks])
+            inputs, _ = check_observations(spec.observation_space, unflatten(spec.observation_space, leaves))
+            actions = self._actions(policy, learner, inputs, rng, list(masks.values()), base)
+            chosen |= dict(zip(masks, to_environment(spec.action_space, actions), strict=True))
+        return chosen
+
+    def _actions(
+        self,
+        name: str,
+        learner: Learner,
+        observations: Any,
+        rng: np.random.Generator | None,
+        masks: list[Any],
+        base: bool,
+    ) -> NDArray[Any]:
+        """Return one policy's actions `[m, ...]` for observations `[m, ...]`; no `rng` = the most likely ones."""
+        policy = self.policies[name]
+        m = len(masks)
+        width = policy.bank.distribution.uniforms_per_action
+        acted = policy.act(
+            observations,
+            np.full(m, learner.slot),
+            uniforms=None if rng is None else rng.random((m, width), dtype=np.float32),
+            temperature=np.full(m, learner.hyperparameters.temperature, dtype=np.float32),
+            action_mask=legal_actions(policy.action_space, masks),
+            base=base,
+        )
+        return acted.actions
+
+    def generate(self, learner: Learner, prompts: Sequence[Any], **options: Any) -> list[str]:
+        """Raise ValueError: small networks have no text."""
+        raise ValueError("generate is for language models. Use predict for small networks.")
+
+    def experience(self, learner: Learner, experiences: Any) -> tuple[Experience, tuple[ObservedStatistics, ...]]:
+        """Return the experience of `collect` unchanged, or read that of a user's own loop; see `as_step_batch`.
+
+        Returns:
+            The experience, and statistics of its raw observations to be passed to `update_statistics`; none for
+            `collect`, which has passed them.
+
+        Raises:
+            ValueError: If it is anything else.
+        """
+        if isinstance(experiences, Mapping) and all(isinstance(each, Batch) for each in experiences.values()):
+            return experiences, ()
+        if not self._single:
+            raise ValueError(f"learn needs the experience of collect(...), got {class_name(experiences)}.")
+        check_own_loop(self.settings.objective, ("dynamic_sampling", "mask_truncated"))
+        if isinstance(experiences, tuple | list) and len(experiences) == 4:
+            # The masks are part of the observations.
+            observations, own_masks = self.mapping.specs[DEFAULT_POLICY].split_mask(experiences[0])
+            masks = () if own_masks is None else (own_masks,)
+            experiences = (observations, *experiences[1:], *masks)
+        batch, observed = as_step_batch(experiences, learner, self.policies[DEFAULT_POLICY])
+        return {DEFAULT_POLICY: batch}, () if observed is None else ({DEFAULT_POLICY: observed},)
+
+    # ---- the networks
+
+    def policy(self, slot: int, *, base: bool = False) -> nn.Module | dict[str, nn.Module]:
+        """Return a member's policy as a module, or those of a team by name; see `StackedPolicy.module`."""
+        modules = {name: policy.module(slot, base=base) for name, policy in self.policies.items()}
+        return modules[DEFAULT_POLICY] if self._single else modules
+
+    def unwrap(self) -> None:
+        """Do nothing: small networks compute in float32."""
+
+    @property
+    def evolves(self) -> bool:
+        """True if mutation changes architectures."""
+        return self.settings.evolve_network is not None
+
+    def propose_architecture(self, slot: int, rng: np.random.Generator) -> ArchitectureChange | None:
+        """Draw a change of the architecture of one of a member's policies; None = no change."""
+        name = list(self.policies)[int(rng.integers(len(self.policies)))]
+        change = self.policies[name].propose_architecture(slot, rng)
+        if change is None or self._single:
+            return change
+        return ArchitectureChange(
+            architecture={name: change.architecture}, old=f"{name}: {change.old}", new=f"{name}: {change.new}"
+        )
+
+    def change_architecture(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
+        """Change the architecture of one policy and keep what it has learned.
+
+        `architecture` has the form of `propose_architecture`: with several policies, {name of the policy: fields}.
+        """
+        ((name, fields),) = ((DEFAULT_POLICY, architecture),) if self._single else architecture.items()
+        self.policies[name].change_architecture(slot, fields, rng)
+
+    # ---- checkpoints
+
+    def checkpoint_record(self) -> dict[str, Any]:
+        """Return what a checkpoint records: the spaces and the name of the user's module class.
+
+        Spaces are lists of pairs to keep the order of agents, which policies follow.
+        """
+        module = self._module
+        pairs = {
+            name: [[agent, space_to_json(space)] for agent, space in getattr(self.mapping, name).items()]
+            for name in ("observation_spaces", "action_spaces")
+        }
+        return {**pairs, "module": None if module is None else type(module).__qualname__}
+
+    def shared_tensors(self) -> dict[str, Tensor]:
+        """Return the initial weights and buffers of the user's module, by name."""
+        module = self._module
+        if module is None:
+            return {}
+        return {name: value.cpu().clone() for name, value in module.state_dict().items()}
+
+    def files(self, slot: int) -> CheckpointFiles:
+        """Return nothing: the train state is complete."""
+        return {}
+
+    @classmethod
+    def from_record(
+        cls,
+        record: Mapping[str, Any],
+        size: int,
+        where: object,
+        hp_config: HyperparameterConfig | None,
+        *,
+        constants: Mapping[str, Tensor],
+        stored_bytes: int,
+        actor_network: nn.Module | None,
+        device: torch.device | str | None,
+        accelerator: "Accelerator | None",
+    ) -> Self:
+        """Build the policy set that a checkpoint's record describes.
+
+        Raises:
+            ValueError: If the user's own module is needed and missing.
+        """
+        # 1. Read the spaces.
+        if actor_network is None:
+            given = None
+        else:
+            given = type(actor_network).__qualname__
+        if record["module"] is not None and given != record["module"]:
+            raise ValueError(
+                f"The checkpoint's members have your own class {record['module']}, got {given}. Pass one as "
+                "actor_network=."
+            )
+        observation_spaces, action_spaces = (
+            {agent: space_from_json(space, stored_bytes) for agent, space in record[name]}
+            for name in ("observation_spaces", "action_spaces")
+        )
+        # 2. Read the settings and map agents to policies.
+        if record["kind"] == "joint":
+            if accelerator is not None or actor_network is not None:
+                raise ValueError("accelerator and actor_network are not available for several agents. Leave them out.")
+            settings: NetworkSettings = validate(JointSettings, record["settings"])
+            assert isinstance(settings, JointSettings)
+            mapping = map_policies(observation_spaces, action_spaces, settings.policies, agent_ids=settings.agent_ids)
+        else:
+            settings = validate(NetworkSettings, record["settings"])
+            mapping = single_agent(*observation_spaces.values(), *action_spaces.values())
+        # 3. Check the size of the weights before they are allocated, as the record may name huge widths.
+        if actor_network is None:
+            for spec in mapping.specs.values():
+                outputs = distribution_for(spec.action_space).outputs
+                network = DefaultNetwork(settings.network, spec.observation_space, outputs)
+                check_stored_size(4 * size * sum(map(math.prod, network.shapes.values())), stored_bytes)
+        # 4. Build the policy set.
+        device = choose_device(accelerator, device) or "cpu"
+        return cls(mapping, size, settings, hp_config, module=actor_network, device=device)
+
+
+def _rows_of(action_mask: Any, count: int) -> list[Any]:
+    """Return one mask per row of a batch; a tuple has the components of a MultiDiscrete space."""
+    if isinstance(action_mask, tuple):
+        return list(zip(*action_mask, strict=True))
+    # Rows of a list may be tuples of components of unequal lengths.
+    if isinstance(action_mask, list):
+        rows = action_mask
+    else:
+        rows = list(np.asarray(action_mask))
+    if len(rows) != count:
+        raise ValueError(f"action_mask must have one row per observation, got {len(rows)} for {count}.")
+    return rows

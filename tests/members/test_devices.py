@@ -1,0 +1,122 @@
+"""A bfloat16 base, mixed precision and members on an accelerator; the accelerator tests also run on the CPU."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.testing.samplers import PROMPTS, as_batch, different_members, make_rows
+from tests.members.test_peft_oracle import END_IDS, MIN_NEW_TOKENS, reference_step
+from tests.oracles.peft_members import PeftMember
+from tests.rounding import LOG_PROB
+from tests.tiny_batches import grpo_loss, lora, off_policy, sampled_batch, tiny_bank
+from tests.tiny_models import tiny_model
+from tests.tiny_training import events_of, final_states, finish, resumed_run, tiny_run
+
+ACCELERATORS = [pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = ["cpu", *ACCELERATORS]
+ON_DEVICES = pytest.mark.parametrize("device", DEVICES)
+
+
+@ON_DEVICES
+def test_a_bfloat16_base_trains_float32_adapters(device):
+    exact = tiny_model("llama").to(device)
+    coarse = tiny_model("llama").to(device, torch.bfloat16)
+    bank = different_members(coarse, 3, std=0.05)
+    reference = different_members(exact, 3, std=0.05)
+    batch = sampled_batch(different_members(tiny_model("llama"), 3, std=0.05)).to(device)
+    assert bank.state(0)["adapter"].dtype == torch.float32
+    difference = (bank.log_probs(batch) - reference.log_probs(batch)).abs()
+    # A bfloat16 has 8 bits of mantissa; logits are of the order of 10.
+    assert 1e-4 < float(difference.max()) < 0.5
+    hyperparameters = {slot: Hyperparameters(lr=1e-3, max_grad_norm=1e6) for slot in range(3)}
+    got = bank.update(batch, grpo_loss(batch), hyperparameters).reports
+    expected = reference.update(batch, grpo_loss(batch), hyperparameters).reports
+    for slot in range(3):
+        assert got[slot].grad_norm == pytest.approx(expected[slot].grad_norm, rel=0.15)
+        moment = bank.state(slot)["exp_avg"]
+        other = reference.state(slot)["exp_avg"]
+        assert float(torch.cosine_similarity(moment, other, dim=0)) > 0.9
+
+
+@pytest.fixture
+def accelerators():
+    """Reset accelerate's process-wide state after the test."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, ((3, 4, 5), (6, 7, 8))], ids=["ragged", "alike"])
+def test_mixed_precision_agrees_with_full_precision(prompts, accelerators):
+    """Covers the three products: equal rows, ragged rows, gradients."""
+    size = 3
+    in_bfloat16 = Accelerator(mixed_precision="bf16", cpu=True).autocast
+    mixed = tiny_bank(size, std=0.05, autocast=in_bfloat16)
+    exact = tiny_bank(size, std=0.05)
+    rows = make_rows([0] * size, prompts=prompts)  # each slot as member 0: equally many rows
+    for work in (rows, make_rows(range(size), prompts=prompts)):
+        batch = as_batch(work, mixed.sample(work))
+        assert float((mixed.log_probs(batch) - exact.log_probs(batch)).abs().max()) < 0.2  # of logits of about 10
+        assert float((batch.sampler_log_probs - exact.log_probs(batch)).abs().max()) < 0.2
+
+        def loss(rows, log_probs, entropies, wanted=batch.rewards - 3.0):
+            return (wanted[rows, None] * log_probs).sum(1)
+
+        hyperparameters = {slot: Hyperparameters(lr=1e-9, max_grad_norm=1e6) for slot in range(size)}
+        got, expected = (bank.update(batch, loss, hyperparameters).reports for bank in (mixed, exact))
+        for slot in range(size):
+            assert got[slot].grad_norm == pytest.approx(expected[slot].grad_norm, rel=0.1)
+            moment = mixed.state(slot)["exp_avg"]
+            other = exact.state(slot)["exp_avg"]
+            assert float(torch.cosine_similarity(moment, other, dim=0)) > 0.98
+
+
+HYPERPARAMETERS = {slot: Hyperparameters(lr=lr, max_grad_norm=1e6) for slot, lr in enumerate((1e-2, 1e-3))}
+
+
+@pytest.mark.parametrize("device", ACCELERATORS)  # test_peft_oracle.py has the CPU
+def test_learning_matches_separate_peft_models(device):
+    model = tiny_model("llama")
+    oracles = [
+        PeftMember(model, lora(), different_members(model, 2, eos_token_ids=END_IDS).peft_files(slot)[0], END_IDS)
+        for slot in range(2)
+    ]
+    bank = different_members(tiny_model("llama").to(device), 2, eos_token_ids=END_IDS, micro_batch_tokens=60)
+    rows = make_rows(range(2), tokens=3, min_new_tokens=MIN_NEW_TOKENS, prompts=PROMPTS[:2])
+    cpu_batch = as_batch(rows, bank.sample(rows).to(torch.device("cpu")))
+    batch = cpu_batch.to(device)
+    old = off_policy(cpu_batch.sampler_log_probs)
+    scored = bank.log_probs(batch).cpu()
+    reports = bank.update(batch, grpo_loss(batch, beta=0.1), HYPERPARAMETERS).reports
+    for slot, oracle in enumerate(oracles):
+        loss = reference_step(oracle, cpu_batch, old, slot, beta=0.1)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(oracle.parameters.values(), 1e6)
+        assert reports[slot].loss == pytest.approx(float(loss.detach()), rel=1e-3, abs=1e-4)
+        assert reports[slot].grad_norm == pytest.approx(float(norm), rel=1e-3)
+    torch.testing.assert_close(scored, cpu_batch.sampler_log_probs, rtol=LOG_PROB, atol=LOG_PROB)
+
+
+@pytest.mark.gpu
+def test_resumed_run_equals_uninterrupted_run(tmp_path):
+    device = "cuda"
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
+    lengths = {"generations": 2, "steps_per_generation": 1}
+    given = {"micro_batch_tokens": 64}
+    finish(tiny_run(whole, size=2, options={"actor_network": tiny_model().to(device), **given}, **lengths))
+    run = tiny_run(parts, size=2, options={"actor_network": tiny_model().to(device), **given}, **lengths)
+    reports = run.reports()
+    next(reports)
+    run.stop()
+    list(reports)
+    again = resumed_run(parts, model=tiny_model().to(device))
+    assert again.run_state.step == 1
+    finish(again)
+    assert events_of(parts) == events_of(whole)
+    one = final_states(parts)
+    other = final_states(whole)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(values, other[name]) for name, values in one.items())
